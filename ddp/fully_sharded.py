@@ -174,7 +174,7 @@ class FullyShardedDataParallel(nn.Module):
         named = [pair for pair in module.named_parameters() if pair[0] not in ignored]
         self._frozen = FrozenParams([(name, param) for name, param in named if not param.requires_grad])
         self._make_reducer()
-        self._optimizer.mesh = None if self._mesh is None else self._mesh.of_owners
+        self._optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
         self._optimizer.begin_averages_anew()  # from the weights that the ranks have by now
         built.claim.is_open = built.stands_in
         built.claim.everyone = None if self._mesh is None else everyone
@@ -187,9 +187,9 @@ class FullyShardedDataParallel(nn.Module):
         with failing_together(self._everyone):
             check_sparse(self.module, optimizer)
         if mesh is not None:
-            agree_between_replicas(mesh.everyone, optimizer.describe())
+            agree_between_replicas(mesh.everyone, optimizer.core.describe())
         reducer = make_reducer(built, optimizer, mesh, self._options, _wanted(weakref.ref(self)))
-        self._reducer, stamps = reducer, optimizer.unit_stamps()
+        self._reducer, stamps = reducer, optimizer.steps.unit_stamps()
         gathers = make_gathers(built, optimizer, mesh, reducer, stamps)
         if hasattr(self, "units"):
             self.units.supply.use(optimizer.ranks, gathers, stamps)
@@ -206,7 +206,7 @@ class FullyShardedDataParallel(nn.Module):
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
-            optimizer.mesh = self._mesh.of_owners
+            optimizer.core.mesh = self._mesh.of_owners
         self._reducer.close()
         unwatch(self._reducer)
         self._make_reducer()

@@ -115,7 +115,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self._accumulate = accumulate
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
-        optimizer.mesh = None if self._mesh is None else self._mesh.of_owners
+        optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
 
     def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:
@@ -127,9 +127,9 @@ class ShardedDataParallel(DistributedDataParallel):
     ) -> OwnerReducer:
         optimizer, mesh = self._optimizer, self._mesh
         with failing_together(self._everyone(optimizer)):
-            optimizer.check_sparse(param for name, param in pairs if name in sparse)
+            optimizer.steps.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
-            agree_between_replicas(mesh.everyone, optimizer.describe())
+            agree_between_replicas(mesh.everyone, optimizer.core.describe())
         made = OwnerReducer(
             pairs,
             optimizer,
@@ -150,7 +150,7 @@ class ShardedDataParallel(DistributedDataParallel):
         return super()._post_forward(output)
 
     def _caps(self) -> tuple[int, ...]:
-        return (self._optimizer.bucket_cap_nbytes,)
+        return (self._optimizer.core.sharding.cap_nbytes,)
 
     def detach(self) -> None:
         """Let go of the process group, as in `DistributedDataParallel`; gradients are dropped.

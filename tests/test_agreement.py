@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from training import MATRICES, make_params, needs_muon, train_both, twin
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm.agreement import agree, failing_together
@@ -194,7 +194,9 @@ def in_another_agreement(group: RankGroup, mine: RuntimeError | None) -> None:
                 raise mine
 
 
-def check_other_agreements(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["ends well", "raises"])
+def test_ranks_in_different_agreements_raise(kind: str) -> None:
     """Rank 1 says whether something failed, as in a call that it makes twice; rank 0 is in another call."""
     group = RankGroup.of(None)
     rank = dist.get_rank()
@@ -210,12 +212,6 @@ def check_other_agreements(kind: str) -> None:
     else:
         assert caught.value is mine  # it tells more
     assert group.all_gather_fixed(b"x") == [b"x", b"x"]  # nothing is left to be received
-
-
-@pytest.mark.parametrize("kind", ["ends well", "raises"])
-def test_ranks_in_different_agreements_raise(ranks2: Ranks, kind: str) -> None:
-    """In gloo, messages of different lengths would end a process."""
-    ranks2.run(check_other_agreements, kind)
 
 
 def test_frames() -> None:

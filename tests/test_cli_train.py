@@ -34,14 +34,7 @@ TINY = (
 )
 ENDLESS = (
     *TINY,
-    "--steps",
-    "1000000",
-    "--lr-schedule",
-    "constant",
-    "--save-every",
-    "40",
-    "--eval-every",
-    "0",
+    *["--steps", "1000000", "--lr-schedule", "constant", "--save-every", "40", "--eval-every", "0"],
 )
 MODULE = (sys.executable, "-m", "zero_optim", "train")
 

@@ -17,7 +17,7 @@ from training import assert_same_bits, make_params, params_of, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import changed_in_kind
-from zero_optim.state import given as building
+from zero_optim.state.options import GroupOptions
 from zero_optim.step import spec as asking
 
 SHAPES = ((64, 16), (32, 8), (7,))
@@ -57,7 +57,7 @@ def test_a_parameter_is_cut_only_if_all_ranks_say_that_it_may_be() -> None:
 def test_classes_are_tried_and_answers_exchanged_only_where_a_plan_would_cut() -> None:
     asked: list[int] = []
     exchanged: list[int] = []
-    ask, exchange = building.why_not_cut, RankGroup.all_gather_fixed
+    ask, exchange = GroupOptions.why_whole, RankGroup.all_gather_fixed
 
     def asking_counted(*args: Any, **kwargs: Any) -> list[str | None]:
         asked.append(1)
@@ -69,7 +69,7 @@ def test_classes_are_tried_and_answers_exchanged_only_where_a_plan_would_cut() -
         return exchange(self, payload)
 
     with pytest.MonkeyPatch.context() as replacing:
-        replacing.setattr(building, "why_not_cut", asking_counted)
+        replacing.setattr(GroupOptions, "why_whole", asking_counted)
         replacing.setattr(RankGroup, "all_gather_fixed", exchange_counted)
         assert num_cut(built(make_params(((7,), (8,), (9,))))) == 0
         assert asked == []

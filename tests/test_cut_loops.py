@@ -159,7 +159,7 @@ def test_methods_of_the_class_reach_all_pieces() -> None:
 def test_what_is_remembered_of_cut_parameters_comes_back() -> None:
     plain, sharded = cut_pair(make_params(SHAPES), ema_decay=0.5)
     train_both(plain, sharded, 2)
-    undo = sharded.remember()
+    undo = sharded.core.remember()
     before = [param.detach().clone() for param in params_of(sharded)]
     for step in range(2, 4):
         set_grads(params_of(sharded), step)

@@ -273,7 +273,7 @@ def test_a_copy_steps_its_own_parameters(view: bool) -> None:
     assert not {p.data_ptr() for p in params_of(sharded) if p.numel()} & {
         p.data_ptr() for p in params_of(other) if p.numel()
     }
-    assert all(leaf.untyped_storage().nbytes() == 4 for leaf in other._owned.leaves.separate.values())
+    assert all(leaf.untyped_storage().nbytes() == 4 for leaf in other.core.owned.leaves.separate.values())
     before = [param.detach().clone() for param in params_of(sharded)]
     train_both(again, other, 3, first=2)
     assert_same_bits(params_of(sharded), before)

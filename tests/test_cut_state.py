@@ -240,7 +240,7 @@ def test_owners_with_different_entries_are_refused_on_every_rank() -> None:
     train_both(plain, sharded, 1)
     param = params_of(sharded)[0]
     if dist.get_rank() == 1:
-        del sharded.optim.state[sharded._owned.leaves.leaf(param)]["exp_avg"]
+        del sharded.optim.state[sharded.core.owned.leaves.leaf(param)]["exp_avg"]
     with pytest.raises(StateMismatchError, match="parameter 0 is cut, and its owners keep 'exp_avg' for 16"):
         sharded.consolidate_state_dict(to=0)
 

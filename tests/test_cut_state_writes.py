@@ -204,10 +204,12 @@ def test_a_write_to_a_master_or_an_average_is_one() -> None:
         entries[MASTER] = torch.full_like(entries[MASTER], 1.001)
         entries[EMA] = torch.full_like(entries[EMA], 3.0)
         assert torch.equal(
-            sharded.optim.state[sharded._owned.leaves.leaf(param)]["exp_avg"], entries["exp_avg"]
+            sharded.optim.state[sharded.core.owned.leaves.leaf(param)]["exp_avg"], entries["exp_avg"]
         )
         assert bool((entries[MASTER] == 1.001).all() and (entries[EMA] == 3.0).all())
-        assert bool((sharded._owned.leaves.rows(param) == torch.tensor(1.001, dtype=torch.bfloat16)).all())
+        assert bool(
+            (sharded.core.owned.leaves.rows(param) == torch.tensor(1.001, dtype=torch.bfloat16)).all()
+        )
         with pytest.raises(StateMismatchError, match=f"expected '{MASTER}' of a parameter of shape"):
             entries[MASTER] = torch.zeros(1, 2, 3)
         for name in (MASTER, EMA):
@@ -255,7 +257,7 @@ def test_masters_and_averages_start_again_with_the_state(act: Callable[[Optimize
     set_grads(params_of(sharded), 3)
     sharded.step()
     for param in mine:
-        entries, rows = sharded.state[param], sharded._owned.leaves.rows(param).float()
+        entries, rows = sharded.state[param], sharded.core.owned.leaves.rows(param).float()
         assert entries["step"] == 1
         assert torch.equal(entries[MASTER], rows)
         assert torch.equal(entries[EMA], rows)
@@ -307,7 +309,7 @@ def test_state_that_is_set_goes_to_the_class_that_steps_the_parameter() -> None:
     for param in sharded.owned_parameters():
         sharded.state[param]["mark"] = 1
     sharded.state["count"] = 2  # type: ignore[index]
-    sgd, adamw = sharded._owned.local.states
+    sgd, adamw = sharded.core.owned.local.states
     own = set(sharded.owned_parameters())
     assert sum("mark" in entries for entries in adamw.values() if isinstance(entries, dict)) == (
         mine[0] in own

@@ -269,7 +269,7 @@ def test_parameters_that_are_being_gathered_are_waited_for_before_they_are_cast(
     for number in range(3):
         mlp_loss(model, number).backward()
         optimizer.step()
-        net[0].register_forward_pre_hook(lambda *_: waited.append(not optimizer._sharding.under_way))
+        net[0].register_forward_pre_hook(lambda *_: waited.append(not optimizer.core.sharding.under_way))
         model(batch(number, 5, 8))
     assert waited
     assert all(waited), "parameters were cast while they were being gathered"

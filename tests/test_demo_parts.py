@@ -270,7 +270,7 @@ def num_buckets(shard: Any) -> int:
     made = Trainer(config, torch.device("cpu"), corpus)
     expected = sum(param.numel() for param in made.gpt.parameters())
     assert [kept.num_parameters for kept in made.shards()] == [expected]
-    return len(made._optimizer.bucket_members())
+    return len(made._optimizer.core.bucket_members())
 
 
 def test_sharded_gradients_of_the_default_model_have_several_buckets_to_reduce(ranks1: Ranks) -> None:

@@ -35,19 +35,17 @@ def test_files_are_joined_as_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "line"), [(None, "no such file"), (b"x" * 89, "has 89 bytes, --context 8 needs 90")]
+    ("name", "line"),
+    [
+        ("nowhere", "no such file"),
+        ("text", "has 89 bytes, --context 8 needs 90"),
+        (".", "not a regular file"),
+    ],
 )
-def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes | None, line: str) -> None:
-    path = tmp_path / "text"
-    if content is not None:
-        path.write_bytes(content)
+def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path, name: str, line: str) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 89)
     with pytest.raises(ValueError, match=line):
-        text.load([str(path)], context=8)
-
-
-def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a regular file"):
-        text.load([str(tmp_path)], context=8)
+        text.load([str(tmp_path / name)], context=8)
 
 
 def test_a_pass_over_the_text_takes_every_window_once_and_the_next_one_another_order() -> None:

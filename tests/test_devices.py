@@ -168,7 +168,7 @@ def trained(process_group: dist.ProcessGroup | None, sharded: bool) -> list[Tens
         optimizer: Any = ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.Adam, process_group, lr=0.1, overlap_with_ddp=False
         )
-        optimizer.overlap()  # takes lanes
+        optimizer.steps.overlap()  # takes lanes
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_a_backend_whose_name_begins_with_gloo_is_another_one(name: str, takes_t
     params = list(nn.Linear(2, 2).parameters())
     with mock.patch.object(dist, "get_backend_config", return_value=f"cpu:{name}"):
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-        assert optimizer.overlap().takes_thread == takes_thread
+        assert optimizer.steps.overlap().takes_thread == takes_thread
 
 
 @on_ranks(1)
@@ -240,7 +240,7 @@ def test_parameters_on_a_device_without_a_backend_are_refused_on_every_rank() ->
         with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
             DistributedDataParallel(nn.Linear(2, 2))
     group = RankGroup.of(None)
-    optimizer._group = replace(group, backends={"xpu": "xccl"} if group.rank else group.backends)
+    optimizer.core.ranks = replace(group, backends={"xpu": "xccl"} if group.rank else group.backends)
     with pytest.raises(ValueError, match="on cpu, and the group has no backend for cpu tensors"):
         optimizer.add_param_group({"params": params[1:]})
     assert len(optimizer.param_groups) == 1

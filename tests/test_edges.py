@@ -247,7 +247,7 @@ def test_every_dtype_travels() -> None:
         sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
         params[3].grad = torch.ones(2)
         sharded.step()
-        sharded._sharding.gather_all()
+        sharded.core.sharding.gather_all()
         assert all(torch.equal(p.float(), torch.ones(5)) for p in params[:3] if not dtype.is_complex)
 
 

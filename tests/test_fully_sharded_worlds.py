@@ -127,7 +127,7 @@ def loads(folder: Path, stage: str, width: int, again: Path) -> tuple[dict[str, 
     train(model, optimizer, range(5, 6))
     checkpoint.load(folder, model=model, optimizer=optimizer)
     checkpoint.save(again, model=model, optimizer=optimizer)
-    found, cuts = content(model, optimizer), [cut.pieces for cut in optimizer.cut_states().values()]
+    found, cuts = content(model, optimizer), [cut.pieces for cut in optimizer.core.cut_states().values()]
     return found if dist.get_rank() == 0 else {}, cuts
 
 

@@ -85,25 +85,22 @@ def test_each_owner_sends_on_a_group_of_its_own() -> None:
     assert groups_used(optimizer, 1) == first
 
 
-def check_given_group(shapes: list[tuple[int, ...]]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("shapes", [[(8, 8)] * 4, [(600, 600)]], ids=["little to send", "one owner"])
+def test_no_group_is_made_where_it_gains_nothing(shapes: list[tuple[int, ...]]) -> None:
     with mock.patch.object(gathers, "gloo_lanes_beside") as taken:
         used = groups_used(make(shapes, cuts=False))
     assert set.union(*used.values()) == {given_group()}
     taken.assert_not_called()
 
 
-@pytest.mark.parametrize("shapes", [[(8, 8)] * 4, [(600, 600)]], ids=["little to send", "one owner"])
-def test_no_group_is_made_where_it_gains_nothing(ranks2: Ranks, shapes: list[tuple[int, ...]]) -> None:
-    ranks2.run(check_given_group, shapes)
-
-
 @on_ranks(2)
 @pytest.mark.not_late("it shows what other backends do")
 def test_other_backends_and_devices_have_one_communicator() -> None:
     with mock.patch.object(RankGroup, "backend_of", return_value="nccl"):
-        check_given_group(LARGE)
+        test_no_group_is_made_where_it_gains_nothing(LARGE)
     with mock.patch.object(gathers, "is_asynchronous", return_value=True):  # gloo and CUDA
-        check_given_group(LARGE)
+        test_no_group_is_made_where_it_gains_nothing(LARGE)
 
 
 @on_ranks(2)
@@ -165,7 +162,7 @@ def test_gathers_beside_an_overlapped_step_do_not_use_its_lanes() -> None:
         with broadcasts() as ordinary:
             optimizer.gather_parameters()
     used, others = ({name for name, _ in sent} for sent in (overlapped, ordinary))
-    lanes = optimizer.overlap().lanes.groups
+    lanes = optimizer.steps.overlap().lanes.groups
     assert {lane.process_group.group_name for lane in lanes} <= used
     assert len(others) == 2
     assert others.isdisjoint({*used, given_group()})
@@ -223,12 +220,10 @@ def test_a_rank_whose_class_fails_takes_part_in_the_gathers() -> None:
 # ---------------------------------------------------------------------- how many at once
 
 
-def most_under_way(as_view: bool) -> tuple[int, int]:
-    """Step with several large buckets and a small one.
-
-    Returns:
-        The most large ones under way at once; the most of all, less their number.
-    """
+@on_ranks(2)
+@pytest.mark.parametrize("as_view", [True, False])
+def test_gathers_under_way_take_no_memory_or_that_of_four_large_buckets(as_view: bool) -> None:
+    """Views take none, so all are under way at once; copies of several large buckets and a small one do."""
     shapes = [*[(64, 64)] * 6, *[(8,)] * 8]
     optimizer = make(shapes, bucket_cap_mb=64 * 64 * 4 / 2**20, parameters_as_bucket_view=as_view)
     under_way: list[bool] = []
@@ -251,17 +246,10 @@ def most_under_way(as_view: bool) -> tuple[int, int]:
     with mock.patch.object(gathers, "start_gather", noted):
         step(optimizer)
     assert not under_way
-    assert len(optimizer._sharding.buckets) > 6
-    return most[0], most[1] - len(optimizer._sharding.buckets)
-
-
-def test_all_gathers_are_under_way_at_once_where_they_take_no_memory(ranks2: Ranks) -> None:
-    assert ranks2.run(most_under_way, True) == [(6, 0)] * 2
-
-
-def test_gathers_under_way_take_the_memory_of_four_large_buckets(ranks2: Ranks) -> None:
-    for most_large, _ in ranks2.run(most_under_way, False):
-        assert most_large == 4
+    assert len(optimizer.core.sharding.buckets) > 6
+    assert most[0] == (6 if as_view else 4)
+    if as_view:
+        assert most[1] == len(optimizer.core.sharding.buckets)
 
 
 # ---------------------------------------------------------------------- where a bucket is one launch
@@ -297,7 +285,7 @@ def launches() -> tuple[int, int]:
     ):
         optimizer.step()
     assert len(works) > started  # several owners in a bucket
-    return started, len(optimizer._sharding.buckets)
+    return started, len(optimizer.core.sharding.buckets)
 
 
 def test_a_step_launches_as_often_with_four_ranks_as_with_two(ranks2: Ranks, ranks4: Ranks) -> None:

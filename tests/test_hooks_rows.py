@@ -17,7 +17,7 @@ from pool import Ranks, on_ranks
 from test_cut_overlap import Wide
 from test_sharded_training import Unused
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm import row_sum
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import reduce_to_owners, zero_step
 from zero_optim.step.partial import PartialGradient
@@ -33,14 +33,14 @@ both_hooks = pytest.mark.parametrize("hook", HOOKS)
 def rows_sent() -> Iterator[list[Tensor]]:
     """Collect the rows that are sent in the body, of at least two elements."""
     sent: list[Tensor] = []
-    exchange = RankGroup.exchange
+    exchange = row_sum.exchange
 
-    def noted(self: RankGroup, rows: Any, lanes: Any, about: str = "") -> Any:
+    def noted(group: Any, rows: Any, lanes: Any, about: str = "") -> Any:
         sent.extend(row for row in rows if row.is_floating_point() and row.numel() > 1)
-        return exchange(self, rows, lanes, about)
+        return exchange(group, rows, lanes, about)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankGroup, "exchange", noted)
+        patch.setattr(row_sum, "exchange", noted)
         yield sent
 
 
@@ -67,7 +67,7 @@ def built(
     make = None if hook is None else HOOKS[hook]
     wrapped, optimizer = overlap.built(DistributedDataParallel, make, model, cut, **options)
     if hook is not None:
-        assert len(wrapped.reducer.own.assignment.buckets) == len(optimizer.bucket_members()) > 1
+        assert len(wrapped.reducer.own.assignment.buckets) == len(optimizer.core.bucket_members()) > 1
     return wrapped, optimizer
 
 
@@ -146,7 +146,7 @@ def check_late(hook: str, as_view: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_alike(model, whole, number)
-    assert len(model.reducer.own.assignment.buckets) == len(other.bucket_members())
+    assert len(model.reducer.own.assignment.buckets) == len(other.core.bucket_members())
 
 
 @both_hooks

@@ -23,8 +23,8 @@ from waiting import LIMIT, wait_until
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
-from zero_optim.comm.exchange import exchange, start_recv, start_send
 from zero_optim.comm.lanes import Lease, lanes_beside, lease, num_started
+from zero_optim.comm.sending import exchange, start_recv, start_send
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.compat.engine import timeout_of
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
@@ -107,7 +107,9 @@ def test_lanes_on_which_gradients_went_to_owners_are_lent_again(
     request.getfixturevalue(f"ranks{size}").run(check_no_growth_to_owners, kind)
 
 
-def sends_and_drops() -> set[str]:
+@on_ranks(3)
+def test_a_lane_on_which_ranks_sent_to_one_of_them_is_lent_again() -> None:
+    """As a save in the background does: rank 0 receives from all, each other rank sends once."""
     group, names = RankGroup.of(None), set()
     for _ in range(3):
         lanes = lease(group, 1, "gloo")
@@ -119,27 +121,19 @@ def sends_and_drops() -> set[str]:
         else:
             send_value(lane, [0], *encode("a part", "a test"))
         del lanes, lane
-    return names
+    assert len(names) == 1
 
 
-def test_a_lane_on_which_ranks_sent_to_one_of_them_is_lent_again(ranks3: Ranks) -> None:
-    """As a save in the background does: rank 0 receives from all, each other rank sends once."""
-    assert [len(names) for names in ranks3.run(sends_and_drops)] == [1, 1, 1]
-
-
-def counts_after_exchanges() -> list[int]:
+@on_ranks(3)
+def test_an_exchange_counts_once_on_each_lane_and_rank() -> None:
+    """So a rank that has started one less does not get lanes lent on which it is behind."""
     group = RankGroup.of(None)
     lanes = lanes_beside(group)
     for _ in range(2):
         works, _ = exchange(group, [torch.ones(2)] * group.size, lanes.groups)
         for work in works:
             work.wait()
-    return [num_started(lane) for lane in lanes.groups]
-
-
-def test_an_exchange_counts_once_on_each_lane_and_rank(ranks3: Ranks) -> None:
-    """So a rank that has started one less does not get lanes lent on which it is behind."""
-    assert ranks3.run(counts_after_exchanges) == [[2, 2, 2]] * 3
+    assert [num_started(lane) for lane in lanes.groups] == [2, 2, 2]
 
 
 def add_up(lanes: Lease) -> None:
@@ -201,7 +195,7 @@ def test_lanes_on_which_one_rank_saw_a_failure_are_not_lent_again() -> None:
 def test_an_optimizer_whose_step_failed_hands_its_lanes_to_nobody() -> None:
     setting = Setting("ours")
     model, optimizer = setting.build(overlap=True)
-    names = set(names_of(optimizer.overlap().lanes))
+    names = set(names_of(optimizer.steps.overlap().lanes))
     params = list(model.parameters())
     optimizer.param_groups[0]["lr"] = "not a number"
     with pytest.raises(TypeError):
@@ -306,7 +300,8 @@ def test_saving_in_the_background_after_a_rank_was_killed_fails_within_the_timeo
             process.join()
 
 
-def drops_what_is_under_way() -> int:
+@on_ranks(2)
+def test_sends_under_way_are_waited_for_before_others_get_the_lanes() -> None:
     group = RankGroup.of(None)
     other = 1 - group.rank
     lanes = []
@@ -322,8 +317,4 @@ def drops_what_is_under_way() -> int:
         assert (room == other).all()
         assert again.groups[0].all_gather_fixed(b"%d" % group.rank) == [b"0", b"1"]
         del again
-    return len(set(lanes))
-
-
-def test_sends_under_way_are_waited_for_before_others_get_the_lanes(ranks2: Ranks) -> None:
-    assert ranks2.run(drops_what_is_under_way) == [2, 2]
+    assert len(set(lanes)) == 2

@@ -20,7 +20,7 @@ from fake_streams import FakeAccelerator, FakeEvent, fake_streams
 from pool import Ranks, on_ranks
 from waiting import LIMIT
 from zero_optim import StalledError
-from zero_optim.comm import collectives
+from zero_optim.comm import sending
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
@@ -178,7 +178,8 @@ def test_a_device_that_failed_after_the_wait_does_not_end_the_watchdog() -> None
 # ---------------------------------------------------------------------- the CPU waits for the device
 
 
-def check_seen_and_raised() -> list[str]:
+@on_ranks(2)
+def test_a_cpu_that_waits_for_what_an_accelerator_agrees_on_is_seen_and_raises() -> None:
     """The device never comes to an end; the watchdog gives the group up while the CPU waits."""
     group, seen = RankGroup.of(None).during("state"), []
 
@@ -193,11 +194,7 @@ def check_seen_and_raised() -> list[str]:
         pytest.raises(StalledError, match="rank 1 has not come"),
     ):
         group.all_gather_fixed(b"x")
-    return seen
-
-
-def test_a_cpu_that_waits_for_what_an_accelerator_agrees_on_is_seen_and_raises(ranks2: Ranks) -> None:
-    assert ranks2.run(check_seen_and_raised) == [["the exchange of optimizer state"]] * 2
+    assert seen == ["the exchange of optimizer state"]
 
 
 @on_ranks(1)
@@ -227,7 +224,9 @@ def test_a_rank_whose_device_waits_says_so_wherever_its_cpu_is() -> None:
 # ---------------------------------------------------------------------- communicators of two ranks
 
 
-def check_sends_as_one() -> None:
+@on_ranks(2)
+def test_sends_between_two_ranks_go_by_the_communicator_of_all_where_the_backend_can() -> None:
+    """A synchronous save on NCCL alone made a communicator for each rank that sends to rank 0."""
     group, log = RankGroup.of(None), []
     real = {name: getattr(dist, name) for name in ("isend", "irecv")}
 
@@ -244,8 +243,8 @@ def check_sends_as_one() -> None:
         log.append("end")
 
     with (
-        mock.patch.object(collectives, "coalesces", return_value=True),
-        mock.patch.object(collectives, "coalesced", one),
+        mock.patch.object(sending, "coalesces", return_value=True),
+        mock.patch.object(sending, "coalesced", one),
     ):
         if group.rank == 0:
             assert recv_value(group, 1) == {"files": [1, 2]}
@@ -253,8 +252,3 @@ def check_sends_as_one() -> None:
             send_value(group, [0], *encode({"files": [1, 2]}, "a test"))
     what = "receive" if group.rank == 0 else "send"
     assert log == ["start", what, "end"] * 2
-
-
-def test_sends_between_two_ranks_go_by_the_communicator_of_all_where_the_backend_can(ranks2: Ranks) -> None:
-    """A synchronous save on NCCL alone made a communicator for each rank that sends to rank 0."""
-    ranks2.run(check_sends_as_one)

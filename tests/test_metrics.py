@@ -50,7 +50,7 @@ def gathered(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
     """Bytes that this rank sends in a gather of everything, and broadcasts, by the plan."""
     rank, size = dist.get_rank(), dist.get_world_size()
     nbytes, rows = 0, 0
-    for bucket in optimizer._sharding.buckets:
+    for bucket in optimizer.core.sharding.buckets:
         layout = bucket.layout
         for row in layout.rows:
             nbytes += TREES[size][(rank - row.owner) % size] * (row.stop - row.start) * 4

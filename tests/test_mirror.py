@@ -90,7 +90,7 @@ def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
             train(optimizer, 0, 3)
             optimizer.detach()
         if rank == 1:
-            optimizer._snapshot.age += 1
+            optimizer.core.snapshot.age += 1
             with torch.no_grad():
                 for param in params_of(optimizer):
                     param.fill_(3.0)
@@ -164,7 +164,7 @@ def test_loads_groups_and_values_from_outside_are_not_undone(tmp_path: Path) -> 
     with finely_cut():
         with world(tmp_path, "two", rank, range(2)):
             optimizer = fresh(adamw)
-            assert optimizer.age == optimizer.num_steps == 0
+            assert optimizer.core.snapshot.age == optimizer.num_steps == 0
             train(optimizer, 0, 2)
             saved = copy.deepcopy(whole(optimizer))
             optimizer.load_state_dict(saved)
@@ -182,7 +182,7 @@ def test_loads_groups_and_values_from_outside_are_not_undone(tmp_path: Path) -> 
             train(optimizer, 2, 4)
             expected, values = whole(optimizer), [param.detach().clone() for param in params_of(optimizer)]
             optimizer.detach()
-        optimizer._snapshot.is_torn = rank == 1  # as if it was half way through a step
+        optimizer.core.snapshot.is_torn = rank == 1  # as if it was half way through a step
         with world(tmp_path, "torn", rank, range(2)):
             assert optimizer.rebind() == 4
             assert_same_bits(params_of(optimizer), values)
@@ -195,9 +195,9 @@ def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(tmp_path: Path) 
     rank = leave()
     with world(tmp_path, "two", rank, range(2)):
         optimizer = fresh(several)
-        optimizer.mirror_if_due()  # as the first step begins
-        optimizer.num_steps += 1
-        optimizer._snapshot.changed()
+        optimizer.core.mirror_state()  # as the first step begins
+        optimizer.core.snapshot.steps += 1
+        optimizer.core.snapshot.changed()
         optimizer.detach()
     if rank == 0:
         with world(tmp_path, "new", rank, [0]):
@@ -247,7 +247,7 @@ def test_a_step_that_a_scaler_skips_changes_no_mirror(tmp_path: Path) -> None:
                 params_of(optimizer)[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
             scaler.step(optimizer)
             scaler.update()
-        assert (optimizer.num_steps, optimizer.age) == (2, 2)
+        assert (optimizer.num_steps, optimizer.core.snapshot.age) == (2, 2)
         expected = whole(optimizer)
         values = [param.detach().clone() for param in params_of(optimizer)]
         optimizer.detach()
@@ -351,9 +351,9 @@ def test_copies_are_mirrored_anew() -> None:
     train(plain, 0, 4)
     for each in (optimizer, other, loaded):
         if each is not optimizer:
-            assert each._mirror.tells_of == -1
+            assert each.core.mirror.tells_of == -1
         train(each, 2, 4)
-        assert each._mirror.tells_of == each.age
+        assert each.core.mirror.tells_of == each.core.snapshot.age
         assert_same_bits(params_of(each), params_of(plain))
 
 
@@ -385,7 +385,7 @@ def test_bytes_of_mirrors_are_planned_and_counted() -> None:
 def test_one_rank_alone_is_told_that_nothing_is_mirrored() -> None:
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr("zero_optim.state.sharded.logger.warning", said.append)
+        patch.setattr("zero_optim.state.building.logger.warning", said.append)
         optimizer = fresh(adamw)
         assert len(said) == 1
         assert "mirrors nothing" in said[0]

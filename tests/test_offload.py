@@ -56,10 +56,10 @@ def assert_same_state(one: ZeroRedundancyOptimizer, other: ZeroRedundancyOptimiz
 
 def assert_kept(optimizer: ZeroRedundancyOptimizer) -> None:
     """What is larger than a page is in files; if it is as much as with AdamW, it takes several portions."""
-    keeping, state = optimizer.keeping, optimizer._owned._kept
+    keeping, state = optimizer.core.inputs.forms.files, optimizer.core.owned._kept
     assert keeping is not None
     assert state is not None
-    rows = [bucket.row for bucket in optimizer._sharding.unit_buckets()]
+    rows = [bucket.row for bucket in optimizer.core.sharding.unit_buckets()]
     beside = [value for entries in optimizer.state.values() for value in entries.values()]
     grads = [getattr(p.grad, "piece", p.grad) for p in optimizer.owned_parameters()]
     found = [tensor for tensor in (*rows, *beside, *grads) if tensor is not None and tensor.nbytes >= PAGE]
@@ -123,7 +123,7 @@ def test_state_that_is_nested_and_made_anew_moves_to_the_files(tmp_path: Path) -
     nested = [entries["nested"][0]["sums"] for entries in other.state.values()]
     found = [tensor for tensors in nested for tensor in tensors if tensor.nbytes >= PAGE]
     assert found
-    assert all(other.keeping._memory.holds(tensor) for tensor in found)
+    assert all(other.core.inputs.forms.files._memory.holds(tensor) for tensor in found)
 
 
 @on_ranks(2)

@@ -49,7 +49,7 @@ def trains_alike(folder: Path) -> None:
     ]
     large = [each for each in copies if each.nbytes >= PAGE]
     assert large
-    assert all(other.keeping._memory.holds(each) for each in large)
+    assert all(other.core.inputs.forms.files._memory.holds(each) for each in large)
     assert kept.units.nbytes_live() == 0
 
 

@@ -117,7 +117,7 @@ def check_detached() -> None:
         lambda: optimizer.averaged_weights().__enter__(),
         optimizer.gather_parameters,
         optimizer.explain,
-        optimizer.overlap,
+        optimizer.steps.overlap,
         lambda: checkpoint.save("nowhere", optimizer=optimizer),
         lambda: ShardedDataParallel(model, optimizer),
         lambda: zero_step(optimizer),
@@ -126,7 +126,7 @@ def check_detached() -> None:
             call()  # type: ignore[operator]
     with pytest.raises(TypeError, match="detached optimizer cannot be pickled"):
         pickle.dumps(optimizer)
-    assert copy.deepcopy(optimizer).age == 2
+    assert copy.deepcopy(optimizer).core.snapshot.age == 2
     optimizer.wait_for_gathers()
     assert len(optimizer.param_groups) == 1
     assert list(optimizer.state) == list(owned)
@@ -175,10 +175,10 @@ def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank() -
     with pytest.raises(RankMismatchError, match=r"options of the optimizer: rank 0 has .*lr=0.5"):
         optimizer.rebind()
     optimizer.param_groups[0]["lr"] = 0.01
-    optimizer._snapshot.age += rank
+    optimizer.core.snapshot.age += rank
     with pytest.raises(RankMismatchError, match=r"rank 0 after 2 steps or loads; rank 1 after 3"):
         optimizer.rebind()
-    optimizer._snapshot.age -= rank
+    optimizer.core.snapshot.age -= rank
     with pytest.raises(TypeError, match="keep_state"):
         optimizer.rebind(keep_state=1 if rank else True)  # type: ignore[arg-type]
     with pytest.raises(RankMismatchError, match="keep_state"):
@@ -233,9 +233,9 @@ def test_lazy_gathers_and_changes_from_outside_outlive_the_group() -> None:
     assert model[0].weight[0, 0] == 3.0
     set_grads(list(model.parameters()), 1)
     optimizer.step()
-    assert optimizer._sharding.under_way
+    assert optimizer.core.sharding.under_way
     model(torch.ones(1, 4, dtype=torch.bfloat16))
-    assert not optimizer._sharding.under_way
+    assert not optimizer.core.sharding.under_way
 
 
 @on_ranks(2)
@@ -249,9 +249,9 @@ def test_detaching_without_a_wait_gives_up_gathers_to_which_a_rank_does_not_come
     optimizer.wait_for_gathers()
     if dist.get_rank() == 0:
         optimizer.step()
-        assert optimizer._sharding.under_way
+        assert optimizer.core.sharding.under_way
     optimizer.detach(wait=False)
-    assert not optimizer._sharding.under_way
+    assert not optimizer.core.sharding.under_way
     with pytest.raises(RankMismatchError, match=r"rank 1 after 1 steps or loads|rank 0 after 2 steps"):
         optimizer.rebind()
     optimizer.rebind(keep_state=False)

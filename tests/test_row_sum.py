@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from test_overlap_owners import WRAPPERS, train
 from test_sharded_memory import LivingStorages
 from test_streams_runs import races_of
@@ -47,30 +47,24 @@ def test_a_sum_of_16_bits_over_many_ranks_is_rounded_once(size: int, dtype: torc
     assert torch.equal(total, (value.float() * size).to(dtype))
 
 
-def sums_of_three(in_place: bool) -> list[float]:
+@on_ranks(3)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_three_ranks_add_16_bits_in_float32(in_place: bool) -> None:
     """In bf16 each of two additions of 1 to 256 would be lost."""
     group = RankGroup.of(None)
     rows = [torch.full((2,), 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16) for _ in range(3)]
-    return RowSum(group, [group], rows, in_place=in_place).wait().tolist()
+    assert RowSum(group, [group], rows, in_place=in_place).wait().tolist() == [258.0, 258.0]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_three_ranks_add_16_bits_in_float32(ranks3: Ranks, in_place: bool) -> None:
-    assert ranks3.run(sums_of_three, in_place) == [[258.0, 258.0]] * 3
-
-
-def sharded_gradient() -> float:
+@on_ranks(3)
+def test_gradients_that_go_to_their_owner_are_rounded_once() -> None:
     module = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     wrapped = ShardedDataParallel(module, optimizer)
     wrapped._own().divide_by(lambda: 1)
     wrapped(torch.full((1, 2), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)).sum().backward()
     grad = module.weight.grad
-    return float(grad[0, 0]) if grad is not None and module.weight in optimizer.owned_parameters() else 258.0
-
-
-def test_gradients_that_go_to_their_owner_are_rounded_once(ranks3: Ranks) -> None:
-    assert ranks3.run(sharded_gradient) == [258.0] * 3
+    assert grad is None or module.weight not in optimizer.owned_parameters() or grad[0, 0] == 258
 
 
 @on_ranks(2)
@@ -149,7 +143,16 @@ def test_the_owner_of_a_whole_bucket_receives_no_more_than_the_bucket_at_a_time(
     assert bool((total == group.size).all())
 
 
-def peak_of_pass(kind: str) -> float:
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [
+        ("sharded", 3.5),  # what it owns, the bucket that fills, what has come of the one before
+        ("hook", 9.1),  # four gradients, DDP's four buckets, what has come of one
+    ],
+)
+def test_a_pass_with_whole_matrices_holds_no_copy_for_each_rank(kind: str, most: float) -> None:
     """Each bucket is one matrix, which one rank owns."""
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
@@ -165,21 +168,7 @@ def peak_of_pass(kind: str) -> float:
     loss = wrapped(torch.ones(1, 512)).square().mean()
     with LivingStorages(module.parameters()) as living:
         loss.backward()
-    return living.peak / NBYTES
-
-
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-@pytest.mark.parametrize(
-    ("kind", "most"),
-    [
-        ("sharded", 3.5),  # what it owns, the bucket that fills, what has come of the one before
-        ("hook", 9.1),  # four gradients, DDP's four buckets, what has come of one
-    ],
-)
-def test_a_pass_with_whole_matrices_holds_no_copy_for_each_rank(
-    ranks4: Ranks, kind: str, most: float
-) -> None:
-    assert max(ranks4.run(peak_of_pass, kind)) < most
+    assert living.peak / NBYTES < most
 
 
 @on_ranks(4)
@@ -194,7 +183,11 @@ def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(
     assert_same_bits(in_parts, whole)
 
 
-def races_in_parts(name: str) -> int:
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "name", ["sharded gradients", "sharded gradients, two streams in a model", "zero_step to owners"]
+)
+def test_sums_in_parts_are_ordered_on_an_accelerator(name: str) -> None:
     """On the model of streams parts are exchanged beside the backward pass."""
     with (
         parts_of_any_length(),
@@ -202,12 +195,4 @@ def races_in_parts(name: str) -> int:
     ):
         found = races_of(name)
     assert not found, "\n".join(race.text for race in found)
-    return beside.call_count
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["sharded gradients", "sharded gradients, two streams in a model", "zero_step to owners"],
-)
-def test_sums_in_parts_are_ordered_on_an_accelerator(ranks3: Ranks, name: str) -> None:
-    assert all(ranks3.run(races_in_parts, name))
+    beside.assert_called()

@@ -19,8 +19,8 @@ from pool import on_ranks
 from zero_optim.comm import collectives, lanes
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.exchange import _exchange_packed, exchange
 from zero_optim.comm.lanes import lanes_beside
+from zero_optim.comm.sending import _exchange_packed, exchange
 from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, make_group
 

@@ -153,7 +153,7 @@ def test_cut_parameters_move_with_memory_for_one_bucket_more(view: bool, added: 
             else:
                 optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, **options)
     assert all(len(optimizer.pieces()[param]) == 2 for param in params)
-    bucket = optimizer._sharding.buckets[-1].nbytes
+    bucket = optimizer.core.sharding.buckets[-1].nbytes
     assert living.peak <= NUM_CUT * bucket + (1 + added) * bucket + 4096, living.peak / CUT_NBYTES
 
 
@@ -189,7 +189,7 @@ def test_after_a_step_the_optimizer_holds_no_memory_of_cut_parameters(
         versions = [param._version for param in params]
         try:
             if overlapped:
-                optimizer._owned.step_some(
+                optimizer.core.owned.step_some(
                     optimizer.param_groups, {param: param.grad for param in params if param.grad is not None}
                 )
             else:

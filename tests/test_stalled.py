@@ -3,7 +3,9 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,12 +98,12 @@ def wrapped(kind: str) -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
     return wrapper, optimizer
 
 
-def backward_without_one(kind: str) -> str:
+def backward_without_one(kind: str, *, is_killed: bool = False) -> str:
     model, optimizer = wrapped(kind)
     for number in range(2):
         loss = model(torch.ones(2, 4)).sum()
         if is_bad() and number:
-            stay_away()
+            os.kill(os.getpid(), signal.SIGKILL) if is_killed else stay_away()
         loss.backward()
         optimizer.step()
     return "trained"
@@ -120,107 +122,58 @@ def test_the_timeout_of_the_optimizer_holds_where_its_hook_steps_under_pytorchs_
     check(ended, "rank 0 waits in the reduction")
 
 
-def call_alone(call: str) -> str:
-    optimizer = sharded(with_gradients(linear()))
+def call_alone(call: str, path: Path) -> str:
+    """All ranks but the last make a call that all of them have to make."""
+    model = with_gradients(linear())
+    if call == "construct":
+        stay_away() if is_bad() else sharded(model)
+        return "called"
+    optimizer = sharded(model)
     optimizer.step()
-    if is_bad():
-        stay_away()
-    else:
-        getattr(optimizer, call)()
+    given: Any = {"model": model, "optimizer": optimizer}
+    if call == "load":
+        checkpoint.save(path, **given)
+    elif call == "load_state_dict":
+        optimizer.consolidate_state_dict(to=[0, 1])
+    calls: dict[str, Any] = {
+        "consolidate_state_dict": optimizer.consolidate_state_dict,
+        "explain": optimizer.explain,
+        "wrap": lambda: ShardedDataParallel(model, optimizer, timeout=TIMEOUT),
+        "clip": lambda: optimizer.clip_grad_norm_(1.0),
+        "save": lambda: checkpoint.save(path, timeout=TIMEOUT, **given),
+        "save_async": lambda: checkpoint.save_async(path, timeout=TIMEOUT, **given).wait(),
+        "load": lambda: checkpoint.load(path, timeout=TIMEOUT, **given),
+        "load_state_dict": lambda: optimizer.load_state_dict(optimizer.state_dict()),
+    }
+    stay_away() if is_bad() else calls[call]()
     return "called"
 
 
-@pytest.mark.parametrize("call", ["consolidate_state_dict", "explain"])
-def test_a_call_on_one_rank_only_raises_there_and_names_the_ranks_that_did_not_call(call: str) -> None:
-    ended = outcomes(2, call_alone, call)
-    check(ended, f"rank 1 has not called {call}() (last seen: step() 1 ended ")
+SAID = {
+    "construct": ["rank 1 has built no optimizer and no DDP of zero_optim"],
+    "consolidate_state_dict": ["rank 1 has not called consolidate_state_dict() (last seen: step() 1 ended "],
+    "explain": ["rank 1 has not called explain() (last seen: step() 1 ended "],
+    "save": ["rank 1 has not called checkpoint.save()", "rank 0 waits in the exchange of a checkpoint"],
+}
+SAID_SLOWLY = {
+    "wrap": ["rank 1 has not called ShardedDataParallel() (last seen: step() 1 ended"],
+    "clip": ["rank 1 has not called clip_grad_norm_()", "rank 0 waits in the norm for clip_grad_norm_()"],
+    "save_async": [
+        "rank 1 has not called checkpoint.save_async()",
+        "rank 0 waits in the exchange of a checkpoint",
+    ],
+    "load": ["rank 1 has not called checkpoint.load()"],
+    "load_state_dict": ["rank 1 has not called load_state_dict()"],
+}
+
+
+@pytest.mark.parametrize(
+    "call", [*SAID, *(pytest.param(each, marks=pytest.mark.slow) for each in SAID_SLOWLY)]
+)
+def test_a_rank_that_does_not_make_a_call_of_all_ranks_is_named(tmp_path: Path, call: str) -> None:
+    ended = outcomes(2, call_alone, call, tmp_path / "saved")
+    check(ended, *(SAID | SAID_SLOWLY)[call])
     assert ended[1].said == "called"
-
-
-def construct_without_one() -> str:
-    if is_bad():
-        stay_away()
-        return "left out"
-    sharded(linear())
-    return "built"
-
-
-def test_a_rank_that_does_not_construct_is_named() -> None:
-    check(outcomes(3, construct_without_one), "rank 2 has built no optimizer and no DDP of zero_optim")
-
-
-def wrap_without_one() -> str:
-    model = linear()
-    optimizer = sharded(model)
-    if is_bad():
-        stay_away()
-    else:
-        ShardedDataParallel(model, optimizer, timeout=TIMEOUT)
-    return "wrapped"
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_wrap_its_model_is_named() -> None:
-    ended = outcomes(2, wrap_without_one)
-    check(ended, "rank 1 has not called ShardedDataParallel() (last seen: ZeroRedundancyOptimizer() 1 ended")
-
-
-def clip_without_one() -> str:
-    optimizer = sharded(with_gradients(linear()))
-    if is_bad():
-        stay_away()
-    else:
-        optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    return "clipped"
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_clip_is_named() -> None:
-    ended = outcomes(2, clip_without_one)
-    check(ended, "rank 1 has not called clip_grad_norm_()", "rank 0 waits in the norm for clip_grad_norm_()")
-
-
-def save_without_one(path: Path, background: bool) -> str:
-    model = with_gradients(linear())
-    optimizer = sharded(model)
-    optimizer.step()
-    if is_bad():
-        stay_away()
-        return "did not save"
-    if background:
-        checkpoint.save_async(path, model=model, optimizer=optimizer, timeout=TIMEOUT).wait()
-    else:
-        checkpoint.save(path, model=model, optimizer=optimizer, timeout=TIMEOUT)
-    return "saved"
-
-
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rank_that_does_not_save_is_named(tmp_path: Path, background: bool) -> None:
-    ended = outcomes(2, save_without_one, tmp_path / "saved", background)
-    call = "checkpoint.save_async()" if background else "checkpoint.save()"
-    check(ended, f"rank 1 has not called {call}", "rank 0 waits in the exchange of a checkpoint")
-
-
-def load_without_one(path: Path, call: str) -> str:
-    model = with_gradients(linear())
-    optimizer = sharded(model)
-    optimizer.step()
-    checkpoint.save(path, model=model, optimizer=optimizer)
-    optimizer.consolidate_state_dict(to=[0, 1])
-    if is_bad():
-        stay_away()
-    elif call == "checkpoint.load()":
-        checkpoint.load(path, model=model, optimizer=optimizer, timeout=TIMEOUT)
-    else:
-        optimizer.load_state_dict(optimizer.state_dict())
-    return "loaded"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["checkpoint.load()", "load_state_dict()"])
-def test_a_rank_that_does_not_load_is_named(tmp_path: Path, call: str) -> None:
-    check(outcomes(2, load_without_one, tmp_path / "saved", call), f"rank 1 has not called {call}")
 
 
 # ---------------------------------------------------------------------- whose process does not run
@@ -290,17 +243,6 @@ def test_a_stopped_rank_is_named_and_raises_the_same_when_it_goes_on() -> None:
     assert ended[1].said == ended[0].said
 
 
-def backward_while_one_is_killed(kind: str) -> str:
-    model, optimizer = wrapped(kind)
-    for number in range(2):
-        loss = model(torch.ones(2, 4)).sum()
-        if is_bad() and number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss.backward()
-        optimizer.step()
-    return "trained"
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -310,9 +252,8 @@ def backward_while_one_is_killed(kind: str) -> str:
     ],
 )
 def test_a_rank_that_is_killed_before_its_backward_pass_is_named(kind: str) -> None:
-    check(
-        outcomes(2, backward_while_one_is_killed, kind), "rank 1 has ended", "rank 0 waits in the reduction"
-    )
+    ended = outcomes(2, partial(backward_without_one, kind, is_killed=True))
+    check(ended, "rank 1 has ended", "rank 0 waits in the reduction")
 
 
 def forward_without_the_first(failure: str) -> str:
@@ -372,7 +313,7 @@ def refuse() -> list[str]:
     for options in wrong:
         for build in (sharded, DistributedDataParallel):
             try:
-                build(linear(), **options)  # type: ignore[arg-type]
+                build(linear(), **options)
             except ValueError as error:
                 told.append(str(error))
             except RankMismatchError as error:

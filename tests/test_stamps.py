@@ -117,7 +117,8 @@ class Counts(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_counts() -> tuple[float, float]:
+@on_ranks(2)
+def test_what_a_class_writes_into_its_groups_may_differ() -> None:
     optimizer = make(Counts, assume_separable=True, cuts=False)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "count": 0})
     found = []
@@ -129,13 +130,8 @@ def check_counts() -> tuple[float, float]:
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, counts)
     assert told[0] != told[1]
-    return found[0], found[-1]
-
-
-def test_what_a_class_writes_into_its_groups_may_differ(ranks2: Ranks) -> None:
-    for first, last in ranks2.run(check_counts):
-        assert first > 0
-        assert last == 0, "asked once"
+    assert found[0] > 0
+    assert found[-1] == 0, "asked once"
 
 
 class CountsInPlace(torch.optim.SGD):
@@ -187,7 +183,8 @@ def test_no_option_leaves_a_rank_waiting() -> None:
         step(optimizer)
 
 
-def check_equal_values() -> float:
+@on_ranks(2)
+def test_options_are_compared_by_value() -> None:
     optimizer = make(torch.optim.Adam, betas=(0.9, 0.99))
     optimizer.metrics()
     one = dist.get_rank() == 1
@@ -201,11 +198,7 @@ def check_equal_values() -> float:
         step(optimizer)
     group["lr"] = 0.3 * (1 + 1e-9 * one)
     step(optimizer)
-    return optimizer.metrics()["collectives/agree"]
-
-
-def test_options_are_compared_by_value(ranks2: Ranks) -> None:
-    assert ranks2.run(check_equal_values) == [0, 0]
+    assert optimizer.metrics()["collectives/agree"] == 0
 
 
 @on_ranks(2)
@@ -302,26 +295,21 @@ def test_a_rate_that_differed_in_a_step_that_gathers_lazily_raises_in_the_next()
     check_equal(optimizer)
 
 
-def check_no_collective() -> list[float]:
+@on_ranks(2)
+def test_a_step_has_no_collective_but_its_gathers() -> None:
     optimizer = make()
-    found = []
     for rate in (0.5, 0.25):
         optimizer.metrics()
         optimizer.param_groups[0]["lr"] = rate
         step(optimizer)
-        found.append(optimizer.metrics()["collectives/total"])
-    return found
-
-
-def test_a_step_has_no_collective_but_its_gathers(ranks2: Ranks) -> None:
-    assert ranks2.run(check_no_collective) == [[2.0, 2.0]] * 2
+        assert optimizer.metrics()["collectives/total"] == 2
 
 
 @on_ranks(1)
 def test_one_rank_alone_has_no_stamps() -> None:
     optimizer = make()
-    assert optimizer._sharding.gathers.stamps is None
-    assert not any(bucket.layout.rooms for bucket in optimizer._sharding.buckets)
+    assert optimizer.core.sharding.gathers.stamps is None
+    assert not any(bucket.layout.rooms for bucket in optimizer.core.sharding.buckets)
     step(optimizer)
 
 

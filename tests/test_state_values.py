@@ -142,7 +142,7 @@ def test_tensor_subclasses_arrive_as_what_they_were() -> None:
     nbytes = sharded.state_nbytes()
     assert nbytes >= 12 + 2 + 4
     sharded.consolidate_state_dict(to=None)
-    for entries in copy.copy(sharded._snapshot.get(0)).values():
+    for entries in copy.copy(sharded.core.snapshot.get(0)).values():
         assert type(entries["marked"]) is Marked
         assert entries["marked"].note == "kept"
         assert torch.equal(entries["marked"].as_subclass(Tensor), torch.arange(3.0))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pool import on_ranks
 from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
 from waiting import wait_until
-from zero_optim.comm import exchange, unended
+from zero_optim.comm import sending, unended
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import StalledError
@@ -150,16 +150,16 @@ def send(group: RankGroup, way: str) -> None:
     if dist.get_rank() == 0:
         pid = int(default_store().get("pid"))
         wait_until(lambda: state_of(pid) == "T")
-        exchange.start_recv(group, large, 1).wait()
+        sending.start_recv(group, large, 1).wait()
     elif way == "started before":
-        work = exchange.start_send(group, large, 0)
+        work = sending.start_send(group, large, 0)
         time.sleep(0.2)  # for gloo to tell the other rank of it; if it does not, all is well
         default_store().set("pid", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
         work.wait()
     else:
         threading.Thread(target=stop_soon, daemon=True).start()
-        exchange.send(group, large, 0)
+        sending.send(group, large, 0)
 
 
 @pytest.mark.parametrize("way", ["started before", "in the call"])
@@ -175,7 +175,7 @@ def test_a_send_that_fails_raises_what_gloo_says() -> None:
     """The other rank is known to have ended when a send is waited for."""
     group = RankGroup.of(dist.new_group())
     if dist.get_rank() == 0:
-        work = exchange.start_send(group, torch.ones(2**20), 1)
+        work = sending.start_send(group, torch.ones(2**20), 1)
         default_store().set("sent", "")
         with pytest.raises(RuntimeError, match=r"onnection|closed") as caught:
             work.wait()

@@ -182,7 +182,15 @@ def test_works_of_groups_that_are_gone_are_not_kept() -> None:
     assert len(log.groups) == 2
 
 
-def train_with_pauses(timeout: float, pauses: int, share: float) -> tuple[int, list[str]]:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("timeout", "pauses", "share"),
+    [
+        (30.0, 1, 0.02),
+        pytest.param(2.0, 8, 0.45, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
+def test_pauses_within_the_timeout_raise_no_alarm(timeout: float, pauses: int, share: float) -> None:
     model = linear()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=timeout)
     wrapped = DistributedDataParallel(model, timeout=timeout)
@@ -192,17 +200,8 @@ def train_with_pauses(timeout: float, pauses: int, share: float) -> tuple[int, l
             time.sleep(timeout * share)
         optimizer.step()
     log = RankGroup.of(None).works.log
-    return log.activity.counts["step()"], [verdict.message for verdict in log.verdicts.values()]
-
-
-def test_pauses_within_the_timeout_raise_no_alarm(ranks2: Ranks) -> None:
-    assert ranks2.run(train_with_pauses, 30.0, 1, 0.02) == [(20, [])] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_long_run_with_pauses_up_to_half_of_the_timeout_raises_no_alarm(ranks2: Ranks) -> None:
-    assert ranks2.run(train_with_pauses, 2.0, 8, 0.45) == [(160, [])] * 2
+    assert log.activity.counts["step()"] == 20 * pauses
+    assert not log.verdicts
 
 
 @contextmanager
@@ -213,7 +212,8 @@ def patient_questions() -> Iterator[None]:
         yield
 
 
-def ask_each_other() -> tuple[str, Status]:
+@on_ranks(2)
+def test_a_rank_that_runs_says_what_it_does() -> None:
     _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
     group = RankGroup.of(None)
     with patient_questions():
@@ -221,14 +221,10 @@ def ask_each_other() -> tuple[str, Status]:
     dist.barrier()
     (answer,) = found.values()
     assert not isinstance(answer, Presence)
-    return str(listening("self")), Status.read(answer)
-
-
-def test_a_rank_that_runs_says_what_it_does(ranks2: Ranks) -> None:
-    for ports, status in ranks2.run(ask_each_other):
-        assert "127.0.0.1" in ports
-        assert status.waits in ((), ("an agreement",))
-        assert status.counts == {"ZeroRedundancyOptimizer()": 1}
+    assert "127.0.0.1" in str(listening("self"))
+    status = Status(**answer)
+    assert status.waits in ([], ["an agreement"])
+    assert status.counts == {"ZeroRedundancyOptimizer()": 1}
 
 
 # ---------------------------------------------------------------------- questions
@@ -344,8 +340,9 @@ def test_a_host_to_which_there_is_no_way_is_told_from_one_that_could_not_be_aske
     assert ask(Address("10.0.0.3", 1, "token", "there", 1), {}) is presence
 
 
-def hears_of_a_failed_sum() -> str:
-    """A hook's sum fails, after the group was given up."""
+@on_ranks(1)
+def test_the_future_of_a_hook_that_failed_names_the_rank_that_is_missing() -> None:
+    """PyTorch's reducer waits for it, so nobody else could say why it failed."""
     group = RankGroup.of(None)
     group.works.log.give_up(group.works.whole, Verdict("stalled: rank 7 cannot be reached", (7,)))
     failed: torch.futures.Future[Any] = torch.futures.Future()
@@ -354,13 +351,7 @@ def hears_of_a_failed_sum() -> str:
     work.get_future.return_value = failed
     with mock.patch.object(dist, "all_reduce", return_value=work), pytest.raises(RuntimeError) as caught:
         start_average(group.process_group, torch.ones(2)).wait()
-    return str(caught.value)
-
-
-def test_the_future_of_a_hook_that_failed_names_the_rank_that_is_missing(ranks1: Ranks) -> None:
-    """PyTorch's reducer waits for it, so nobody else could say why it failed."""
-    (said,) = ranks1.run(hears_of_a_failed_sum)
-    assert "StalledError: stalled: rank 7 cannot be reached" in said
+    assert "StalledError: stalled: rank 7 cannot be reached" in str(caught.value)
 
 
 def test_what_gloo_raises_without_its_source_file_is_told_from_what_hooks_raise() -> None:
@@ -442,7 +433,8 @@ def test_a_wait_of_a_minute_is_warned_of_whatever_the_timeout_is() -> None:
     assert warned == [60.0]
 
 
-def check_lost() -> str:
+@on_ranks(1)
+def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended() -> None:
     """A work fails for which the CPU does not wait, as another rank was killed."""
     group = RankGroup.of(None)
     watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
@@ -460,12 +452,7 @@ def check_lost() -> str:
     assert work.record.ended is not None
     assert "connection closed" in str(work.record.failure)
     assert str(work.exception()) == str(caught.value)
-    return str(caught.value)
-
-
-def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended(ranks1: Ranks) -> None:
-    (said,) = ranks1.run(check_lost)
-    assert "rank 1 has ended" in said
+    assert "rank 1 has ended" in str(caught.value)
 
 
 @on_ranks(1)

@@ -334,7 +334,7 @@ def _join(scene: Scene) -> None:
 
 
 PHASES = {
-    "construction": Phase(Scene.build, "zero_optim.state.sharded.check_reader", reshape=_widen),
+    "construction": Phase(Scene.build, "zero_optim.state.building.check_reader", reshape=_widen),
     "forward": Phase(Scene.train, "forward", raises_alone=True),
     "backward reduction": Phase(_begin_step, "backward", after=_step, raises_alone=True),
     "backward to owners": Phase(_begin_step, "backward", kind="sharded", after=_step, raises_alone=True),
@@ -347,7 +347,7 @@ PHASES = {
     "load": Phase(lambda scene: scene.load("before"), "zero_optim.checkpoint.loading.place_own"),
     "load_state_dict": Phase(
         _load_state,
-        "zero_optim.state.state_dicts.pick_owned",
+        "zero_optim.state.dicts.pick_owned",
         before=_consolidate_for_all,
         reshape=_reshape_loaded,
     ),
@@ -358,10 +358,10 @@ PHASES = {
     ),
     "Join": Phase(_join, "step", repeats_step=True, raises_alone=True),
     "fully sharded: wrapping": Phase(
-        Scene.wrap, "zero_optim.ddp.fully_sharded.choose_units", before=Scene.build_optimizer
+        Scene.wrap, "zero_optim.ddp.full.construction.choose_units", before=Scene.build_optimizer
     ),
     "fully sharded: later optimizer": Phase(
-        Scene.build_later_optimizer, "zero_optim.state.sharded.check_reader", before=Scene.build_wrapper
+        Scene.build_later_optimizer, "zero_optim.state.building.check_reader", before=Scene.build_wrapper
     ),
     "fully sharded: step": Phase(_step, "step", kind="units", before=_begin_step, raises_alone=True),
     "offloaded step": Phase(_step, "step", kind="offloaded", before=_begin_step, raises_alone=True),

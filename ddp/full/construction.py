@@ -46,6 +46,7 @@ from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim
 from zero_optim.shard.unit_forms import UnitForms
+from zero_optim.state.rebinding import shard_parameters
 
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
 _IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
@@ -200,12 +201,12 @@ class UnitConstruction:
             unfilled = set(self._replaced.values())
             filler = UnitFiller(group, self.choice, buckets, unfilled, self._asked.init, syncs=syncs)
             filler.fill(self.module)
-            optimizer.keep_unit_rows()
+            optimizer.core.keep_unit_rows()
             return
         if syncs:
             take_values_of_first(group, self._names())
         with failing_together(everyone):  # it fails on all ranks of a replica alike
-            buckets = optimizer.shard_parameters(self.claim.units, self.forms)
+            buckets = shard_parameters(optimizer.core, self.claim.units, self.forms)
             self._is_filled = True
             self.claim.mark()
             self.claim.place(buckets, optimizer.ranks)

@@ -51,7 +51,7 @@ def _reduced(module: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
 def check_sparse(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     """Refuse sparse gradients that the optimizer does not bear."""
     pairs, sparse = _reduced(module)
-    optimizer.check_sparse(param for name, param in pairs if name in sparse)
+    optimizer.steps.check_sparse(param for name, param in pairs if name in sparse)
 
 
 def make_reducer(
@@ -67,7 +67,7 @@ def make_reducer(
         pairs,
         optimizer,
         ReducerOptions(
-            bucket_caps_nbytes=(optimizer.bucket_cap_nbytes,),
+            bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,),
             find_unused_parameters=bool(options.get("find_unused_parameters", False)),
             static_graph=bool(options.get("static_graph", False)),
             reduce_dtype=built.policy.reduce_dtype,
@@ -116,7 +116,7 @@ def make_gathers(
         reducer = reference()
         return 0 if reducer is None else reducer.history.num_passes
 
-    keeping = optimizer.row_keeping
+    keeping = optimizer.core.inputs.forms.keeping
     return GathersInReplicas(mesh, inner, across, units, stamps, reducer.params, num_reduced, keeping)
 
 

@@ -28,6 +28,7 @@ from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.plan.memory import kept_dtype
 from zero_optim.step.partial import PartialGradient
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class OwnerReducer(Reducer):
         return False
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        listed = indices_of_members(self._reduced, self._optimizer.bucket_members())
+        listed = indices_of_members(self._reduced, self._optimizer.core.bucket_members())
         if self._outermost is not None and self._may_differ:
             last = self._outermost
             listed.sort(key=lambda indices: self.params[indices[0]] in last)
@@ -141,7 +142,7 @@ class OwnerReducer(Reducer):
         """
         num_steps, self._num_steps_before = self._num_steps_before, None
         if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant
-            self._optimizer.refuse_in_join(RuntimeError(_NO_STEP))
+            self._optimizer.steps.refuse_in_join(RuntimeError(_NO_STEP))
         super().check_finished(waits=waits)
         if waits and self._check is not None:
             self._check.read()
@@ -218,7 +219,7 @@ class OwnerReducer(Reducer):
         for param in self.params:
             param.grad = None
         self._put_aside()
-        self._optimizer.drop_after_shadow(self.params)
+        self._optimizer.steps.drop_after_shadow(self.params)
         super().shadow()
 
 
@@ -256,9 +257,9 @@ def assign_to_owners(
             tuple(pieces[param] for param in of_bucket),
             group.rank,
             group.size,
-            _kept_dtype(of_bucket[0], optimizer.kept_dtype(of_bucket[0]), options),
-            optimizer.row_keeping,
-            optimizer.agree_on_infinity,
+            _kept_dtype(of_bucket[0], kept_dtype(of_bucket[0]), options),
+            optimizer.core.inputs.forms.keeping,
+            optimizer.steps.agree_on_infinity,
         )
         dtype = options.dtype_of(of_bucket[0])
         if reduced.is_sparse(indices[0]):

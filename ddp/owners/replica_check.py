@@ -1,21 +1,17 @@
 """Replicas of a mesh make sure that they take the same steps with the same options.
 
 Note [Replicas that drift]
-    The gradients of replicas have equal bits, so what a replica concludes from them (a norm, an infinity),
-    all conclude, and parameters stay equal as long as each replica takes the same steps. Inside a replica
-    ranks hear of each other in their gathers; across replicas nothing is gathered. So the owners of the same
-    rows gather their stamps, which have the number of steps and a digest of all options, beside each backward
-    pass. Where these differ, they exchange more, and all raise. If one rank differs from its own replica too,
-    only its column raises here; the other columns miss it in their next gather. On an accelerator the stamps
-    are read when the next pass begins, so that the CPU does not wait for the device.
+    The gradients of replicas have equal bits, so parameters stay equal as long as each replica takes the same
+    steps. Inside a replica ranks hear of each other in their gathers; across replicas nothing is gathered. So
+    the owners of the same rows gather their stamps, with the number of steps and a digest of all options,
+    beside each backward pass. Where these differ, they exchange more, and all raise. On an accelerator the
+    stamps are read when the next pass begins, so that the CPU does not wait for the device.
 
 Note [Failures in one replica]
     A rank that raises a failure of its replica sends its next stamp at once, with an excerpt of the error,
-    and waits for nothing: it may never begin another backward pass. If it does go on, its next pass begins a
-    new gather, as that of a rank does that has read the failure and raised, so gathers meet as before. On the
-    CPU the stamps are read before the pass has launched anything: an error in the middle would leave
-    reductions that nobody meets. On an accelerator they are read when the next pass begins, if a failed
-    replica goes on so far; if not, the sums of gradients stall, and the watchdog tells. All ranks of the
+    and waits for nothing: it may never begin another backward pass. If it does, that begins a new gather, as
+    on a rank that has read the failure and raised. On the CPU the stamps are read before the pass has
+    launched anything, as an error in the middle would leave reductions that nobody meets. All ranks of the
     replica tell, each across its own column, so only failures of which all of them hear are told: those that
     were sent in gathers.
 """
@@ -61,7 +57,7 @@ class ReplicaCheck:
         self._asked: _Asked | None = None
         self._told: list[_Asked] = []  # nobody waits for these, but they need their memory
         self._told_after = -1  # steps
-        optimizer.tell_replicas_by(weakly(self.tell))
+        optimizer.steps.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
         """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""

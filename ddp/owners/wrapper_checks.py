@@ -83,7 +83,7 @@ def check_module(module: object) -> None:
 
 def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     """Refuse an optimizer that lacks parameters of the module, or waits for a comm hook."""
-    if optimizer.overlaps_with_ddp:
+    if optimizer.core.inputs.options.overlap_with_ddp:
         raise ValueError(
             "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
             "that out"

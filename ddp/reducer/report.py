@@ -1,23 +1,20 @@
 """What ranks tell each other at the end of a backward pass: what was used, and what went wrong.
 
 Note [Word of a failure]
-    A rank that finds its gradients incomplete makes one element of the last bucket NaN before that is summed,
-    so the sum is NaN on every rank. A rank that reads NaN takes part in a gather of what went wrong; if the
-    gradients were NaN by themselves, no rank has anything to say. So a pass without NaN has no further
-    collective, and the bucket has as many elements: one more would shift the parts in which ring algorithms
-    sum, and with them the last bits.
+    A rank that finds its gradients incomplete makes one element of the last bucket NaN before that is summed.
+    A rank that reads NaN in the sum takes part in a gather of what went wrong; there may be nothing. So a
+    pass without NaN has no further collective, and the bucket no further element, which would change how ring
+    algorithms sum.
 
 Note [Late reports]
-    To read a report the CPU waits for it, on a device with streams for the whole backward pass. So there its
-    copy to the CPU is started behind the pass, and read when the device has the next pass to work on. Reading
-    may communicate, so all ranks read at the same points: when a forward pass through the module begins, and
-    with the first gradient of a backward pass, all reports but the last one. What pass n found raises in
-    forward pass n + 2, and the gradients of a pass that failed may be stepped with before; the error says so.
-    `Reducer.check_finished`, and the beginning of `Join`, read all that are left.
+    To read a report the CPU waits for it, on a device with streams for the whole pass. So there it is read
+    when the device has the next pass to work on. Reading may communicate, so all ranks read at the same
+    points: when a forward pass begins, and with the first gradient of a backward pass, all but the last one.
+    What pass n found raises in forward pass n + 2, and its gradients may be stepped with before.
+    `Reducer.check_finished` and `Join` read all.
 
-    Some passes put nothing off: those in `Join`, and the first one of a static graph. A rank that left
-    parameters unused waits in the pass for what the others used, and reads of failures later, with the
-    others.
+    Passes in `Join`, and the first one of a static graph, put nothing off. A rank that left parameters unused
+    waits in the pass for what the others used.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
-from zero_optim.plan.memory import dense_strides, strides_of_rows
+from zero_optim.plan.memory import dense_strides, kept_dtype, strides_of_rows
 from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
 from zero_optim.state.cut_state import CutState
@@ -222,10 +222,10 @@ def _add_optimizer(
     part: RankContent, shared: RankContent, optimizer: ZeroRedundancyOptimizer, names: Names, rank: int
 ) -> None:
     options = [options_of(group) for group in optimizer.param_groups]
-    params = {name: [dtype_name(optimizer.kept_dtype(p)), list(p.shape)] for name, p in names.param.items()}
+    params = {name: [dtype_name(kept_dtype(p)), list(p.shape)] for name, p in names.param.items()}
     groups = shared.packed_groups(zip(names.groups, options, strict=True))
     shared.values[OPTIMIZER] = {"named": names.named, "groups": groups, "params": params}
-    name_of, everywhere, cuts = names.name, {}, optimizer.cut_states()
+    name_of, everywhere, cuts = names.name, {}, optimizer.core.cut_states()
     for key, value in optimizer.owned_state().items():
         if key in cuts:
             part.add_cut(f"{STATE}/{key_of(name_of[key])}", value, cuts[key], rank)

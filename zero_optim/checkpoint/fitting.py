@@ -84,12 +84,12 @@ def _wrong_optimizer(reader: CheckpointReader, objects: Objects) -> list[str]:
         fix = "give the model as well, or build the optimizer from model.named_parameters()"
         return [f"the checkpoint knows parameters by name, and this optimizer knows no names: {fix}"]
     wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
-    cuts = objects.optimizer.cut_states()
+    cuts = objects.optimizer.core.cut_states()
     for number, name, param in _numbered(names):
         shape = tuple(about["params"].get(name, [None, param.shape])[1])
         if shape != tuple(param.shape):
             wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(param.shape)} here")
-        shaped = cuts[param].shaped if param in cuts else objects.optimizer.shaped_entries(param, number)
+        shaped = cuts[param].shaped if param in cuts else objects.optimizer.core.shaped_entries(param, number)
         for key in sorted(shaped):
             entry = entries.get(f"{STATE}/{key_of(name, key)}")
             if entry is not None and entry.shape != tuple(param.shape):
@@ -208,7 +208,7 @@ class Needs:
         packed = [*self.sections.values(), *self.rest.values(), *self.state.values()]
         packed += [group["options"] for group in self.groups]
         rows: dict[str, Rows] = {key: None for value in packed for key in tensors_in(value)}
-        cuts = objects.optimizer.cut_states() if objects.optimizer is not None else {}
+        cuts = objects.optimizer.core.cut_states() if objects.optimizer is not None else {}
         for (_, _, param), value in self.state.items():
             if param in cuts:
                 piece = cuts[param].piece_of(rank)
@@ -249,10 +249,10 @@ def read_own(reader: CheckpointReader, objects: Objects, needs: Needs, rank: int
     sections = {name: read.value(packed) for name, packed in needs.sections.items()}
     state, options = {}, []
     if objects.optimizer is not None:
-        cuts = objects.optimizer.cut_states()
+        cuts = objects.optimizer.core.cut_states()
         for (number, name, param), packed in needs.state.items():
             state[param] = read.value(packed)
-            must = {MASTER, EMA, *objects.optimizer.shaped_entries(param, number)}
+            must = {MASTER, EMA, *objects.optimizer.core.shaped_entries(param, number)}
             cut = cuts.get(param)
             shape = tuple(param.shape) if cut is None else cut.shape_of(cut.piece_of(rank))
             for entry, value in state[param].items():

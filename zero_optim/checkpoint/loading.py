@@ -129,8 +129,8 @@ def rebind(
                 raise TypeError("expected the model, and the ZeroRedundancyOptimizer over its parameters")
         about = f"{path}", f"random={random}"
         reader = _open_together(Members(group), folder, objects, about, "the checkpoint to go back to")
-        is_same = optimizer.was_saved_as(reader.token)
-        answers, only = group.all_gather_fixed(bytes([is_same, optimizer.age > 0])), None
+        is_same = optimizer.core.snapshot.was_saved_as(reader.token)
+        answers, only = group.all_gather_fixed(bytes([is_same, optimizer.core.snapshot.age > 0])), None
         if all(answer[0] for answer in answers) and any(answer[1] for answer in answers):
             only = optimizer.rebind_held(group.process_group)
         else:
@@ -139,7 +139,8 @@ def rebind(
             members = Members(replace(optimizer.ranks, phase=group.phase))
             return _load_from(members, reader, objects, random=random, only=only)
         except BaseException:
-            optimizer.give_up_state()
+            optimizer.detach()
+            optimizer.core.snapshot.is_torn = True  # what this rank holds is not whole
             raise
 
 
@@ -222,7 +223,7 @@ def _load_from(
     _share_model(group, part.places, part.read)
     if optimizer is not None:
         optimizer.gather_parameters()
-        optimizer.note_saved(reader.token, optimizer.age)
+        optimizer.core.snapshot.note_saved(reader.token, optimizer.core.snapshot.age)
     return part.sections[EXTRA]
 
 

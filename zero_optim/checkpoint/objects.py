@@ -36,7 +36,7 @@ class Members:
         Wrong types are refused later, on all ranks. A mesh's process group of all ranks means the mesh.
         """
         sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
-        mesh = sharded.mesh if sharded is not None else None
+        mesh = sharded.core.mesh if sharded is not None else None
         if mesh is not None and process_group in (None, mesh.everyone.process_group):
             process_group, groups = None, (mesh.everyone, mesh.inner, mesh.across)
             each = [patient(group.uncounted().during("checkpoint"), timeout) for group in groups]
@@ -103,7 +103,7 @@ class Objects:
                         "too, which knows them"
                     )
         if self.model is not None and self.optimizer is not None:
-            self.optimizer.check_weights()  # the saved weights must be those that training continues with
+            self.optimizer.core.check_weights()  # those that are saved must be those that train
 
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
@@ -114,7 +114,7 @@ class Objects:
         if self.optimizer is None:
             yield {}
             return
-        with self.optimizer.leaving_freed() as kept:
+        with self.optimizer.core.leaving_freed() as kept:
             yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
 
     def model_state(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def undo_of(objects: Objects) -> Callable[[], None]:
     """
     steps: list[Callable[[], None]] = []
     if objects.optimizer is not None:
-        steps.append(objects.optimizer.remember())
+        steps.append(objects.optimizer.core.remember())
     rest = {name: value for name, value in objects.model_state().items() if not isinstance(value, Tensor)}
     if rest:
         steps.append(_loading(objects.load_extra_state, deepcopy(rest)))

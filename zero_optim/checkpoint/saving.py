@@ -215,7 +215,7 @@ def _agreed(
         agree(members.everyone, items, "what to save")
         if members.mesh is not None:
             _gather_random(members, objects, part)
-        age = 0 if objects.optimizer is None else objects.optimizer.age
+        age = 0 if objects.optimizer is None else objects.optimizer.core.snapshot.age
         yield _Save(members, folder, part, keep, objects.optimizer, age)
 
 
@@ -270,7 +270,7 @@ class _Save:
 
     def _note(self, token: str) -> None:
         if self.optimizer is not None:
-            self.optimizer.note_saved(token, self.age)
+            self.optimizer.core.snapshot.note_saved(token, self.age)
 
     def _write(self) -> str:
         """Write this rank's file; then rank 0 completes the checkpoint. Gives the token of the save."""

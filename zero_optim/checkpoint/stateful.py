@@ -56,7 +56,7 @@ class OptimizerState:
         """Return the state that this rank owns, or the dict to load into; does not communicate."""
         names = names_of(self._optimizer, self._model)
         name_of, rank = names.name, self._optimizer.ranks.rank
-        owned, cuts = self._optimizer.owned_parameters(), self._optimizer.cut_states()
+        owned, cuts = self._optimizer.owned_parameters(), self._optimizer.core.cut_states()
         wanted = {name_of[p]: (cuts[p], cuts[p].piece_of(rank)) for p in owned if p in cuts}
         state = Owned((name_of[param] for param in owned), wanted)
         for key, value in self._optimizer.owned_state().items():

@@ -10,7 +10,7 @@ Note [Devices of a group]
     a GPU. Otherwise they lie where the parameters lie. The current device would be another one in scripts
     that never set it (``model.to(rank)``): all ranks would use GPU 0, which NCCL refuses. How to send is
     decided by the backend that serves the tensor, not by the device: gloo takes CUDA tensors too (Note [gloo
-    and CUDA] in `comm.exchange`).
+    and CUDA] in `comm.sending`).
 """
 
 import re

@@ -1,6 +1,6 @@
 """The ranks of a process group, and the collectives of all of them, each written once.
 
-Only here, in `exchange`, and where `lanes` makes groups are ranks global: elsewhere a rank is a group rank.
+Only here, in `sending`, and where `lanes` makes groups are ranks global: elsewhere a rank is a group rank.
 All ranks of the group must call every method that communicates, in the same order. If a rank does not come,
 gloo raises after the group's timeout; NCCL's watchdog ends the process.
 

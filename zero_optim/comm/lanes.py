@@ -3,20 +3,19 @@
 Note [Lanes]
     Collectives of two threads on one process group mix. So code that communicates beside the main thread, or
     must not wait behind its traffic, uses process groups of its own: lanes. A gloo group needs three threads
-    and several file descriptors, so lanes are kept and lent: a user has them until it drops its `Lease`. That
-    happens at another time on each rank, so the ranks tell each other which lanes are free, and take those
-    that are free on all. Sends and receives of a user that was dropped go on, and the next user waits for
-    them: without that gloo leaves the rest of a message unread.
+    and several file descriptors, so lanes are kept and lent until a user drops its `Lease`. That happens at
+    another time on each rank, so the ranks agree which lanes are free. The next user waits for sends and
+    receives that are under way.
 
-    A rank that failed may have started fewer collectives than the others, so later ones would be paired
-    wrongly. A user that saw a failure abandons its lanes, and a lane is lent only if every rank has started
-    as many collectives on it, without sends and receives, of which the rank that a lane is for has more.
+    A rank that failed may have started fewer collectives, so later ones would be paired wrongly. A user that
+    saw a failure abandons its lanes, and a lane is lent only if every rank has started as many collectives on
+    it.
 
 Note [Lanes end with the default group]
-    They are not destroyed before. If only its members make a group, PyTorch names it by the number of groups
-    in the process, so a lane that one rank destroys earlier could make later names differ, and ranks wait in
-    vain. For the same reason the ranks agree on the names of lanes. As lanes live longer than their users, a
-    gloo thread never holds the last reference to one; the end of a group would wait for that thread.
+    If only its members make a group, PyTorch names it by the number of groups in the process: a lane that one
+    rank destroys earlier could make later names differ, and ranks wait in vain. So lanes are not destroyed,
+    and the ranks agree on their names. A gloo thread never holds the last reference to one: the end of a
+    group waits for it.
 """
 
 import gc

@@ -1,22 +1,20 @@
 """Sums of rows: of W rows that every rank has, rank r receives the sum of everyone's row r.
 
-That is a reduce-scatter, made of an exchange between all pairs of ranks and additions in the order of ranks.
-So the bits do not depend on the backend, and rows may differ in length. Measured on gloo with two ranks: over
-loopback it takes a third of the time of a reduce-scatter, and over 1 Gbit/s, with a lane for each sender,
-less than half.
+A reduce-scatter, made of an exchange between all pairs of ranks and additions in the order of ranks: the bits
+do not depend on the backend, and rows may differ in length. On gloo with two ranks it takes a third of the
+time of a reduce-scatter over loopback, and less than half over 1 Gbit/s.
 
 Note [Sums of 16 bits]
-    In bf16 and fp16, W additions one after the other lose the small terms: of equal gradients, 0.03 at 64
-    ranks, 0.28 at 512 and 0.63 at 1,024. So these dtypes are added in float32, in the order of ranks, and the
-    sum is rounded once. Two ranks get the bits of an addition in the dtype itself. What is sent has 16 bits.
+    W additions one after the other lose the small terms: of equal gradients, 0.03 at 64 ranks, 0.63 at 1,024.
+    So bf16 and fp16 are added in float32, and rounded once. Two ranks get the bits of an addition in the
+    dtype itself.
 
 Note [Parts of long rows]
-    A rank receives its row from W - 1 others. An owner may have most of all rows, such as a whole matrix:
-    then it would hold them almost W times over. So a row that is longer than the mean, by more than that, is
-    sent in parts, of which two are there at a time. On gloo each send starts at once, as it needs no memory
-    of the receiver, and parts are received while the caller waits. On other backends the parts are exchanged
-    when the sum is constructed, on a stream beside the caller's, so that collectives are at the same place
-    among all others on every rank.
+    An owner may have most of all rows, such as a whole matrix, and would hold them W - 1 times. So a row that
+    is longer than the mean, by more than that, is sent in parts, of which two are there at a time. On gloo
+    each send starts at once, and parts are received while the caller waits. On other backends parts are
+    exchanged when the sum is constructed, on a stream beside the caller's: so collectives have the same order
+    on every rank.
 """
 
 from collections import deque
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.exchange import exchange, start_parts
+from zero_optim.comm.sending import exchange, start_parts
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import StreamBeside, record_use, recorded_event, wait_for_event
 

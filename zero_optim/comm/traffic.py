@@ -4,23 +4,17 @@ Note [Bytes sent]
     Counted is what this rank's network interface sends of the tensors, without headers. For gloo it is exact:
 
     - A broadcast goes along a tree: the rank ``v`` places behind the source sends it once for each power of
-      two above ``v``, if there is a rank that many places further. All ranks together send it W-1 times.
+      two above ``v``, if there is a rank that many places further.
     - An exchange sends each other rank its piece. Rows of units are sent likewise, by their owners.
     - A gather of small tensors goes round a ring: W-1 times the tensor.
-    - A sum of n bytes goes round a ring twice: ``2 * (W-1) / W * n``. Of a sparse tensor the indices and
-      values go round once.
-
-    For other backends a broadcast is taken to go round a ring too.
+    - A sum of n bytes goes round a ring twice: ``2 * (W-1) / W * n``; indices and values of a sparse tensor
+      once.
 
 Note [Exposed seconds]
-    Time is exposed if a caller is held up: by a wait, and where tensors are on the CPU also by what the
-    calling thread does for communication itself (pack, start, add up, hand out). Not counted: the local
-    optimizer's step, the norm for clipping, and what a thread of this library does during the backward pass;
-    the wait for that thread is. On an accelerator waits of the CPU alone are counted. With NCCL a stream
-    waits instead, which takes events to see.
-
-    The clock is read some times for each bucket, not for each parameter. Spans lie in each other, and an
-    inner one may count elsewhere. A second counts once, in the innermost.
+    Time is exposed if a caller is held up: by a wait, and on the CPU also by what the calling thread does for
+    communication (pack, start, add up, hand out). Not by a thread of this library, but by the wait for it. On
+    an accelerator waits of the CPU alone are counted; with NCCL a stream waits instead. Spans lie in each
+    other, and a second counts once, in the innermost.
 """
 
 import threading

@@ -1,21 +1,18 @@
 """Waits for what gloo sends, which look up now and then.
 
 Note [Waits that nothing ends]
-    gloo forgets a send, for good, if the connection turns out to be closed just when its own thread begins to
-    write: above all to a process that was stopped while a collective was on its way, and goes on when the
-    others have given up. The wait then raises nothing, and to break the connections does not help. It ends
-    with the timeout of the process group, 30 minutes as a rule. So a wait for a collective returns each
-    `LOOK` seconds, and raises the verdict if the group was given up a look ago. A thread of gloo still hangs
-    in the collective, and the end of the group would wait for it. So the group is kept for ever; it goes with
-    the process.
+    gloo forgets a send, for good, if the connection turns out to be closed just when its thread begins to
+    write: above all to a process that was stopped and goes on when the others have given up. Neither does the
+    wait raise then, nor does it help to break the connections. So a wait for a collective returns each `LOOK`
+    seconds, and raises the verdict if the group was given up a look ago. A thread of gloo still hangs, and
+    the end of the group would wait for it, so the group is kept for ever.
 
 Note [Sends that nothing ends]
-    A send from rank to rank is forgotten likewise, but a wait for it that takes too long breaks the
-    connections of a group that may be well. So it is made without a limit, on a thread of its own, and the
-    caller waits for that thread (`Paired`). A receive is never forgotten, so the caller waits for it
-    meanwhile. To start the thread takes some 50 µs, 200 on a busy host. So sends of up to `SMALL` bytes are
-    waited for without it: the system takes that at once. In trials up to 512 KiB came through, and 1 MiB was
-    forgotten.
+    A wait for a send that takes too long breaks the connections of a group that may be well. So it is made
+    without a limit, on a thread of its own, and the caller waits for that thread (`Paired`). A receive is
+    never forgotten, so the caller waits for it meanwhile. To start the thread takes some 50 µs. So sends of
+    up to `SMALL` bytes, which the system takes at once, do without. In trials up to 512 KiB came through, and
+    1 MiB was forgotten.
 """
 
 import _thread  # as its threads start in a third less of the time

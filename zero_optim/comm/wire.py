@@ -20,7 +20,7 @@ from zero_optim.comm.encoding import (
     skeleton_from_bytes,
     skeleton_to_bytes,
 )
-from zero_optim.comm.exchange import recv, send
+from zero_optim.comm.sending import recv, send
 from zero_optim.compat import private
 from zero_optim.compat.engine import wraps_tensors
 from zero_optim.compat.streams import HostCopy, is_asynchronous

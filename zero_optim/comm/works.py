@@ -4,18 +4,17 @@ A *work* is a collective of the library, with a label: a `Record`, which holds n
 records are the *ring* of the process.
 
 Note [Waits that end]
-    A thread that waits for a collective is in the backend's C++ code, where nothing can interrupt it. gloo
-    cannot wait in slices for sends and receives: a wait that takes too long breaks all connections of the
-    group. But that is just what helps. So a wait is the backend's own, without a limit, and is noted here. To
-    give up a group, the watchdog breaks its connections from another thread (`GroupWorks.cut`). Each wait
-    then raises in its own thread, and `WorkLog.explain` says why.
+    A thread that waits is in the backend's C++ code, where nothing can interrupt it. gloo cannot wait in
+    slices for sends and receives: a wait that takes too long breaks all connections of the group. But just
+    that helps. So waits have no limit, and are noted here. To give up a group, the watchdog breaks its
+    connections from another thread (`GroupWorks.cut`). Each wait then raises in its own thread, and
+    `WorkLog.explain` says why.
 
 Note [Groups that end]
-    gloo closes the connections of a group when nothing refers to the group. The traceback of an error does,
-    by the frames that waited; it goes with the error, unless a frame refers to the error in turn. Then it
-    stays until garbage is collected, long after ``destroy_process_group()``, and other ranks wait on. So
-    nothing here keeps an error. A caller may: so after a failed wait, who lets go of ranks cuts all their
-    groups (`WorkLog.cut_if_failed`).
+    gloo closes the connections of a group when nothing refers to it. The traceback of an error does, by the
+    frames that waited; if a frame refers to the error in turn, until garbage is collected, and other ranks
+    wait on. So nothing here keeps an error. A caller may: so who lets go of ranks after a failed wait cuts
+    all their groups (`WorkLog.cut_if_failed`).
 """
 
 import itertools

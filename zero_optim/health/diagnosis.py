@@ -1,13 +1,12 @@
 """What hangs, and because of whom, from what each rank says of itself. Does not communicate."""
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from zero_optim.comm.frames import differences, ranks_text
 from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Mark, Record, Verdict
-from zero_optim.health.peers import Message, Presence
+from zero_optim.health.peers import Presence
 
 _ADVICE = (
     "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
@@ -16,7 +15,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a process says of itself.
+    """What a process says of itself; as JSON, tuples are lists.
 
     Attributes:
         waits: what its threads wait for, see `Record.text`; the longest wait comes first.
@@ -27,21 +26,16 @@ class Status:
         is_deciding: it is about to give up that group.
     """
 
-    waits: tuple[str, ...]
-    open: tuple[tuple[str, int], ...]
+    waits: Sequence[str]
+    open: Sequence[tuple[str, int]]
     counts: Mapping[str, int]
     last: str = ""
-    verdict: tuple[str, tuple[int, ...]] | None = None
+    verdict: tuple[str, Sequence[int]] | None = None
     is_deciding: bool = False
 
     @classmethod
     def of(
-        cls,
-        waits: Iterable[Record],
-        activity: Activity,
-        verdict: Verdict | None,
-        *,
-        is_deciding: bool,
+        cls, waits: Iterable[Record], activity: Activity, verdict: Verdict | None, *, is_deciding: bool
     ) -> "Status":
         """Make it of what a process knows of itself."""
         now = time.monotonic()
@@ -53,23 +47,6 @@ class Status:
             "" if activity.last is None else _mark_text(activity.last, now),
             None if verdict is None else (verdict.message, verdict.missing),
             is_deciding,
-        )
-
-    def to_message(self) -> Message:
-        """Return it as plain JSON."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, message: Message) -> "Status":
-        """Read what `to_message` made."""
-        verdict: Any = message["verdict"]
-        return cls(
-            tuple(message["waits"]),
-            tuple((str(name), int(count)) for name, count in message["open"]),
-            {str(name): int(count) for name, count in message["counts"].items()},
-            str(message["last"]),
-            None if verdict is None else (str(verdict[0]), tuple(map(int, verdict[1]))),
-            bool(message["is_deciding"]),
         )
 
 

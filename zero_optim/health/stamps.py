@@ -1,33 +1,26 @@
 """Stamps: what ranks tell each other in the gathers of a step, so that they fail together and by name.
 
-Each owner writes a stamp into the room of its row (`plan.rooms.with_rooms`) before it sends the row. All
-ranks read the stamps of all rows, so they draw the same conclusion and may communicate about it. Where nobody
-differs, a step has no further collective.
+Each owner writes a stamp into the room of its row before it sends the row. All ranks read all stamps, so they
+draw the same conclusion and may communicate about it. Where nobody differs, a step has no further collective.
 
 Note [When stamps are read]
-    On the CPU, where a step waits for its gathers, they are read when the step ends. Otherwise a step is
-    looked at when the next one has gathered: on an accelerator, since the CPU would wait for the device, and
-    where modules wait for gathers, since these end at other times on other ranks. A failure needs no
-    exchange, so on the CPU it is told as soon as the gathers are over. A step taken in the backward pass is
-    looked at by `step()`, or by the next backward pass.
+    On the CPU, where a step waits for its gathers, when the step ends. Otherwise when the next step has
+    gathered: on an accelerator the CPU would wait for the device, and where modules wait for gathers, these
+    end at other times on other ranks. A failure needs no exchange, so on the CPU it is told as soon as the
+    gathers are over. A step in the backward pass is looked at by `step()`, or by the next backward pass.
 
 Note [What may differ]
-    If digests of options differ, the ranks exchange all options and who wrote them. An option that differs is
-    an error, unless a class has written it in a step on some rank, or it is on every rank as the class made
-    it: some classes count in their groups, and only where they step a parameter. Such an option is left out
-    of the digest from then on. So a digest that says too much costs one exchange, and never stops a run that
-    is right.
+    If digests differ, the ranks exchange all options and who wrote them. An option that differs is an error,
+    unless a class has written it in a step on some rank, or it is on every rank as the class made it: some
+    classes count in their groups. Such an option is left out of the digest from then on, so a right run pays
+    one exchange at most.
 
 Note [What a count cannot tell]
-    Calls are counted as they gather, so ranks whose gathers meet have counted alike. That a rank has left out
-    a step shows where its next collective meets another one; then the watchdog tells, after the timeout.
-    Where no step gathers, it shows in the next forward pass: Note [Stamps of units] in `unit_stamps`. A count
-    of backward passes or of ``zero_grad`` would not help: ranks may accumulate gradients over different
-    numbers of them.
-
-    But a ``GradScaler`` asks the optimizer something at each step, also at one that it leaves out. So these
-    are counted too: where nothing is reduced, scalers find an infinity on one rank alone, and the rows of one
-    iteration would meet those of the next.
+    Ranks whose gathers meet have counted alike. That one has left out a step shows where its next collective
+    meets another one, and the watchdog tells; or in the next forward pass: Note [Stamps of units] in
+    `unit_stamps`. Counts of backward passes may differ in right runs. But a ``GradScaler`` asks the optimizer
+    something at each step, also at one that it leaves out, so these are counted: else the rows of one
+    iteration would meet those of the next where scalers find an infinity on one rank alone.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

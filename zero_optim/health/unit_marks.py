@@ -1,19 +1,17 @@
 """Marks in the gathers of units: which bucket it is, and what for.
 
 Note [Marks of units]
-    Ranks gather units in the order in which they call modules. If data decide about a route, or one rank
-    evaluates once more, its gather of one unit meets that of another one. Units are often alike, so no
-    collective fails: each rank would compute with rows of two units. So each gather has a mark: the number of
-    the bucket, and the purpose. A rank that reads another mark than its own raises, and so does every gather
-    after that, as ranks are at different places for good.
+    Ranks gather units in the order in which they call modules. If data decide about a route, the gather of
+    one unit may meet that of another one, and each rank would compute with rows of two units. So each gather
+    has a mark: the number of the bucket, and the purpose. A rank that reads another mark than its own raises,
+    and in every gather after that.
 
     Where gloo sends tensors of the CPU, each rank sends its mark to all others, in four bytes beside the
     rows, and reads all before it waits for rows. The rows have the mark as their tag, so rows of different
-    marks never
-    meet: units may differ in size, and gloo ends the process where rows that meet differ in length. On two
-        ranks marks took 60 to 90 us a gather. Elsewhere the mark travels in the stamp of each row. On an
-        accelerator these are copied to the CPU beside what runs, and looked at some gathers later. Inside the
-        replicas of a mesh with state over all ranks there are none in the rows, as those are copies.
+    marks never meet: gloo ends the process where rows that meet differ in length. On two ranks marks took 60
+    to 90 us a gather. Elsewhere the mark travels in the stamp of each row; on an accelerator these are looked
+    at some gathers later. Inside the replicas of a mesh with state over all ranks there are none in the rows,
+    as those are copies.
 """
 
 from collections import deque
@@ -26,8 +24,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
-from zero_optim.comm.exchange import spread_rows
 from zero_optim.comm.frames import ranks_text
+from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError

@@ -2,16 +2,13 @@
 
 Note [Stamps of units]
     A step gathers nothing there, so the gathers of the forward passes after it carry its stamp. All ranks
-    make them in one order, between the same calls of modules. So what came since the pass began is the same
-    on every rank at each point of the pass, and all ranks may raise there and communicate about it, also the
-    rank that
-    failed: it raises once more, since the others do not go on. A rank is heard with the first unit of which
-        it has a row. Each forward pass tells of the last call, so a rank that left out a step, or took two,
-        is found.
+    make them in one order, so what came since the pass began is the same on every rank, and all may raise
+    there and communicate; the rank that failed raises once more. Each forward pass tells of the last call, so
+    a step left out or taken twice shows.
 
-    On the CPU the stamps of a unit are looked at when it has come; on an accelerator, where the CPU would
-    wait, when the next forward pass begins. Passes without gradients, which follow each other closely, tell
-    nothing there. Nor do backward passes: an error in the middle of them would leave reductions half done.
+    On the CPU the stamps of a unit are looked at when it has come; on an accelerator when the next forward
+    pass begins. There passes without gradients tell nothing. Nor do backward passes: an error in the middle
+    of them would leave reductions half done.
 """
 
 from collections.abc import Callable, Mapping, Sequence

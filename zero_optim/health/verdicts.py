@@ -1,18 +1,16 @@
 """Verdicts: a wait takes too long, so ranks find out who is missing, and give up together.
 
 Note [Giving up together]
-    The rank whose wait is the first to take too long asks all ranks of the group what they do, or of the
-    whole mesh that the group is a part of. It makes a verdict, tells it to all of them, and breaks its
-    connections; so do they: their waits raise, and no work begins any more on groups of these ranks. A wait
-    may also fail before its time, if gloo sees a closed connection. Then the thread that waited asks, and
-    decides if ranks have ended.
+    The rank whose wait is the first to take too long asks all ranks of the group, or of the mesh around it,
+    what they do. It makes a verdict, tells it to all, and breaks its connections; so do they: waits raise,
+    and no work begins any more. A wait may also fail early, if gloo sees a closed connection: its thread
+    asks, and decides if ranks have ended.
 
-    Several ranks may decide at the same time. So a verdict is first told to the lowest rank that answers,
-    which keeps the first one that it is told or makes itself; that one holds. A rank that has answered
-    before, and does not now, is only busy as a rule: it is asked again for some seconds. Two verdicts stay
-    possible if the lowest rank is silent when one rank asks, and answers another one, in the second in which
-    both decide: then ranks raise different reasons, and nobody hangs. No protocol can close that. The store
-    as the arbiter would often be on the rank that is silent.
+    Several ranks may decide at once. So a verdict is first told to the lowest rank that answers, which keeps
+    the first one it hears of. A rank that has answered before, and does not now, is asked again for some
+    seconds. Two verdicts stay possible if the lowest rank is silent for one and answers another in the same
+    second: then reasons differ, and nobody hangs. The store as the arbiter would often be on the rank that is
+    silent.
 """
 
 import logging
@@ -22,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 
 from zero_optim.comm.records import Record, Verdict
 from zero_optim.comm.threads import start_thread
@@ -82,7 +81,7 @@ class Verdicts:
             if ranks not in self._log.verdicts:
                 self._log.give_up(ranks, told)
                 _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
-        return self._status(ranks).to_message()
+        return asdict(self._status(ranks))
 
     def _status(self, ranks: tuple[int, ...], record: Record | None = None) -> Status:
         waits = {id(each): each for each in list(self._log.waits.values())}
@@ -97,9 +96,7 @@ class Verdicts:
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
         """Return what all ranks of a group say, by group rank, with this one."""
         found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
-        seen = {
-            rank: what if isinstance(what, Presence) else Status.read(what) for rank, what in found.items()
-        }
+        seen = {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in found.items()}
         return seen | {self._rank_in(works): own}
 
     def _rank_in(self, works: GroupWorks) -> int:
@@ -142,7 +139,7 @@ class Verdicts:
             while is_busy and works.verdict is None:
                 told = self._directory.ask_all([rank], question)[0]
                 if not isinstance(told, Presence):
-                    return _verdict_in({place: Status.read(told)}) or verdict
+                    return _verdict_in({place: Status(**told)}) or verdict
                 is_busy = told in _MUTE and time.monotonic() < deadline
         return works.verdict or verdict
 
@@ -223,7 +220,7 @@ def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
 
 def _verdict_in(seen: Seen) -> Verdict | None:
     told = (what.verdict for what in seen.values() if isinstance(what, Status))
-    return next((Verdict(*each) for each in told if each is not None), None)
+    return next((Verdict(each[0], tuple(each[1])) for each in told if each is not None), None)
 
 
 def _is_deciding(what: Status | Presence) -> bool:

@@ -4,18 +4,16 @@ It starts with the first optimizer or DDP of more than one rank, ends with the l
 collectives. See `verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.works`.
 
 Note [Watching NCCL]
-    With NCCL the CPU does not wait, and a stream that waits cannot be made to raise. So the watchdog asks of
-    one work of each group at a time whether it is completed: its handle, or once a stream waits for it an
-    event of that stream, which keeps no tensors. If that takes too long, or it has failed and ranks have
-    ended, each rank logs the verdict, aborts its communicators, and raises from the next work, and in
-    `RankGroup.read`; elsewhere a CPU that waits for the device goes on. NCCL's own watchdog ends the process
-    after the timeout of the process group.
+    With NCCL the CPU does not wait, and a stream cannot be made to raise. So the watchdog asks of one work of
+    each group whether it is completed: its handle, or once a stream waits an event of that stream, which
+    keeps no tensors. If that takes too long, or ranks have ended, each rank logs the verdict, aborts its
+    communicators, and raises from the next work, and in `RankGroup.read`; elsewhere a CPU that waits for the
+    device goes on.
 
 Note [Time asleep]
-    A process may stand still for hours and then go on: the job was stopped (SIGSTOP, a paused virtual
-    machine), or a laptop slept. All waits look very long then, though nobody is missing. The thread sleeps a
-    known time between two looks; if it comes much later, it did not run in between, and that time does not
-    count. What a busy machine adds is less than `PUNCTUAL`, and counts.
+    A process may stand still for hours (SIGSTOP, a paused virtual machine, a laptop that slept), and all
+    waits look long then. If the thread comes much later than it planned, it did not run, and that time does
+    not count. What a busy machine adds is less than `PUNCTUAL`, and counts.
 """
 
 import atexit

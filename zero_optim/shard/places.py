@@ -1,21 +1,18 @@
-"""The places of parameters in a flat tensor, and the form that they have there. Nothing here communicates.
+"""The positions of parameters in a flat tensor, and their shape and strides there. No communication.
 
 Note [A storage for each parameter]
-    Savers such as safetensors' treat parameters with one storage as tied, and ``torch.save(param)`` writes
-    the whole storage. So each parameter of a bucket has its own, exactly as long as its slice of the flat
-    tensor: it comes from DLPack, in bytes, as DLPack does not know every dtype, and keeps the flat tensor's
-    memory alive. Autograd cannot see that a gather into the flat tensor changes a parameter, so
-    `ParamBucket.settle` tells it.
+    Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
+    storage. So each parameter has its own storage, exactly its slice of the flat tensor. DLPack makes it, in
+    bytes, as it lacks some dtypes; it keeps the flat tensor alive. Autograd cannot see a gather change the
+    parameter, so `ParamBucket.settle` tells it.
 
-    Such a storage cannot be resized. It can move to shared memory (``share_memory_``, or when it is sent to
-    another process): PyTorch puts other memory into the same storage, the parameter stays there, and
-    gathers copy it. On CUDA the block belongs to the flat tensor and is reused when the last parameter is
-    gone; ``record_stream`` of a parameter does nothing, and it can hardly be sent to another process
-    (``parameters_as_bucket_view=False``).
+    Such a storage cannot be resized. In shared memory PyTorch replaces its memory, and gathers copy that
+    parameter. On CUDA ``record_stream`` of it does nothing, the block is reused when the last parameter is
+    gone, and sending it to a process mostly fails (``parameters_as_bucket_view=False`` avoids all this).
 
 Note [Memory that is touched late]
-    Padding is sent, so it is zeroed. To zero the whole flat tensor would have all of it resident beside the
-    parameters that are about to move in, one after the other, while each gives back the memory that it had.
+    Padding is sent, so it is zeroed. Zeroing the whole flat tensor would make it resident beside the
+    parameters that are about to move in one by one.
 """
 
 from collections.abc import Sequence
@@ -30,7 +27,7 @@ from zero_optim.plan.memory import dense_strides
 
 
 class Form(NamedTuple):
-    """The form of a parameter when it was planned, the same on every rank."""
+    """Shape, strides, dtype and device of a parameter when it was planned, the same on every rank."""
 
     dtype: torch.dtype
     device: torch.device
@@ -43,11 +40,11 @@ class Form(NamedTuple):
         return cls(param.dtype, param.device, param.shape, dense_strides(param))
 
     def fits(self, param: Tensor) -> bool:
-        """Whether a parameter can be copied to its place; its strides may differ by now."""
+        """Whether a parameter can be copied to its position; strides may differ."""
         return (self.dtype, self.device, self.size) == (param.dtype, param.device, param.shape)
 
     def check(self, param: Tensor) -> None:
-        """Refuse a parameter that no longer fits."""
+        """Raise if a parameter no longer fits."""
         if not self.fits(param):
             raise RuntimeError(
                 f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the "
@@ -57,19 +54,19 @@ class Form(NamedTuple):
 
 
 def views_in(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """View each parameter's place in ``flat`` with the parameter's shape and memory format."""
+    """View each parameter's slice of ``flat`` with its shape and memory format."""
     starts = layout.offsets()
     return [flat.as_strided(form.size, form.stride, at) for form, at in zip(forms, starts, strict=True)]
 
 
 def with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """Like `views_in`, but each view has its own storage. See Note [A storage for each parameter]."""
+    """Like `views_in`, each view with its own storage: Note [A storage for each parameter]."""
     octets, size = flat.view(torch.uint8), flat.element_size()
     return [_over(octets[at * size :], form) for form, at in zip(forms, layout.offsets(), strict=True)]
 
 
 def _over(octets: Tensor, form: Form) -> Tensor:
-    """Make a tensor over the first of some bytes, with a storage that ends where the tensor does."""
+    """Make a tensor over the first bytes of ``octets``, whose storage ends with it."""
     empty = torch.empty(0, dtype=form.dtype, device=form.device)
     nbytes = form.size.numel() * empty.element_size()
     if nbytes == 0:
@@ -79,7 +76,7 @@ def _over(octets: Tensor, form: Form) -> Tensor:
 
 
 def can_be_views(params: Sequence[Tensor]) -> bool:
-    """Whether parameters may move into a flat tensor, and each can have its own storage there."""
+    """Whether parameters may become views of a flat tensor, each with its own storage."""
     device = params[0].device
     if device.type == "cpu" and any(param.is_shared() for param in params):  # type: ignore[no-untyped-call]
         return False  # other processes use them where they are
@@ -91,10 +88,7 @@ def can_be_views(params: Sequence[Tensor]) -> bool:
 
 
 def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
-    """Zero what belongs to no parameter in elements ``[start, start + len(flat))`` of a bucket's flat tensor.
-
-    ``flat`` is all of it, or one row.
-    """
+    """Zero the padding in a whole flat tensor, or in its row that begins at element ``start``."""
     at, stop = start, start + flat.numel()
     for row in layout.rows:
         for extent in row.extents if start <= row.start and row.stop <= stop else ():

@@ -48,8 +48,8 @@ from torch import Tensor
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.encoding import Nested, Skeleton, decode, encode, skeleton_from_bytes, skeleton_to_bytes
-from zero_optim.comm.exchange import start_recv, start_send
 from zero_optim.comm.lanes import Lease, lease
+from zero_optim.comm.sending import start_recv, start_send
 from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.wire import pack, unpack
 from zero_optim.plan.pieces import Pieces

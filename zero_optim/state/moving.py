@@ -17,7 +17,7 @@ Note [Who holds the state]
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -198,11 +198,13 @@ class Held:
     Attributes:
         state: entries.
         values: the rows of the parameter itself.
+        everywhere: global entries.
         is_live: these are the very rows, and no copies.
     """
 
-    state: Mapping[Any, Any]
+    state: Mapping[int, Any]
     values: Mapping[int, Tensor]
+    everywhere: Mapping[Any, Any] = field(default_factory=dict)
     is_live: bool = True
 
 

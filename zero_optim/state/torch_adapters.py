@@ -1,19 +1,51 @@
-"""The names by which trainers read PyTorch's ``ZeroRedundancyOptimizer``, answered by ours.
+"""What other code expects of PyTorch's ``ZeroRedundancyOptimizer`` or of any optimizer, answered by ours.
 
 Some trainers write each rank's own state to a file. They take it from the local optimizer, ``optim``, and
 find the index of each parameter by private attributes of PyTorch's class.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import piece_of
-from zero_optim.state.owning import OwningOptimizer
+from zero_optim.state.core import Core
+
+NOT_FOR_OURS = (
+    "PyTorch's hook_with_zero_step and hook_with_zero_step_interleaved step PyTorch's "
+    "ZeroRedundancyOptimizer alone: for this one import them from zero_optim.hooks, not from "
+    "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+)
+
+
+def is_no_step(core: Core) -> bool:
+    """Whether a call of ``step()`` is not one of training, and must not run; does not communicate.
+
+    ``torch.distributed.checkpoint.state_dict`` steps an optimizer whose ``state`` is empty, to fill it. On a
+    rank that owns nothing the ``state`` is always empty: it would step alone, and wait for the others for
+    ever. Nothing but the call stack shows who calls. DCP sets the gradients and every ``lr`` to zero, but so
+    does a warm-up from a rate of zero with a dead model, and that step counts.
+    """
+    if torch.compiler.is_compiling() or any(core.owned.local.states) or not _is_called_by_dcp():
+        return False
+    if core.snapshot.untouched and not core.owned.local.initial_state(core.groups):
+        core.snapshot.drop()  # so that state_dict() raises and returns no empty state
+    return True
+
+
+def _is_called_by_dcp() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return bool(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict")
+        frame = frame.f_back
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +67,6 @@ class LocalView:
     """A local optimizer that steps leaves, with a state that is found by parameters of the model too.
 
     All else is the optimizer's own, and ``isinstance`` takes it for one of its class.
-
-    Args:
-        optimizer: the local optimizer.
-        state: as of `OptimizerView`.
     """
 
     def __init__(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
@@ -59,47 +87,27 @@ class LocalView:
         return repr(vars(self)["_optimizer"])
 
 
-class TorchNames(OwningOptimizer):
-    """Answers to names of PyTorch's class. Nothing here communicates."""
+def local_view(core: Core) -> Optimizer | OptimizerView:
+    """See `ZeroRedundancyOptimizer.optim`."""
+    core.owned.leaves.follow()
+    optimizers, groups = core.owned.local.shown()
+    if len(optimizers) > 1:
+        return OptimizerView(optimizers, groups, core.state)
+    local: Any = optimizers[0]
+    return local if local.state is core.state else LocalView(local, core.state)  # type: ignore[return-value]
 
-    @property
-    def optim(self) -> Optimizer | OptimizerView:
-        """The local optimizer of this rank, or with several classes a view of all local optimizers.
 
-        PyTorch's class has it too. Its ``param_groups`` have what this rank steps: parameters, the rows that
-        it owns of cut ones, or master copies. Its ``state`` is found by these, and by the parameters of the
-        model. Only read it. Does not communicate. The rows that it steps of a cut parameter have values until
-        the next step; after that, ask again.
-        """
-        self._owned.leaves.follow()
-        optimizers, groups = self._owned.local.shown()
-        if len(optimizers) > 1:
-            return OptimizerView(optimizers, groups, self.state)
-        local: Any = optimizers[0]
-        return local if local.state is self.state else LocalView(local, self.state)  # type: ignore[return-value]
+def partition(core: Core) -> list[list[ParamGroup]]:
+    """List for each rank the groups, with the parameters of which it owns rows."""
 
-    @property
-    def _all_params(self) -> list[Tensor]:
-        return self._params()
+    def members(group: ParamGroup, rank: int) -> list[Tensor]:
+        return [param for param in group["params"] if piece_of(core.sharding.pieces[param], rank) is not None]
 
-    @property
-    def _param_to_index(self) -> dict[Tensor, int]:
-        return {param: index for index, param in enumerate(self._params())}
+    ranks = range(core.ranks.size)
+    return [[{**group, "params": members(group, rank)} for group in core.groups] for rank in ranks]
 
-    def _partition_parameters(self) -> list[list[ParamGroup]]:
-        """List for each rank the groups, with the parameters of which it owns rows."""
 
-        def members(group: ParamGroup, rank: int) -> list[Tensor]:
-            return [p for p in group["params"] if piece_of(self._sharding.pieces[p], rank) is not None]
-
-        ranks = range(self._ranks.size)
-        return [[{**group, "params": members(group, rank)} for group in self.param_groups] for rank in ranks]
-
-    def _check_overlap_initialized(self) -> None:
-        """Do nothing: ours is ready when it is built."""
-
-    @staticmethod
-    def _sync_param_groups(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
-        """Copy the options of groups to others."""
-        for group, other in zip(source, target, strict=True):
-            other.update(options_of(group))
+def sync_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
+    """Copy the options of groups to others."""
+    for group, other in zip(source, target, strict=True):
+        other.update(options_of(group))

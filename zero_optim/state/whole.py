@@ -4,7 +4,7 @@ Its keys are those of ``torch.optim``: the index of the parameter, counted over 
 a class have their own keys.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +25,32 @@ WholeState = dict[Any, Any]
 
 
 class Snapshot:
-    """What this rank knows of the whole state; see Note [Whole state] in `zero_optim.state.state_dicts`.
+    """What this rank knows of the whole state; see Note [Whole state] in `zero_optim.state.dicts`.
 
     Attributes:
         untouched: nothing has changed the state since the optimizer was built.
         age: how often it was changed since: steps, loads and the like, which all ranks do together.
+        steps: calls of step() on this rank, of skipped steps too; after going back as many less.
         is_torn: a step was given up half way, so that some parameters have taken it and others not.
         saved: the token of the last checkpoint that was saved or loaded, and the age of its state.
     """
 
-    def __init__(self, age: int = 0) -> None:
+    def __init__(self, age: int = 0, steps: int = 0) -> None:
         self.untouched = age == 0
         self.age = age
+        self.steps = steps
         self.is_torn = False
         self.saved: tuple[str, int] | None = None
         self._whole: WholeState | None = None
         self._was_held = False
+
+    def note_saved(self, token: str, age: int) -> None:
+        """Take note that the state of some age is in a checkpoint."""
+        self.saved = (token, age)
+
+    def was_saved_as(self, token: str) -> bool:
+        """Whether what this rank holds, unless it is new, is what a checkpoint has."""
+        return not self.is_torn and (self.age == 0 or self.saved == (token, self.age))
 
     def hold(self, whole: WholeState) -> None:
         """Keep a whole state that is the current one."""
@@ -160,7 +170,7 @@ def check_fits(
     state_dict: Mapping[str, Any],
     groups: Sequence[ParamGroup],
     names: Sequence[str],
-    shaped: Callable[[int], ShapedKeys],
+    shaped: Sequence[ShapedKeys],
     cuts: Mapping[int, CutState],
 ) -> None:
     """Check that a whole state dict fits the parameters.
@@ -169,7 +179,7 @@ def check_fits(
         state_dict: in the format of ``torch.optim``.
         groups: this optimizer's groups.
         names: a name for each parameter.
-        shaped: returns, for a group's index, the state entries that must have the parameter's shape.
+        shaped: for each group the state entries that must have the parameter's shape.
         cuts: the cut parameters, by index.
 
     Raises:
@@ -195,10 +205,10 @@ def _wrong_shapes(
     state_dict: Mapping[str, Any],
     groups: Sequence[ParamGroup],
     names: Sequence[str],
-    shaped: Callable[[int], ShapedKeys],
+    shaped: Sequence[ShapedKeys],
     cuts: Mapping[int, CutState],
 ) -> list[str]:
-    params = [(param, shaped(number)) for number, group in enumerate(groups) for param in group["params"]]
+    params = [(param, shaped[number]) for number, group in enumerate(groups) for param in group["params"]]
     wrong = []
     for index, key in enumerate(saved_keys(state_dict)):
         entry = state_dict["state"].get(key, {})

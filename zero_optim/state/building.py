@@ -1,0 +1,207 @@
+"""How the parts of an optimizer are built and given groups: plan, agree, build; all ranks call.
+
+Rebinding goes the same way, with the functions here.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.plan.groups import ParamGroup, params_of, short_names
+from zero_optim.plan.pieces import Piece, Pieces
+from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim, reusable_buckets
+from zero_optim.shard.gathers import Gathers
+from zero_optim.shard.lazy import LazyGather, check_reader
+from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.units import UnitBucket
+from zero_optim.state.core import Core
+from zero_optim.state.options import GroupOptions, GroupReader, Params, PlanInputs, ShardingOptions
+from zero_optim.step.averages import WeightAverage
+from zero_optim.step.leaves import Leaves
+from zero_optim.step.local import LocalOptimizer
+from zero_optim.step.owned import OwnedState
+from zero_optim.step.portions import KeptState
+from zero_optim.step.spec import OptimizerSpec
+
+logger = logging.getLogger("zero_optim")
+
+Told = Callable[[Any], None]
+
+
+def build(
+    params: Params,
+    default: OptimizerSpec,
+    group: RankGroup,
+    options: ShardingOptions,
+    read_by: torch.nn.Module | None,
+) -> tuple[Core, Told | None]:
+    """Plan, agree on the plan with the other ranks, and build.
+
+    Args:
+        params: as `ZeroRedundancyOptimizer` takes them.
+        default: builds the optimizer of groups that name no class of their own.
+        group: the ranks.
+        options: the other arguments.
+        read_by: the model whose forward passes wait for gathers; None if steps wait. It is not kept.
+
+    Returns:
+        The parts, and what is to be called with the optimizer, if anything.
+    """
+    inputs = PlanInputs(options)
+    first = first_claim(params)
+    together = nullcontext if first is None else first.failing_together
+    with together():
+        with failing_together(group):
+            group.check_serves(params)
+            options.check_flags()
+            groups = GroupReader(params).param_groups
+            every = params_of(groups)
+            claim = _claim_on(every, group, inputs)
+            sharding = new_sharding(inputs, group)
+            leaves, average = new_leaves(inputs)
+            asked = GroupOptions.taken_from(groups, options)
+            about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, asked.specs))]
+            about += [*options.describe(), f"cuts of groups {asked.may_cut}"]
+            about += [f"gather_lazily={'None' if read_by is None else 'a model'}"]
+            check_reader(read_by, every)
+        why_whole = partial(asked.why_whole, default, groups, leaves.cut_rows, not options.assume_separable)
+        plan = sharding.plan(groups, asked.costs, 0, about, why_whole if any(asked.may_cut) else None)
+    if claim is not None:
+        claim.agree(groups, about, plan)
+    inputs.costs.update(zip(every, plan.costs, strict=True))
+    inputs.kept_whole.update(asked.kept_whole(groups))
+    pieces = sharding.owned(every, plan)
+    with together():
+        buckets = sharding.make_unit_buckets(every, plan, reusable_buckets(claim))
+        _fill(claim, buckets, leaves, group, inputs)
+        with failing_together(group):
+            leaf_of = {param: leaves.add(param, piece) for param, piece in pieces.items()}
+            local = LocalOptimizer(default, groups, asked.specs, leaf_of, options.assume_separable)
+            if options.mirror:
+                local.check_dicts()
+        local.agree_on_traits(group)
+        owned = new_owned(inputs, group, leaves, average, local, groups, pieces)
+        owned.keep()
+    # Now that no leaf holds the memory that parameters leave.
+    sharding.add(every, plan, short_names(groups))
+    told = None if claim is None else claim.passed_on(buckets, inputs.forms, group, every)
+    core = Core(inputs, group, sharding, owned, groups)
+    core.show_state()
+    if read_by is not None:
+        LazyGather(read_by, sharding)
+    if core.is_mirrored:
+        core.mirror.take_lanes(group)
+    elif options.mirror:
+        logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
+    return core, told
+
+
+def _claim_on(params: Sequence[Tensor], group: RankGroup, inputs: PlanInputs) -> UnitsClaim | None:
+    """Find out whether the parameters are those of a fully sharded model; raises if these cannot be had."""
+    claim = claim_of(params)
+    if claim is not None:
+        inputs.options.check_units()
+        claim.check(params, group)
+        inputs.units = claim.units
+        inputs.forms = claim.forms.anew() if claim.is_open else claim.forms
+    return claim
+
+
+def _fill(
+    claim: UnitsClaim | None, buckets: list[UnitBucket], leaves: Leaves, group: RankGroup, inputs: PlanInputs
+) -> None:
+    """Fill the buckets of units that somebody else has kept so far; all ranks call."""
+    if claim is not None and claim.is_open:
+        if inputs.forms.keeping is not None:
+            with failing_together(group):
+                inputs.forms.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
+        claim.fill(buckets)
+        leaves.keep(buckets)
+
+
+def new_sharding(
+    inputs: PlanInputs, group: RankGroup, num_owners: int | None = None, gathers: Gathers | None = None
+) -> Sharding:
+    """Make what will hold owners and buckets."""
+    options = inputs.options
+    return Sharding(
+        group,
+        options.parameters_as_bucket_view,
+        options.bucket_cap_mb,
+        num_owners,
+        gathers,
+        options.own_options,
+        inputs.units or None,
+        inputs.forms,
+    )
+
+
+def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
+    """Make what will hold the leaves, and averages if there are any."""
+    leaves = Leaves(inputs.options.master_dtype, inputs.units or (), inputs.forms.on_host)
+    return leaves, WeightAverage(inputs.options.ema_decay, leaves)
+
+
+def new_owned(
+    inputs: PlanInputs,
+    group: RankGroup,
+    leaves: Leaves,
+    average: WeightAverage,
+    local: LocalOptimizer,
+    groups: Sequence[ParamGroup],
+    pieces: Mapping[Tensor, Piece],
+) -> OwnedState:
+    """Put together what this rank owns, with files for it if it is kept in files; all ranks call."""
+    files = inputs.forms.files
+    kept = None if files is None else KeptState(files, leaves, average, local)
+    owned = OwnedState(group, leaves, average, local, pieces, kept)
+    if kept is not None:
+        with failing_together(group):
+            kept.reserve(groups, pieces)
+    return owned
+
+
+def add_group(core: Core, group: dict[str, Any]) -> None:
+    """Add a group; all ranks call, with the same group. If any raises, all do, and nothing is added."""
+    core.check_attached()
+    before = len(core.groups)
+    try:
+        _plan_and_add(core, group, before)
+    except Exception:
+        del core.groups[before:]
+        raise
+    core.show_state()
+    if not core.snapshot.untouched:  # before any step the whole state is known, also with the new group
+        core.snapshot.drop()
+    core.mirror.drop()
+
+
+def _plan_and_add(core: Core, group: dict[str, Any], before: int) -> None:
+    inputs, sharding, owned = core.inputs, core.sharding, core.owned
+    with failing_together(core.group):
+        core.follow_state()
+        GroupReader.behind(core.groups).add_param_group(group)
+        new = core.groups[before:]
+        (group,) = new
+        core.group.check_serves(group)
+        asked = GroupOptions.taken_from(new, inputs.options)
+        (may_cut,), (spec,) = asked.may_cut, asked.specs
+        about = [f"cuts of the group {may_cut}"]
+        about += [f"optimizer {spec.describe()}"] if spec is not None else []
+
+    def why_whole(pieces: Sequence[Pieces]) -> list[str | None]:
+        cuts = list(map(owned.leaves.cut_rows, group["params"], pieces))
+        return owned.local.why_not_cut(group, spec, cuts)
+
+    plan = sharding.plan(core.groups, asked.costs, before, about, why_whole if may_cut else None)
+    owned.add_group(group, spec, sharding.owned(group["params"], plan))
+    inputs.costs.update(zip(group["params"], plan.costs, strict=True))
+    sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])
+    inputs.kept_whole |= asked.kept_whole(new)

@@ -1,0 +1,279 @@
+"""What an optimizer consists of: who owns what, what this rank keeps and steps, and what users see of it.
+
+The optimizer and the rooms above work on a `Core`. Nothing here communicates, but `mirror_state`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import inner_tensors
+from zero_optim.comm.mesh import RankMesh
+from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names, params_of
+from zero_optim.plan.pieces import owned_by_text
+from zero_optim.plan.plan import describe_params
+from zero_optim.probe.rows import CutRows
+from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.unit_forms import KeptRows, UnitForms
+from zero_optim.state.cut_state import CutState
+from zero_optim.state.mirror import Mirror
+from zero_optim.state.moving import Held
+from zero_optim.state.options import PlanInputs
+from zero_optim.state.whole import Snapshot, nbytes_held
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
+from zero_optim.step.owned import OwnedState
+from zero_optim.step.state_view import OwnedEntries
+
+
+@dataclass(eq=False)
+class Core:
+    """The parts of an optimizer. `rebinding` replaces some of them.
+
+    Attributes:
+        inputs: what plans are made from.
+        ranks: that share the state; see `group`.
+        sharding: who owns what, and the buckets.
+        owned: what this rank keeps, and the local optimizers.
+        groups: the public ``param_groups``.
+        snapshot: of which moment the state is.
+        mirror: the copies for the buddy.
+        state: the public ``state``: what this rank owns, and what users put in its place.
+        mesh: of the replicas that hold what this rank's group holds, where a wrapper has a mesh. Checkpoints
+            ask for it.
+    """
+
+    inputs: PlanInputs
+    ranks: RankGroup
+    sharding: Sharding
+    owned: OwnedState
+    groups: list[ParamGroup]
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    mirror: Mirror = field(default_factory=Mirror)
+    state: MutableMapping[Any, Any] = field(default_factory=dict)
+    mesh: RankMesh | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle all but what belongs to a model."""
+        return {**vars(self), "mesh": None, "inputs": replace(self.inputs, units={}, forms=UnitForms())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copy; what it shows of the state waits for the gathers of the copy."""
+        vars(self).update(state)
+        self.owned.leaves.let_go()
+        if self.state is self.owned.shown:
+            self.show_state()
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks, for what communicates; raises if the optimizer is detached."""
+        self.check_attached()
+        return self.ranks
+
+    def check_attached(self) -> None:
+        """Raise if the optimizer is detached."""
+        if self.ranks.is_let_go:
+            raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
+
+    def check_weights(self) -> None:
+        """Raise if the model holds averaged weights, or whole ones of units."""
+        self.owned.average.check_out()
+        self.sharding.check_unpinned()
+
+    def check_cuts(self, groups: list[ParamGroup]) -> None:
+        """Refuse options of groups with which a class does not bear that parameters are cut.
+
+        An ordinary step compares the identities of options. A class is tried only if an option of a group
+        with cut parameters has changed in kind since the last step, and once for each kind.
+        """
+        if self.sharding.has_cuts:
+            self.owned.local.check_cuts(groups, self._cuts_of)
+
+    def _cuts_of(self, group: ParamGroup) -> list[CutRows]:
+        cut = filter(self.sharding.is_cut, group["params"])
+        return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
+
+    # ------------------------------------------------------------------ what users see
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return params_of(self.groups)
+
+    def show_state(self) -> None:
+        """Have users see the present state."""
+        self.state = self.owned.show(self.sharding.under_way.wait)
+
+    def follow_state(self) -> None:
+        """Go on with what the user or the class put in the place of the state."""
+        if self.owned.take_over_state(self.state):
+            self.show_state()
+
+    def with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
+        """Combine the groups' own parameters and names with the options of saved groups."""
+        return [
+            {
+                **{key: group[key] for key in ("params", "param_names") if key in group},
+                **{key: deepcopy(value) for key, value in options.items() if key != "params"},
+            }
+            for group, options in zip(self.groups, saved, strict=True)
+        ]
+
+    def describe(self) -> list[str]:
+        """Describe all that optimizers of one model in several replicas must have in common."""
+        names = param_names(self.groups)
+        pieces = zip(names, map(self.sharding.pieces.__getitem__, self.params), strict=True)
+        return [
+            *describe_params(self.groups),
+            *describe_options(self.groups),
+            f"buckets of {self.sharding.cap_nbytes} bytes",
+            *self.owned.local.describe_specs(),
+            *self.inputs.options.describe(),
+            *(f"parameter {name} {owned_by_text(each)}" for name, each in pieces),
+        ]
+
+    def bucket_members(self) -> list[list[Tensor]]:
+        """List the parameters of each bucket; equal on every rank."""
+        return [list(bucket.params) for bucket in self.sharding.buckets]
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets there are; parameters that are added have buckets of their own."""
+        return len(self.sharding.buckets)
+
+    # ------------------------------------------------------------------ what this rank owns
+
+    def own_params(self) -> list[Tensor]:
+        """List the parameters of which this rank owns all rows, or some; in order."""
+        return [param for param in self.params if self.sharding.piece_here(param) is not None]
+
+    def own_state(self) -> dict[Any, Any]:
+        """Return the state of what this rank owns, by parameter, and global entries."""
+        # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
+        others = set(self.params).difference(self.own_params())
+        found = {key: value for key, value in self.state.items() if key not in others}
+        return {
+            key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in found.items()
+        }
+
+    def held(self) -> Held:
+        """Give what this rank holds, by index of the parameter: state, and the rows themselves."""
+        index_of = {param: index for index, param in enumerate(self.params)}
+        state, rows = self.own_state(), self.owned.leaves.rows
+        return Held(
+            {index_of[key]: entries for key, entries in state.items() if isinstance(key, Tensor)},
+            {index_of[param]: rows(param).detach() for param in self.own_params()},
+            {key: value for key, value in state.items() if not isinstance(key, Tensor)},
+        )
+
+    def state_nbytes(self) -> int:
+        """Return the bytes of the state that this rank holds now, each storage counted once."""
+        return nbytes_held(self.state)
+
+    def shaped_entries(self, param: Tensor, group: int) -> frozenset[str]:
+        """Name the state entries that must have the shape of a parameter of the group with this index."""
+        return self.owned.local.of_group(group).shaped.of(param.dim())
+
+    def shaped(self) -> list[frozenset[str]]:
+        """Name for each parameter the entries that surely have its shape."""
+        return [
+            self.shaped_entries(param, number) | {MASTER, EMA}
+            for number, group in enumerate(self.groups)
+            for param in group["params"]
+        ]
+
+    def cut_states(self) -> dict[Tensor, CutState]:
+        """List for each cut parameter how its state lies on its owners."""
+        pieces = self.sharding.pieces
+        return {
+            param: CutState(tuple(param.shape), pieces[param], names)
+            for param, names in zip(self.params, self.shaped(), strict=True)
+            if len(pieces[param]) > 1
+        }
+
+    def take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
+        """Go on with other state of what this rank owns, and options; all ranks call, and fail together."""
+        self.sharding.under_way.wait()  # gathers read the parameters, which masters are written to
+        self.owned.load(owned, groups, exact=exact)
+        self.groups = groups
+        self.show_state()
+        self.snapshot.changed()
+        self.mirror.drop()
+
+    def remember(self) -> Callable[[], None]:
+        """Copy this rank's state, options and owned parameters, for a load that may fail later.
+
+        Returns:
+            A function that restores all of it on this rank; all ranks call it, or none.
+        """
+        self.sharding.under_way.wait()
+        put_back = self.owned.remember(self.own_params())
+        groups = [(group, dict(group), list(group["params"])) for group in self.groups]
+        state, snapshot = self.state, copy(self.snapshot)
+
+        def undo() -> None:
+            put_back()
+            for group, options, params in groups:
+                group.clear()
+                group.update(options, params=params)
+            self.groups = [group for group, _, _ in groups]
+            self.state, self.snapshot = state, snapshot
+
+        return undo
+
+    # ------------------------------------------------------------------ mirrors
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the state is mirrored."""
+        return self.inputs.options.mirror and self.ranks.size > 1
+
+    def mirror_state(self) -> None:
+        """Begin a version of the mirrors after a step; all ranks call, and it communicates."""
+        if self.is_mirrored:
+            self.follow_state()
+            held, options = self.held(), [options_of(each) for each in self.groups]
+            beside = deepcopy({"options": options, "everywhere": held.everywhere})
+            value = {"state": held.state, "values": held.values}
+            self.mirror.update(self.group, value, beside, steps=self.snapshot.steps, age=self.snapshot.age)
+
+    def mirror_nbytes(self) -> int:
+        """Return the bytes of the tensors that go to the buddy after a step; 0 without mirrors.
+
+        Before the first step it counts the state that the class makes as far as trials of it have shown.
+        """
+        if not self.is_mirrored:
+            return 0
+        self.follow_state()
+        leaves, state, params, total = self.owned.leaves, self.own_state(), self.own_params(), 0
+        shaped = dict(zip(self.params, self.shaped(), strict=True))
+        for param in params:
+            rows, entries = leaves.rows(param), state.get(param, {})
+            total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))
+            if self.snapshot.untouched:
+                planned = shaped[param] - {MASTER, EMA} - entries.keys()
+                total += len(planned) * rows.numel() * leaves.stepped_dtype(param).itemsize
+        return total
+
+    # ------------------------------------------------------------------ units of a fully sharded model
+
+    @contextmanager
+    def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
+        """Have state dicts of the model show parameters of units as they are; yields what is kept of each."""
+        buckets = self.sharding.unit_buckets()
+        for bucket in buckets:
+            bucket.is_left = True
+        try:
+            yield {param: kept for bucket in buckets for param, kept in bucket.all_kept()}
+        finally:
+            for bucket in buckets:
+                bucket.is_left = False
+
+    def keep_unit_rows(self) -> None:
+        """Step the rows that the buckets of units keep, once these are filled."""
+        self.owned.leaves.keep(self.sharding.unit_buckets())

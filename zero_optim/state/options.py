@@ -1,0 +1,183 @@
+"""The constructor's options and parameter groups, read and checked. Does not communicate."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_optim.comm.agreement import check_flags
+from zero_optim.health.watchdog import check_patience
+from zero_optim.plan.costs import Cost, CostName, cost_named
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.plan.pieces import Pieces
+from zero_optim.probe.rows import CutRows
+from zero_optim.shard.unit_forms import UnitForms
+from zero_optim.step.spec import OptimizerSpec
+
+KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """The arguments of `ZeroRedundancyOptimizer`, without parameters and class. Not checked yet."""
+
+    parameters_as_bucket_view: bool
+    overlap_with_ddp: bool
+    assume_separable: bool
+    cuts: bool
+    bucket_cap_mb: float
+    cost: CostName | Cost
+    master_dtype: torch.dtype | None
+    ema_decay: float | None
+    timeout: float | None = None
+    on_stall: str = "raise"
+    own_options: Sequence[str] = ()
+    mirror: bool = False
+
+    @property
+    def _flags(self) -> dict[str, bool]:
+        names = ("parameters_as_bucket_view", "overlap_with_ddp", "assume_separable", "cuts", "mirror")
+        return {name: getattr(self, name) for name in names}
+
+    def check_flags(self) -> None:
+        """Refuse flags of the wrong type, and wrong limits. Other options are checked where they are used."""
+        check_flags(**self._flags)
+        check_patience(self.timeout, self.on_stall)
+        names = self.own_options
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
+
+    def check_units(self) -> None:
+        """Refuse options with which parameters cannot be those of a fully sharded model."""
+        if self.mirror:
+            raise ValueError(
+                "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would have no "
+                "effect: leave it out, and save checkpoints"
+            )
+        if self.overlap_with_ddp:
+            raise ValueError(
+                "overlap_with_ddp=True waits for a comm hook, and a fully sharded model takes none: leave it "
+                "out"
+            )
+
+    def describe(self) -> list[str]:
+        """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
+        return [
+            f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={describe(self.cost)}",
+            ", ".join(f"{name}={value}" for name, value in self._flags.items()),
+            f"timeout={self.timeout}, on_stall={self.on_stall}",
+            f"own_options={sorted(self.own_options)}",
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class PlanInputs:
+    """What plans are made from, beside parameters and ranks.
+
+    Attributes:
+        options: of the constructor.
+        costs: of each parameter.
+        kept_whole: parameters that the user does not want to be cut.
+        units: parameters of a fully sharded model, each with the number of its unit.
+        forms: how these are kept.
+    """
+
+    options: ShardingOptions
+    costs: dict[Tensor, float] = field(default_factory=dict)
+    kept_whole: set[Tensor] = field(default_factory=set)
+    units: Mapping[Tensor, int] = field(default_factory=dict)
+    forms: UnitForms = field(default_factory=UnitForms)
+
+    def may_cut(self, groups: Sequence[ParamGroup]) -> list[bool]:
+        """Tell for each group whether its parameters may be cut, as the user wants it."""
+        return [not self.kept_whole.issuperset(group["params"]) for group in groups]
+
+
+class GroupReader(Optimizer):
+    """Reads parameter groups as ``torch.optim`` does, and checks them.
+
+    It has no defaults: the user's class fills in its own, so that groups are as without sharding.
+    """
+
+    def __init__(self, params: Params) -> None:
+        if isinstance(params, set | frozenset):
+            raise TypeError("expected ordered parameters, got a set, whose order differs between ranks")
+        super().__init__(params, {})
+
+    @classmethod
+    def behind(cls, groups: list[ParamGroup]) -> "GroupReader":
+        """Read more groups, to be added to some."""
+        reader = cls.__new__(cls)
+        reader.param_groups, reader.defaults = groups, {}
+        return reader
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Read a copy of a group, since keys of ours are removed from it."""
+        super().add_param_group(copy(param_group))
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Refuse."""
+        # torch.optim wraps the step of every class of which it makes an object: it must not be Optimizer's.
+        raise NotImplementedError("it only reads")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """What groups ask for that is the library's, taken out of them; one entry a group.
+
+    Attributes:
+        costs: of parameters.
+        may_cut: whether parameters may be cut, as the user wants it.
+        specs: of groups with a class of their own.
+    """
+
+    costs: list[Cost]
+    may_cut: list[bool]
+    specs: list[OptimizerSpec | None]
+
+    @classmethod
+    def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
+        """Take them out of groups; raises if something is of the wrong kind or out of range."""
+        costs = [cost_named(group.pop("cost", options.cost)) for group in groups]
+        may_cut = [group.pop("cuts", options.cuts) for group in groups]
+        for cuts in may_cut:
+            check_flags(cuts=cuts)
+        return cls(costs, may_cut, [OptimizerSpec.taken_from(group) for group in groups])
+
+    def why_whole(
+        self,
+        default: OptimizerSpec,
+        groups: Sequence[ParamGroup],
+        cut_rows: Callable[[Tensor, Pieces], CutRows],
+        is_tried: bool,
+        pieces: Sequence[Pieces],
+    ) -> list[str | None]:
+        """Find out for each parameter of new groups why ranks cannot share its rows; None if they can.
+
+        Args:
+            default: what steps the groups that name no class of their own.
+            groups: as they were given.
+            cut_rows: see `Leaves.cut_rows`.
+            is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
+            pieces: of each parameter, as a plan cuts them.
+        """
+        pieces_of = iter(pieces)
+        shared = [options_of(group) for group, spec in zip(groups, self.specs, strict=True) if spec is None]
+        found: list[str | None] = []
+        for group, spec, may in zip(groups, self.specs, self.may_cut, strict=True):
+            given = shared if spec is None else [options_of(group)]
+            cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
+            reasons = (spec or default).why_not_cut(given, options_of(group), cuts, is_tried=is_tried)
+            found += reasons if may else [KEPT_WHOLE] * len(cuts)
+        return found
+
+    def kept_whole(self, groups: Sequence[ParamGroup]) -> set[Tensor]:
+        """List the parameters of the groups that may not be cut."""
+        pairs = zip(groups, self.may_cut, strict=True)
+        return {param for group, may in pairs if not may for param in group["params"]}
