@@ -1,11 +1,8 @@
-"""Communication hooks: they reduce a bucket of gradients between the backward pass and the optimizer.
+"""Communication hooks, which reduce a bucket of gradients during the backward pass.
 
-`zero_step` steps the sharded optimizer while the backward pass runs, and `reduce_to_owners` sends each
-gradient to its owner alone; all-reduce and 16-bit compression are what they are combined with. Every hook has
-PyTorch's signature, ``hook(state, bucket) -> Future[Tensor]``. So ours run on PyTorch's
-``DistributedDataParallel`` and on ``zero_optim.ddp``, and PyTorch's run on both.
-
-The folder is at the top of the repository, but the package is always imported as ``zero_optim.hooks``.
+`zero_step` steps the sharded optimizer in it; `reduce_to_owners` sends each gradient to its owner alone.
+Hooks have PyTorch's signature, ``hook(state, bucket) -> Future[Tensor]``, so ours and PyTorch's run on both
+``DistributedDataParallel`` and ``zero_optim.ddp``. Import the package as ``zero_optim.hooks``.
 """
 
 # From a checkout Python would also find this folder as a package `hooks`. Then every class in it would exist

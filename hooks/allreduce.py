@@ -1,4 +1,4 @@
-"""All-reduces in hooks: hooks that average gradients uncompressed, and what others send with."""
+"""Hooks that average uncompressed gradients by one all-reduce, and its helpers."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from zero_optim.hooks.bucket import GradBucket, TensorFuture
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks, in its own dtype and in place: one all-reduce, also if sparse.
+    """Average a bucket over all ranks in its own dtype, in place, by one all-reduce, also if sparse.
 
-    As in PyTorch's hook of this name, every rank divides by the number of ranks, then the sum is taken.
+    Each rank divides before the sum, as in PyTorch's hook of this name.
 
     Args:
-        state: the process group; None stands for the default one.
-        bucket: the gradients, of any dtype that the backend can sum.
+        state: the process group; None for the default one.
+        bucket: gradients of any dtype that the backend can sum.
     """
     return start_average(group_of(state), bucket.buffer())
 
@@ -25,7 +25,7 @@ def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with the bits of DDP without a hook, which multiplies by 1 / number of ranks.
 
-    DDP divides gradients that are views of their bucket; this hook cannot see them and multiplies.
+    DDP divides gradients that are views of their bucket; the hook cannot see this and multiplies.
     """
     group, buffer = group_of(state), bucket.buffer()
     if buffer.is_sparse:
@@ -34,7 +34,7 @@ def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futu
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group itself, or the default group for None."""
+    """Return the group, or the default group for None."""
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise ValueError(
@@ -44,7 +44,7 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
-    """Start the sum of a tensor over all ranks of the group, in place; the future's value is the tensor."""
+    """Start an in-place sum over all ranks; the future holds the tensor."""
     future = _future(dist.all_reduce(tensor, group=group, async_op=True))
     is_complex, works = tensor.is_complex(), noted_of(group)
 
@@ -57,7 +57,7 @@ def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
-    """Start the mean of a tensor, in place; each rank divides first, so that 16 bits do not overflow."""
+    """Start an in-place mean; each rank divides first, so that 16 bits do not overflow."""
     return start_sum(group, tensor.div_(group.size()))
 
 
@@ -68,9 +68,9 @@ def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
 
 
 def _value(landed: torch.futures.Future[Any], works: GroupWorks | None) -> Any:  # noqa: ANN401 - by backend
-    """Return the result of a collective. If it failed, and ranks are missing, the error names them.
+    """Return a collective's result; an error names missing ranks.
 
-    A future must not keep the group: one of gloo's threads would be the last to let it go.
+    A future must not hold the group, or a gloo thread would release it last.
     """
     try:
         return landed.value()

@@ -1,8 +1,7 @@
-"""What a hook may use of a bucket: the public methods of ``torch.distributed.GradBucket``, and no more.
+"""The public methods of ``torch.distributed.GradBucket``, and helpers for its buffer.
 
-PyTorch's DDP checks a hook's annotations, which must name its own class. For type checkers the name stands
-for any
-class with these methods, such as the buckets of ``zero_optim.ddp``.
+PyTorch's DDP requires hooks to be annotated with its own class. Type checkers accept any class with these
+methods.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
             """Place in the order of reduction, the same on every rank."""
 
         def buffer(self) -> Tensor:
-            """All gradients in one 1-D tensor, not yet divided; or one sparse gradient as it is.
+            """Undivided gradients in one 1-D tensor, or one sparse gradient.
 
-            Of complex gradients PyTorch's DDP gives the real numbers, twice as many.
+            PyTorch's DDP stores complex gradients as twice as many real numbers.
             """
 
         def set_buffer(self, tensor: Tensor) -> None:
-            """Replace the buffer by another tensor with as many elements."""
+            """Replace the buffer by a tensor with as many elements."""
 
         def gradients(self) -> list[Tensor]:
             """Views of the buffer with the parameters' shapes."""
@@ -49,7 +48,7 @@ __all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "gradients_in",
 
 
 def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's flat tensor, 1-D; a sparse or complex one is refused in the name of the hook."""
+    """Return the bucket's 1-D flat tensor; ValueError, with the hook's name, if sparse or complex."""
     buffer = bucket.buffer()
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         kind = buffer.dtype if buffer.layout == torch.strided else buffer.layout
@@ -61,7 +60,7 @@ def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
 
 
 def real_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's memory as real numbers, 1-D, two for a complex one; refuses sparse ones."""
+    """Return the bucket's buffer as 1-D real numbers, two for a complex one; refuses sparse ones."""
     buffer = bucket.buffer()
     if buffer.layout == torch.strided and buffer.is_complex():  # our DDP's; PyTorch's is real already
         return torch.view_as_real(buffer).view(-1)
@@ -77,5 +76,5 @@ def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def name_of(hook: Hook) -> str:
-    """Return the name of a hook, which is a function or a callable object."""
+    """Return the name of a hook function or object."""
     return getattr(hook, "__name__", type(hook).__name__)

@@ -1,8 +1,7 @@
-"""Hooks that send gradients in 16 bits.
+"""Hooks that send gradients in 16 bits, and sum in that dtype.
 
-They sum in float16 or bfloat16, as in Micikevicius et al., *Mixed Precision Training*, ICLR 2018
-(arXiv:1710.03740), and Kalamkar et al., *A Study of BFLOAT16 for Deep Learning Training* (arXiv:1905.12322).
-float16 has 10 bits of mantissa and overflows above 65504; bfloat16 has 7 bits and the range of float32.
+float16 has 10 bits of mantissa and overflows above 65504 (Micikevicius et al., *Mixed Precision Training*,
+arXiv:1710.03740). bfloat16 has 7 and the range of float32 (Kalamkar et al., arXiv:1905.12322).
 """
 
 import torch
@@ -16,12 +15,12 @@ from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, dense_buffer
 def fp16_compress_hook(
     state: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks in float16: 2 bytes an element. All ranks of the group call.
+    """Average a bucket over all ranks by one all-reduce in float16; all ranks call.
 
-    One all-reduce; the result lies in the bucket's own buffer and dtype.
+    The result is in the bucket's own buffer and dtype.
 
     Args:
-        state: the process group; None stands for the default one.
+        state: the process group; None for the default one.
         bucket: dense gradients of any floating dtype.
     """
     return _average_as(torch.float16, state, bucket, "fp16_compress_hook")
@@ -32,12 +31,12 @@ def fp16_compress_hook(
 def bfloat16_compress_hook(
     state: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks in bfloat16: 2 bytes an element. All ranks of the group call.
+    """Average a bucket over all ranks by one all-reduce in bfloat16; all ranks call.
 
-    One all-reduce; the result lies in the bucket's own buffer and dtype. Also called `bf16_compress_hook`.
+    The result is in the bucket's own buffer and dtype. Also named `bf16_compress_hook`.
 
     Args:
-        state: the process group; None stands for the default one.
+        state: the process group; None for the default one.
         bucket: dense gradients of any floating dtype.
     """
     return _average_as(torch.bfloat16, state, bucket, "bf16_compress_hook")
@@ -47,7 +46,7 @@ bf16_compress_hook = bfloat16_compress_hook
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Wrap a hook so that it works on float16 copies of the buckets; the result is cast back.
+    """Wrap a hook to work on float16 copies of the buckets; the result has the bucket's dtype.
 
     Args:
         hook: any hook; its ``bucket.buffer()`` is the copy.
@@ -56,7 +55,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Wrap a hook so that it works on bfloat16 copies of the buckets; the result is cast back.
+    """Wrap a hook to work on bfloat16 copies of the buckets; the result has the bucket's dtype.
 
     Args:
         hook: any hook; its ``bucket.buffer()`` is the copy.

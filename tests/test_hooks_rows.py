@@ -17,7 +17,7 @@ from pool import Ranks, on_ranks
 from test_cut_overlap import Wide
 from test_sharded_training import Unused
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm import row_sum
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import reduce_to_owners, zero_step
 from zero_optim.step.partial import PartialGradient
@@ -33,14 +33,14 @@ both_hooks = pytest.mark.parametrize("hook", HOOKS)
 def rows_sent() -> Iterator[list[Tensor]]:
     """Collect the rows that are sent in the body, of at least two elements."""
     sent: list[Tensor] = []
-    exchange = RankGroup.exchange
+    exchange = row_sum.exchange
 
-    def noted(self: RankGroup, rows: Any, lanes: Any, about: str = "") -> Any:
+    def noted(group: Any, rows: Any, lanes: Any, about: str = "") -> Any:
         sent.extend(row for row in rows if row.is_floating_point() and row.numel() > 1)
-        return exchange(self, rows, lanes, about)
+        return exchange(group, rows, lanes, about)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankGroup, "exchange", noted)
+        patch.setattr(row_sum, "exchange", noted)
         yield sent
 
 

@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fake_streams import FakeAccelerator, FakeStream, fake_streams
 from overlap import WRAPPERS, Grads, Setting, adamw, assert_same_run, grads_of, loss_of, plain_step
 from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
+from zero_optim.comm import row_sum
 from zero_optim.comm.started import Pending
 from zero_optim.hooks import zero_step
 from zero_optim.hooks.overlap import owners, passes
@@ -140,19 +142,16 @@ def test_what_a_gather_used_stays_until_the_stream_that_waited_has_got_there(
 def test_what_a_reduction_to_owners_used_stays_until_the_stream_that_steps_has_got_there() -> None:
     with fake_streams() as accelerator:
         made: list[Tensor] = []
-        exchange = owners.RankGroup.exchange
+        exchange = row_sum.exchange
 
-        def noted(self: Any, pieces: Any, lanes: Any, about: str = "") -> Any:
-            works, came = exchange(self, pieces, lanes, about)
+        def noted(group: Any, pieces: Any, lanes: Any, about: str = "") -> Any:
+            works, came = exchange(group, pieces, lanes, about)
             made.extend([*pieces, *came])
             return works, came
 
-        owners.RankGroup.exchange = noted  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(row_sum, "exchange", noted):
             model, optimizer = Setting("torch", zero={"gradients": "owners"}).build(overlap=True)
             plain_step(model, optimizer, 0)
-        finally:
-            owners.RankGroup.exchange = exchange  # type: ignore[method-assign]
         assert made
         assert accelerator.were_used_on("beside", *[tensor for tensor in made if tensor.numel()])
 

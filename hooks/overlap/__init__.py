@@ -1,1 +1,1 @@
-"""The optimizer's step inside the backward pass: each bucket is reduced, stepped and gathered."""
+"""Hooks that reduce to owners, and step the optimizer during the backward pass."""

@@ -1,24 +1,20 @@
-"""Where buckets wait to be stepped: in front of a thread, or for the hook of the next bucket.
+"""The queue of buckets to be stepped, by a thread or by the hook of the next bucket.
 
 Note [A thread or none]
-    Where a collective runs on the CPU and each process group has threads of its own, as on gloo, a thread
-    waits for one reduction after the other, steps, and gathers on process groups of its own, while the
-    backward pass goes on.
+    On gloo, whose groups have threads of their own, a thread waits for each reduction, steps, and gathers on
+    its own groups while the backward pass goes on.
 
-    Two threads must not use communicators of NCCL at the same time: GPUs run their kernels in the order in
-    which they come, which may differ between ranks, and then two wait for each other. Nor does an
-    accelerator need a thread, as a stream waits. There the hook itself starts its bucket's reduction, then
-    steps and gathers what the bucket before completed, on a stream beside that of the backward pass and on
-    the optimizer's process group. So
-    the order on every rank is: reduce 0, reduce 1, gather 0, reduce 2, gather 1, and so on.
+    Two threads must not use NCCL communicators at once: GPUs run kernels in issue order, which could differ
+    between ranks and deadlock. An accelerator needs no thread, as a stream waits. Each hook starts its
+    reduction, then steps and gathers the bucket before on a side stream and the optimizer's group: reduce 0,
+    reduce 1, gather 0, reduce 2, gather 1, ….
 
-    gloo with tensors on an accelerator, and other backends of the CPU, also go without a thread. They wait
-    on the CPU, which holds the backward pass up: right, and slow. `Overlap.takes_thread` decides.
+    gloo with accelerator tensors, and other CPU backends, also work without a thread; their waits on the CPU
+    delay the backward pass. `Overlap.takes_thread` decides.
 
 Note [Streams of a step]
-    B is the stream of the backward pass, on which hooks are called; S the stream beside it; N that of the
-    collectives; C the caller's, which the engine makes wait for B before the callbacks at the end. Memory
-    goes back to the stream that it was taken from.
+    B is the backward stream, which calls hooks; S the side stream; N that of collectives; C the caller's,
+    which the engine makes wait for B before the final callbacks. Memory returns to the stream it came from.
 
     ==========================  =====  ================  ==================================================
     tensor                      made   used              ordered or kept by
@@ -34,8 +30,7 @@ Note [Streams of a step]
     late gradients              C      C                 stepped when C has waited for S
     ==========================  =====  ================  ==================================================
 
-    ``param.grad`` is not used on S: a step reads the bucket that was reduced. C waits for S before
-    anybody can zero or change the bucket through it.
+    S does not use ``param.grad``; it reads the reduced bucket. C waits for S before anybody can change that.
 """
 
 import atexit
@@ -55,15 +50,15 @@ from zero_optim.step.overlap import Overlap
 
 
 class Line(Protocol):
-    """DDP's buckets in line, stepped one after the other."""
+    """A queue of DDP's buckets, stepped one by one."""
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Put buckets of one pass in line, in their order. `Overlap.wait_for_steps` waits for them."""
+        """Append one pass's buckets in order; `Overlap.wait_for_steps` waits for them."""
         ...
 
 
 def line_of(overlap: Overlap) -> Line:
-    """Return a line, see Note [A thread or none]."""
+    """Return a queue: Note [A thread or none]."""
     return ThreadLine(overlap) if overlap.takes_thread else InlineLine(overlap)
 
 
@@ -76,7 +71,7 @@ _THREADS: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyD
 
 
 class ThreadLine:
-    """A line in front of a thread, which ends when this object goes."""
+    """A queue with a thread, which ends with this object."""
 
     def __init__(self, overlap: Overlap) -> None:
         self._overlap = overlap
@@ -96,9 +91,9 @@ class ThreadLine:
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads, and wait for them up to one deadline, as another rank may be gone.
+    """End all threads before one deadline, as another rank may be gone.
 
-    An interpreter that ends while a thread is inside PyTorch aborts the process.
+    An interpreter that exits while a thread is inside PyTorch aborts the process.
     """
     threads = list(_THREADS.items())
     for _, line in threads:
@@ -109,10 +104,9 @@ def _end_threads() -> None:
 
 
 def _work(line: "_Queue") -> None:
-    """Run the thread, which keeps nothing alive while it waits for a task.
+    """Run the thread; while waiting it keeps nothing alive.
 
-    Whatever fails, the bucket's future is completed and the thread lives on. Otherwise backward would wait
-    for ever.
+    Any failure completes the bucket's future, or backward would wait for ever.
     """
     while (task := line.get()) is not None:
         result, gradients = task.buffer, None
@@ -127,10 +121,10 @@ def _work(line: "_Queue") -> None:
 
 
 class InlineLine:
-    """A line without a thread: the hook of each bucket steps the one before.
+    """A queue without a thread: each bucket's hook steps the one before.
 
-    A bucket's future is complete when its own hook returns, so that DDP need not wait for a later hook, which
-    may not come. With NCCL the hook does not wait for the reduction: its stream does.
+    A bucket's future completes when its own hook returns, as a later hook may not come. With NCCL only the
+    stream waits for the reduction.
     """
 
     def __init__(self, overlap: Overlap) -> None:
@@ -148,11 +142,7 @@ class InlineLine:
             self._step_received()
 
     def _finish(self) -> None:
-        """Step what is left, and have the current stream wait for all.
-
-        Something is left where the pass broke off, or the last bucket was not reduced, as DDP may leave out
-        unused ones.
-        """
+        """Step what a broken pass, or an unused last bucket, left; make the current stream wait."""
         for device in {task.buffer.device for task, _ in self._received}:
             here = recorded_event(device)
             with self._streams.using(device):

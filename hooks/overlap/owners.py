@@ -1,12 +1,11 @@
-"""Gradients reduced to their owners alone: half the bytes of an all-reduce, for optimizers that are sharded.
+"""Reduction of gradients to their owners alone, in half the bytes of an all-reduce.
 
-ZeRO stage 2 (Rajbhandari et al., SC 2020). Each rank sends every owner the gradients of what that owns, of
-a cut parameter the rows. An owner adds up in the order of ranks, so that the sum is the same in every run.
+ZeRO stage 2 (Rajbhandari et al., SC 2020). Owners add in the order of ranks, so sums are reproducible.
 
 Note [Rows in place]
-    Our DDP makes its buckets as the hook's `NamedBuckets` says. Then what goes to a rank is one part of the
-    bucket's memory: it is sent from there, and its sum lies there. Of another DDP's bucket the parts that a
-    rank owns are copied together to be sent, and the sum is copied back.
+    Our DDP makes the hook's `NamedBuckets`, in which a rank's part is contiguous: it is sent from there, and
+    its sum lies there. In another DDP's bucket, a rank's parts are packed to be sent, and the sum is copied
+    back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,13 +27,10 @@ from zero_optim.plan.pieces import Pieces
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketOwnership:
-    """Which elements of a bucket each rank owns.
+    """The elements of a bucket that each rank owns.
 
-    Attributes:
-        params: of the bucket, in its order.
-        spans: by rank, the runs of elements ``[start, stop)`` of the bucket that it owns; a complex element
-            counts as two, see `real_buffer`.
-        slots: by rank, the places of the parameters of which it owns a piece.
+    By rank, ``spans`` are its ranges ``[start, stop)`` of elements (of `real_buffer`), ``slots`` the places
+    of its parameters.
     """
 
     params: tuple[Tensor, ...]
@@ -43,7 +39,7 @@ class BucketOwnership:
 
     @classmethod
     def of(cls, params: Sequence[Tensor], pieces: Sequence[Pieces], size: int) -> "BucketOwnership":
-        """Find the spans; neighbours of one owner make one. Dimension 0 of a cut parameter is outermost."""
+        """Compute the ownership from pieces; adjoining ranges of one owner are merged."""
         spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         slots: list[list[int]] = [[] for _ in range(size)]
         start = 0
@@ -61,15 +57,10 @@ class BucketOwnership:
 
 
 class OwnerReduction:
-    """The reduction of one bucket to owners, under way. All ranks construct it, in the order of buckets.
+    """The pending reduction of one bucket to owners; all ranks construct it, in the order of buckets.
 
-    Args:
-        group: the ranks.
-        lanes: groups for the exchange.
-        bucket: the gradients; divided in place by the number of ranks.
-        ownership: who owns what of it.
-        joined: this rank ran out of inputs: its gradients are old ones.
-        all_used: some rank is known to have used each parameter, so that nobody need tell.
+    It divides the bucket in place by the number of ranks. ``joined``: this rank ran out of inputs, and its
+    gradients are old. ``all_used``: each parameter is known to be used on some rank, so no flags are sent.
     """
 
     def __init__(
@@ -102,7 +93,7 @@ class OwnerReduction:
         return list(torch.split(flags, [len(of_rank) for of_rank in slots]))
 
     def wait(self) -> Tensor:
-        """Wait for the sum; returns the bucket's buffer, reduced where this rank owns it, else as it was."""
+        """Wait for the sum; return the bucket's buffer, reduced only where this rank owns it."""
         total = self._total.wait()
         self._used = None if self._flags_sent is None else self._flags_sent.wait()
         start = 0
@@ -115,7 +106,7 @@ class OwnerReduction:
         return self._buffer
 
     def used(self) -> set[int]:
-        """Return, after `wait`, the places of own parameters that some rank used; the CPU may wait."""
+        """After `wait`, return the places of own parameters that some rank used; the CPU may wait."""
         slots = self._ownership.slots[self._group.rank]
         if self._used is None:
             return set(slots)
@@ -124,11 +115,9 @@ class OwnerReduction:
 
 
 class BucketsToOwners:
-    """Launches the reductions of buckets to owners, for one hook.
+    """Starts one hook's reductions to owners.
 
-    Args:
-        lanes: groups for the exchange, see `RowExchange`.
-        pieces_of: returns who owns which rows of the parameters of a bucket; raises if one has no owner.
+    ``pieces_of`` returns a bucket's pieces by parameter; it raises if one has no owner.
     """
 
     def __init__(self, lanes: Lease, pieces_of: Callable[[Sequence[Tensor]], Sequence[Pieces]]) -> None:
@@ -138,11 +127,11 @@ class BucketsToOwners:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters of the buckets that have come so far."""
+        """The parameters of all buckets so far."""
         return [param for ownership in self._plans.values() for param in ownership.params]
 
     def plan(self, bucket: GradBucket, size: int) -> BucketOwnership:
-        """Return who owns what of a bucket; DDP makes its buckets anew now and then."""
+        """Return a bucket's ownership; cached until DDP rebuilds its buckets."""
         number, params = bucket.index(), bucket.parameters()
         known = self._plans.get(number)
         if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
@@ -163,17 +152,17 @@ class BucketsToOwners:
 
 
 class NamedBuckets:
-    """The optimizer's buckets, for a DDP that asks the hook for its buckets, see Note [Rows in place]."""
+    """The optimizer's buckets, for a DDP that asks the hook: Note [Rows in place]."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
 
     def version(self) -> int:
-        """Return a number that changes with `members`, when parameters are added to the optimizer."""
+        """Return a number that changes when the optimizer gets more parameters."""
         return self._optimizer.core.num_buckets
 
     def members(self) -> list[list[Tensor]] | None:
-        """Return the parameters of each bucket in the order of their owners; None where one rank owns all."""
+        """Return each bucket's parameters in the order of owners; None if one rank owns all."""
         pieces = self._optimizer.pieces()
         if has_one_owner(pieces.values()):
             return None
@@ -193,7 +182,7 @@ def has_one_owner(pieces: Iterable[Pieces]) -> bool:
 
 
 def naming_buckets(hook: Hook, optimizer: ZeroRedundancyOptimizer) -> Hook:
-    """Have a hook name the optimizer's buckets, as ``hook.buckets``; returns the hook."""
+    """Set ``hook.buckets`` to the optimizer's buckets; return the hook."""
     named: Any = hook
     named.buckets = NamedBuckets(optimizer)
     return hook

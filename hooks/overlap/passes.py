@@ -1,18 +1,15 @@
-"""One backward pass that steps the optimizer, and DDP's buckets in it.
+"""One backward pass that steps the optimizer, and its buckets.
 
 Note [Buckets of the optimizer]
-    DDP's buckets decide what is reduced together, the optimizer's what is stepped and gathered together. A
-    bucket of the optimizer is stepped as soon as all its parameters are reduced, in whichever buckets of
-    DDP they came. Every rank counts the same way, so the gathers start in one order. A bucket that does not
-    get full, as DDP lacks a parameter of it, is stepped when the backward pass has ended.
+    DDP's buckets decide what is reduced together, the optimizer's what is stepped and gathered together. The
+    latter are stepped when all their parameters are reduced; every rank counts alike, so gathers have one
+    order. A bucket with a parameter outside DDP is stepped after the backward pass.
 
 Note [Gradients that are all zero]
-    A bucket of DDP does not tell which parameters were used: unused ones are zeros in it. An optimizer
-    leaves a parameter without a gradient alone, but not one with a gradient of zeros. So a bucket of the
-    optimizer with a gradient of zeros, which every rank sees alike, waits for the end of the backward pass:
-    `param.grad` says by then which it was. The search takes time, and on an accelerator the CPU waits for
-    it. It is left out where some rank is known to have used every parameter: DDP then gives each of them a
-    gradient.
+    In DDP's buckets unused parameters are zeros, but an optimizer leaves only those without a gradient alone.
+    So a bucket with an all-zero gradient waits for the end of backward, when `param.grad` tells. All ranks
+    see it alike. The search takes time, on an accelerator the CPU's. It is omitted where some rank is known
+    to have used every parameter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,18 +34,11 @@ Gradients = dict[Tensor, Tensor | None]
 
 @dataclass(slots=True, eq=False)
 class SteppedPass:
-    """One backward pass that steps: made by its first bucket, dropped when it has ended.
+    """One backward pass that steps: made by its first bucket, dropped at its end.
 
-    Attributes:
-        leases: lanes that nobody may use again once something failed on them.
-        joined: this rank has no backward pass, and only takes part: it ran out of inputs, or the pass broke
-            off before its first bucket.
-        has_begun: the optimizer's step has begun.
-        is_complete: its last bucket has come.
-        number: of the bucket that came last.
-        reduced: by bucket of the optimizer, the gradients that were reduced and not stepped.
-        unsure: parameters with a gradient of zeros; see Note [Gradients that are all zero].
-        error: what failed first. ``backward()`` raises it when DDP has ended the pass in good order.
+    ``joined``: this rank ran out of inputs, or broke off before its first bucket, and only takes part. By
+    bucket, ``reduced`` has gradients not stepped yet. ``unsure``: Note [Gradients that are all zero].
+    ``backward()`` raises ``error``, the first failure, after DDP has ended the pass.
     """
 
     optimizer: ZeroRedundancyOptimizer
@@ -63,13 +53,13 @@ class SteppedPass:
     error: BaseException | None = None
 
     def abandon(self) -> None:
-        """Have nobody else use the lanes on which something failed."""
+        """Give up the lanes on which something failed."""
         for lease in self.leases:
             lease.abandon()
 
     @contextmanager
     def minding(self) -> Iterator[None]:
-        """Turn what the body raises into the error of the pass, to be raised when backward has ended."""
+        """Store the body's exception as the pass's error, raised when backward has ended."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
@@ -77,7 +67,7 @@ class SteppedPass:
             self.abandon()
 
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
-        """Note reduced gradients, and step the buckets of the optimizer that are full now."""
+        """Store reduced gradients, and step the optimizer's full buckets."""
         self.unsure.update(params[place] for place in unsure)
         touched: dict[int, Gradients] = {}
         for param, gradient in zip(params, gradients, strict=True):
@@ -90,11 +80,9 @@ class SteppedPass:
                 self.step(self.reduced.pop(number))
 
     def step_late(self, *, leaves_unsure: bool, has_grads: bool) -> None:
-        """Step what was reduced and never became full.
+        """Step buckets that never became full.
 
-        Args:
-            leaves_unsure: buckets with gradients of zeros are left to ``step()``.
-            has_grads: DDP has handed the gradients out here; else nothing is stepped where they are zeros.
+        ``leaves_unsure`` leaves all-zero gradients to ``step()``; without ``has_grads`` they are not stepped.
         """
         late: Gradients = {}
         for number in sorted(self.reduced):
@@ -112,7 +100,7 @@ class SteppedPass:
             self.step(late)
 
     def step(self, gradients: Gradients) -> None:
-        """Step parameters and gather their buckets; once the pass has failed only gather, as others wait."""
+        """Step parameters and gather their buckets; after a failure only gather, as others wait."""
         with self.minding():
             known = gradients if self.error is None else dict.fromkeys(gradients)
             self.overlap.step(self.optimizer.param_groups, known, self.error)
@@ -120,16 +108,7 @@ class SteppedPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A bucket of DDP whose reduction was started.
-
-    Attributes:
-        of: the pass that it belongs to.
-        params: of the bucket.
-        buffer: its gradients as they were given to the reduction.
-        reduced: its reduction.
-        all_used: some rank is known to have used each of its parameters.
-        done: given to DDP; gets the reduced gradients.
-    """
+    """A bucket of DDP being reduced; ``done`` is DDP's future, ``buffer`` has the unreduced gradients."""
 
     of: SteppedPass
     params: Sequence[Tensor]
@@ -139,7 +118,7 @@ class Task:
     done: TensorFuture
 
     def receive(self) -> tuple[Tensor, Sequence[Tensor] | None]:
-        """Wait for the reduction; return DDP's result, and the gradients, None if it failed."""
+        """Wait for the reduction; return DDP's result and the gradients, None if it failed."""
         result, gradients = self.buffer, None
         with self.of.minding():
             reduced = _tensor(self.reduced.wait())
@@ -149,7 +128,7 @@ class Task:
         return result, gradients
 
     def step(self, gradients: Sequence[Tensor] | None) -> None:
-        """Step what is full with these gradients, as `receive` returned them."""
+        """Step full buckets with the gradients that `receive` returned."""
         known: list[Tensor | None] = [None] * len(self.params)
         unsure: set[int] = set()
         with self.of.minding():
@@ -162,7 +141,7 @@ class Task:
         self.of.take(self.params, known, unsure)
 
     def complete(self, result: Tensor) -> None:
-        """Give DDP the reduced gradients, else those from before the reduction. Raises nothing: DDP waits."""
+        """Give DDP the reduced gradients, else the unreduced; never raises, as DDP waits."""
         for value in (result, self.buffer):
             try:
                 self.done.set_result(value)
@@ -184,9 +163,9 @@ def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
-    """Find the gradients without a nonzero element; on an accelerator the CPU waits for them.
+    """Return the places of all-zero gradients; on an accelerator the CPU waits.
 
-    Looks at first elements, all at once, and at the whole only of those whose first is zero.
+    It reads the first elements of all, then only gradients that begin with zero.
     """
     if gradients[0].is_sparse:
         return set() if private.nnz(gradients[0]) else {0}

@@ -1,17 +1,15 @@
-"""What `zero_step` does with a bucket: reduce, step, gather, while the backward pass runs.
+"""The overlapped step of a bucket: reduce, step, gather during the backward pass.
 
 Note [Who does what]
-    The backward pass calls the hook when a bucket of DDP is full. The hook launches the reduction and puts
-    the bucket in line (`line`), where a thread, or the hook of the next bucket, waits for the reduction,
-    then steps and gathers the optimizer's buckets that are full. The order of collectives is the same on
-    every rank, whatever the timing. The first hook begins the step, where the backward pass calls it: what
-    the user did to parameters is taken over while nothing reads them elsewhere. DDP waits for the bucket's
-    future when backward ends; a callback behind DDP's does the rest.
+    The hook of a full bucket starts the reduction and queues the bucket (`line`). A thread, or the next hook,
+    waits for it, then steps and gathers the optimizer's full buckets. Collectives have one order on every
+    rank. The first hook begins the step and takes over the user's changes, while nothing else reads
+    parameters. DDP waits for the futures at the end of backward; a callback behind DDP's does the rest.
 
 Note [Backward passes within backward passes]
-    Reentrant checkpointing runs one for each segment, and the last bucket may become full in such a one.
-    Whether DDP has handed the gradients out when that one ends depends on whose DDP it is. So buckets with
-    gradients of zeros are left to ``step()`` then, and gradients changed too late are not noticed.
+    Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Whether DDP
+    has assigned gradients by then depends on the DDP. So ``step()`` handles all-zero gradients, and late
+    changes of gradients are not noticed.
 """
 
 from collections.abc import Callable
@@ -30,16 +28,10 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
 class Stepper:
-    """Takes DDP's buckets, has them stepped, and ends the step with the backward pass.
+    """Queues DDP's buckets for the step, and ends it with the backward pass.
 
-    Args:
-        optimizer: whose step.
-        hook: what reduces.
-        interleave: whether buckets get in line as they come; otherwise all together with the last.
-        to_owners: reduce to owners, in the place of ``hook``. Then all ranks construct it, which may take
-            process groups.
-        all_used: whether some rank is known to use every parameter of the wrapper, the same on every rank;
-            asked for each bucket.
+    ``to_owners`` replaces ``hook``; all ranks then construct this, which may create process groups.
+    ``all_used`` is called for each bucket, with the same result on all ranks.
     """
 
     def __init__(
@@ -65,7 +57,7 @@ class Stepper:
         self._line = line_of(self._overlap)
 
     def take(self, state: object, bucket: GradBucket) -> TensorFuture:
-        """Launch a bucket's reduction and put it in line."""
+        """Start a bucket's reduction and queue it."""
         number, joined, params = bucket.index(), not in_backward(), bucket.parameters()
         of = self._pass
         if of is None or number <= of.number:  # the pass before may have broken off
@@ -117,7 +109,7 @@ class Stepper:
         return Work(reduced, watched.phase, record)
 
     def _release(self, of: SteppedPass) -> None:
-        """Put in line what was held."""
+        """Queue the held buckets."""
         if not of.has_begun:
             self._begin(of)
         tasks, self._held = self._held, []
@@ -129,7 +121,7 @@ class Stepper:
         self._line.put(tasks)
 
     def _begin(self, of: SteppedPass) -> None:
-        """Begin the step, on this thread: see Note [Moving parameters] in `zero_optim.shard.storage`."""
+        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.storage`."""
         of.has_begun = True
         with of.minding(), torch.no_grad():
             self._overlap.wait_for_steps()  # of a pass that broke off
@@ -141,10 +133,9 @@ class Stepper:
     # ------------------------------------------------------------------ at the end of the backward pass
 
     def _before_end(self) -> None:
-        """Have `_end` come behind the callback that DDP has queued by now.
+        """Queue `_end` behind DDP's callback.
 
-        A wait for the thread is done here, where it is counted: DDP would wait next, and PyTorch's does not
-        tell how long.
+        Waiting for the thread here measures the wait, which PyTorch's DDP would not.
         """
         after_backward(self._end)
         of = self._pass
@@ -152,7 +143,7 @@ class Stepper:
             self._overlap.wait_for_steps()
 
     def _end(self) -> None:
-        """Step what is late, now that DDP has handed the gradients out, and raise what has failed."""
+        """Step late buckets after DDP has assigned the gradients; raise what failed."""
         of, is_inner = self._pass, in_outer_backward()
         if of is None or (is_inner and not of.is_complete):
             return  # it has ended already, or more is to come

@@ -1,4 +1,4 @@
-"""`reduce_to_owners`: the comm hook that reduces gradients to the owners of their parameters, and no more."""
+"""`reduce_to_owners`, a comm hook that reduces gradients to the parameters' owners alone."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,26 +26,25 @@ _NUM_UNDER_WAY = 2  # while one is summed, the next one is on its way
 
 
 def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
-    """Make a comm hook that reduces each gradient to its owner alone, in half the bytes of an all-reduce.
+    """Return a comm hook that reduces each gradient to its owner alone, in half the bytes of an all-reduce.
 
-    ``ddp.register_comm_hook(None, reduce_to_owners(optimizer))``, on PyTorch's DDP or ours; all ranks call,
-    before the first backward pass. Process groups may be made here. The loop stays as it is. When
-    ``backward()`` returns, the owner of a parameter has the mean in ``param.grad``; on other ranks a
-    `PartialGradient` stands there, which has no memory and raises if it is read. Our DDP takes the
-    optimizer's buckets, whose ``bucket_cap_mb`` counts then. DDP's buckets stay as large as all gradients:
-    to save memory use `zero_optim.ddp.ShardedDataParallel`.
+    Use ``ddp.register_comm_hook(None, reduce_to_owners(optimizer))``, on PyTorch's DDP or ours. All ranks
+    call it before the first backward pass; it may create process groups. After ``backward()`` the owner has
+    the mean in ``param.grad``; other ranks have a `PartialGradient`, which has no memory and raises if read.
+    Our DDP takes the optimizer's buckets and its ``bucket_cap_mb``. To save memory use
+    `zero_optim.ddp.ShardedDataParallel`: DDP's buckets stay as large as all gradients.
 
-    Gradients are divided by the number of ranks and added up in the order of ranks, bf16 and fp16 in
-    float32 with one rounding: on two ranks the bits of DDP without a hook. To accumulate, put all but the
-    last backward pass of a step under ``no_sync()``; after a reduced pass ``zero_grad()`` comes before the
-    next one, which raises otherwise. Where one rank owns every parameter there is an all-reduce instead.
+    Gradients are divided by the number of ranks and added in the order of ranks; bf16 and fp16 are added in
+    float32 and rounded once. Two ranks get the bits of DDP without a hook. To accumulate, use ``no_sync()``
+    for all but the last backward pass of a step; after a reduced pass the next one raises unless
+    ``zero_grad()`` came between. If one rank owns every parameter, the hook is an all-reduce.
 
     Args:
-        optimizer: owns every parameter of the wrapper. Gradients are dense.
+        optimizer: owns every parameter of the wrapper; gradients are dense.
 
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library.
-        RuntimeError: likewise, if it steps during the backward pass (``overlap_with_ddp=True``).
+        RuntimeError: on every rank, if it has ``overlap_with_ddp=True``.
         RankMismatchError: on every rank, if not all ranks call this.
     """
     require_ours(optimizer)
@@ -67,7 +66,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Started:
-    """A bucket on its way, and the future that DDP waits for."""
+    """A started bucket, and DDP's future."""
 
     reduction: OwnerReduction
     done: TensorFuture
@@ -75,10 +74,9 @@ class _Started:
 
 
 class _OwnerReductions:
-    """Reduces buckets, and shows their gradients as partial ones when the backward pass has ended.
+    """Reduces buckets, and sets partial gradients at the end of the backward pass.
 
-    The CPU waits for a bucket's sum in the hook of a later bucket; on an accelerator a stream beside the
-    backward pass waits.
+    The CPU waits for a sum in the hook of a later bucket; on an accelerator a side stream waits.
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -95,7 +93,7 @@ class _OwnerReductions:
         self._num_known = 0  # of the optimizer's buckets
 
     def take(self, bucket: GradBucket) -> TensorFuture:
-        """Launch a bucket's reduction, and wait for that of an earlier one."""
+        """Start a bucket's reduction, and wait for an earlier one."""
         # Our DDP also calls outside of a backward pass to end one that broke off, and raises behind that.
         joined, number = getattr(bucket, "is_shadow", not in_backward()), bucket.index()
         if number == 0:
@@ -124,11 +122,10 @@ class _OwnerReductions:
         return started.done
 
     def _begin(self, joined: bool) -> None:
-        """Begin a pass; the one before may have broken off.
+        """Begin a pass, after one that may have broken off.
 
-        Raises:
-            RuntimeError: the optimizer was bound to a process group since, or gradients of the pass before
-                are left. Every rank has partial ones, unless one rank owns all: so every rank raises.
+        RuntimeError, on every rank, if the optimizer was rebound to a process group or the last pass left
+        gradients.
         """
         if self._optimizer.ranks is not self._ranks:
             raise RuntimeError(LET_GO)
@@ -148,14 +145,14 @@ class _OwnerReductions:
             )
 
     def _look(self) -> None:
-        """Read the optimizer's parameters, to which some may have been added."""
+        """Read the optimizer's parameters, which may be more by now."""
         groups = self._optimizer.param_groups
         self._names = dict(zip(params_of(groups), param_names(groups), strict=True))
         self._has_one_owner = self._ranks.size > 1 and has_one_owner(self._optimizer.pieces().values())
 
     @torch.no_grad()
     def _finish_first(self) -> None:
-        """Wait for the sum of the bucket that was launched first, and let DDP go on with it."""
+        """Wait for the oldest sum, and complete DDP's future."""
         started = self._under_way.popleft()
         here = recorded_event(started.device)
         with self._streams.using(started.device):
@@ -169,7 +166,7 @@ class _OwnerReductions:
             started.done.set_result(result)
 
     def _give_joined(self) -> None:
-        """Keep the gradients that this rank owns though it ran out of inputs: nobody else has them."""
+        """Set this rank's own gradients although it ran out of inputs, as nobody else has them."""
         for params, buffer in self._came:
             self._optimizer.steps.drop_after_shadow(params)
             for param, view in zip(params, gradients_in(buffer, params), strict=True):
@@ -177,10 +174,10 @@ class _OwnerReductions:
         self._end()
 
     def _end(self) -> None:
-        """Put partial gradients where this rank does not own all, now that DDP has handed them out.
+        """Set partial gradients after DDP has assigned its own.
 
-        Passes inside another one (reentrant checkpointing) leave this to the outermost, at whose end our
-        DDP hands gradients out. If that one calls no hook, other ranks' gradients stay local ones.
+        Passes inside another one (reentrant checkpointing) leave this to the outermost. If that calls no
+        hook, other ranks' gradients stay local.
         """
         if in_outer_backward():
             return

@@ -1,4 +1,4 @@
-"""`zero_step`: a comm hook that steps a sharded optimizer during the backward pass, bucket by bucket."""
+"""`zero_step`, a comm hook that steps a sharded optimizer during the backward pass, bucket by bucket."""
 
 import weakref
 from collections.abc import Callable
@@ -24,39 +24,36 @@ def zero_step(
     gradients: Literal["everywhere", "owners"] = "everywhere",
     ddp: DistributedDataParallel | None = None,
 ) -> Hook:
-    """Make a comm hook that steps ``optimizer`` during the backward pass.
+    """Return a comm hook that steps ``optimizer`` during the backward pass.
 
-    ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours; ``state`` is
-    that of ``hook``. All ranks call, before the first backward pass. A bucket of the optimizer
-    (``bucket_cap_mb``) is stepped and gathered when all its parameters are reduced. On gloo with parameters
-    on the CPU a thread does it, and process groups may be made here. Elsewhere hooks do it, on a stream of
-    their own; there ``hook`` must complete a bucket's future without being called for a later one, unless
-    ``interleave=False``.
+    Use ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours, with the
+    state of ``hook``. All ranks call it before the first backward pass. An optimizer's bucket
+    (``bucket_cap_mb``) is stepped and gathered when all its parameters are reduced: by a thread on gloo with
+    CPU parameters, where process groups may be created, else by hooks on a side stream. There ``hook`` must
+    complete a bucket's future without a later call, unless ``interleave=False``.
 
-    The parameters are, bit for bit, those of the run with ``hook`` alone; for None those of the run without a
-    hook, but for the last bits where DDP divides gradients (``gradient_as_bucket_view=True`` with
-    ``zero_grad(set_to_none=False)``, ranks no power of two). ``optimizer.step()`` finishes what the hook did
-    not reach; without it a loop is right if DDP holds all parameters. The learning rate counts as it is
-    during the backward pass. Clipping and GradScaler come too late, and raise. Uneven inputs need
-    ``Join([ddp, optimizer])``. When ``backward()`` has raised, call ``optimizer.wait_for_gathers()`` before
-    training goes on. Autograd raises if a backward pass reads a parameter after its gradient is complete. A
-    hook with error feedback can give a gradient to a parameter that no rank used, which is stepped then.
+    Parameters equal, bit for bit, those of the run with ``hook`` alone. With None they equal those without a
+    hook, but for the last bits where DDP divides (``gradient_as_bucket_view=True`` with
+    ``zero_grad(set_to_none=False)``, ranks no power of two). ``optimizer.step()`` steps the rest; a loop may
+    omit it if DDP holds all parameters. The learning rate is read during backward. Clipping and GradScaler
+    come too late and raise. Uneven inputs need ``Join([ddp, optimizer])``. After a failed ``backward()`` call
+    ``optimizer.wait_for_gathers()``. Autograd raises if backward reads a parameter after its gradient is
+    complete. With error feedback an unused parameter may get a gradient, and is stepped.
 
     Args:
-        optimizer: whose step. Its classes must be steppable in parts (``optimizer.explain()`` tells).
-        hook: reduces the gradients; any of this package or PyTorch's. None stands for DDP's own mean.
-        interleave: False steps nothing before the last bucket is on its way.
-        gradients: "owners" reduces each gradient to its owner alone, as `reduce_to_owners`. Afterwards
-            ``param.grad`` is None on the other ranks, and for a cut parameter on every rank.
-        ddp: the wrapper of the hook; not needed for `zero_optim.ddp`. If its parameters may be unused, or for
-            None, gradients of zeros are looked for, which takes time (on an accelerator the CPU waits), and
-            their bucket is stepped when backward has ended.
+        optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
+        hook: reduces the gradients; None for DDP's mean.
+        interleave: False delays all steps until the last bucket's reduction is started.
+        gradients: "owners" reduces as `reduce_to_owners`; ``param.grad`` is then None on other ranks, and
+            for a cut parameter on every rank.
+        ddp: the hook's wrapper; not needed for `zero_optim.ddp`. If it allows unused parameters, or is None,
+            all-zero gradients are searched (on an accelerator the CPU waits), and stepped after backward.
 
     Raises:
         TypeError: on every rank, if an argument is of the wrong kind on any.
-        ValueError: likewise, if a class cannot be stepped in parts, or ``interleave=False`` with DDP's
-            ``skip_all_reduce_unused_params``; says why.
-        RankMismatchError: likewise, if ranks were given different arguments, or hooks of other code.
+        ValueError: on every rank, if a class cannot be stepped in parts, or ``interleave=False`` with DDP's
+            ``skip_all_reduce_unused_params``.
+        RankMismatchError: on every rank, if arguments or hook code differ.
     """
     require_ours(optimizer)
     all_used = _agreed(optimizer, hook, interleave, gradients, ddp)
@@ -77,7 +74,7 @@ def _agreed(
     gradients: str,
     ddp: DistributedDataParallel | None,
 ) -> Callable[[], bool]:
-    """Check the arguments of `zero_step`, with the other ranks; returns `_all_used` of the wrapper."""
+    """Check `zero_step`'s arguments on all ranks; return `_all_used` of the wrapper."""
     with failing_together(optimizer.ranks):
         check_flags(interleave=interleave)
         _check_reduction(hook, gradients)
@@ -93,16 +90,13 @@ def _agreed(
 def hook_with_zero_step(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """Make a comm hook under PyTorch's name for it: steps begin when the last bucket is on its way.
-
-    `zero_step` with ``interleave=False``, which says the rest.
+    """Return `zero_step` with ``interleave=False``, under PyTorch's name.
 
     Args:
-        hook: what reduces the gradients.
-        ddp: the wrapper that it will be registered with.
-        zero: whose step.
-        shard_buckets: which ranks PyTorch's version gives a bucket to. Here a bucket's parameters keep their
-            owners, and every rank steps what it owns of it; both values do the same.
+        hook: reduces the gradients.
+        ddp: the hook's wrapper.
+        zero: the optimizer to step.
+        shard_buckets: ignored; every rank steps the parameters that it owns.
 
     Raises:
         TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.
@@ -115,9 +109,9 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """Make a comm hook under PyTorch's name for it: buckets are stepped one by one, as they are reduced.
+    """Return `zero_step`, which steps buckets as they are reduced, under PyTorch's name.
 
-    `zero_step`, which says the rest; arguments as in `hook_with_zero_step`.
+    The arguments are those of `hook_with_zero_step`.
     """
     _require_wrapper(ddp)
     return zero_step(zero, hook, ddp=ddp)
@@ -157,8 +151,8 @@ def _require_wrapper(ddp: object) -> None:
 def _all_used(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
     """Return a function that says whether some rank uses every parameter of a wrapper in each backward pass.
 
-    Without these options a bucket is full only when every gradient of it has come, in ``Join`` on the ranks
-    with inputs left.
+    Without DDP's options for unused parameters a bucket is full only when all its gradients have come, in
+    ``Join`` on ranks with inputs.
     """
     if ddp is None:
         return lambda: False

@@ -1,6 +1,6 @@
-"""Ranks agree before they begin, and fail together; arguments are checked together.
+"""Ranks compare arguments before they begin, and fail together.
 
-A rank that fails alone leaves the others waiting in their next collective.
+A rank that failed alone would leave the others waiting in their next collective.
 """
 
 import hashlib
@@ -47,8 +47,9 @@ _KINDS = {
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
     """Raise RankMismatchError on every rank unless all have the same items. All ranks call.
 
-    One small collective if they agree. The message names the first item that differs, with the hint for its
-    first word, if there is one.
+    One small collective if they agree. The message has the first item that differs, and the hint for its
+    first
+    word, if any.
     """
     digest = hashlib.sha256("\n".join(items).encode()).digest()
     if len(set(group.all_gather_fixed(digest))) > 1:
@@ -59,7 +60,7 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
 
 
 def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mapping[str, str]) -> str:
-    """Say what each rank has at the first place where they differ, and what to do about it."""
+    """Describe what each rank has at the first difference, and what to do."""
     for index in range(max(map(len, everyone))):
         held: dict[str, list[int]] = {}
         for rank, items in zip(group.numbers, everyone, strict=True):
@@ -79,12 +80,11 @@ def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def failing_together(group: RankGroup) -> Iterator[None]:
-    """Run the body, then exchange whether it raised; if it raised on any rank, raise on all.
+    """Run the body, and raise on every rank if it raised on any. The body must not communicate.
 
-    All ranks enter and leave; one small collective, and two more if a rank failed. The rank that failed
-    raises its own exception. The others raise one of the same class if it is in `_KINDS`, else
-    `RemoteRankError`, with the failing rank in the message. The body must not communicate, unless all ranks
-    then fail alike.
+    All ranks enter and leave; one small collective, two more after a failure. The failed rank raises its own
+    exception; the others raise one of the same class if it is in `_KINDS`, else `RemoteRankError`, which name
+    the failed rank.
     """
     mine: Exception | None = None
     try:
@@ -105,12 +105,12 @@ def failing_together(group: RankGroup) -> Iterator[None]:
 
 
 def failure_of(error: BaseException, more: str = "") -> Failure:
-    """Return what other ranks are told of an exception, and more; nothing in it keeps the exception."""
+    """Return what to tell other ranks of an exception, without a reference to it."""
     return [type(error).__name__, message_of(error) + more]
 
 
 def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | None:
-    """Return what a rank raises where another one failed; None on one that failed. All ranks call."""
+    """Return the exception for a failure on another rank; None on a failed one. All ranks call."""
     everyone = group.all_gather_json(mine)
     failed = [(rank, told) for rank, told in zip(group.numbers, everyone, strict=True) if told is not None]
     if mine is not None or not failed:
@@ -122,7 +122,7 @@ def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | Non
 
 
 class SharedCall:
-    """A function that other code calls, on every rank; the first call fails together."""
+    """A function that other code calls on every rank; its first call fails together."""
 
     def __init__(self, group: RankGroup, function: Callable[[], Any]) -> None:
         self._group = group
@@ -130,7 +130,7 @@ class SharedCall:
         self._is_settled = False
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function; the first time exchange with the other ranks whether it raised."""
+        """Call the function; after the first call the ranks exchange whether it raised."""
         if self._is_settled:
             return self._function()
         self._is_settled = True
@@ -138,7 +138,7 @@ class SharedCall:
             return self._function()
 
     def settle(self) -> None:
-        """Take part in the other ranks' exchange, if there was no call here."""
+        """Take part in the other ranks' exchange if there was no call here."""
         if not self._is_settled:
             self._is_settled = True
             with failing_together(self._group):
@@ -149,16 +149,16 @@ class SharedCall:
 
 
 def check_flags(**flags: object) -> None:
-    """Raise TypeError for a flag that is not True or False: it was most likely meant for another argument."""
+    """Raise TypeError for a flag that is no bool: it was likely meant for another argument."""
     for name, value in flags.items():
         if type(value) is not bool:
             raise TypeError(f"expected {name} to be True or False, got {value!r}")
 
 
 def ranks_of(process_group: object) -> RankGroup:
-    """Check a process group that a user gave, None for the default one; raises as `RankGroup.of`.
+    """Return the ranks of a user's process group (None: the default one); raises as `RankGroup.of`.
 
-    Communicates only if it is none: then all ranks of the default group raise TypeError if they use that.
+    For any other object all ranks that use the default group raise TypeError; that communicates.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
     is_outside = type(process_group) is type(outside) and process_group == outside
@@ -177,9 +177,9 @@ _OF_A_MESH = "of a DeviceMesh, give mesh.get_group()"
 
 
 def called_by_all(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a method tell the other ranks of arguments that Python refuses, before it calls the method.
+    """Tell other ranks of arguments that Python refuses, before the method is called.
 
-    For methods of objects with ``ranks``, which all ranks call, and which begin with a short agreement.
+    For methods that all ranks call, that begin with a short agreement, on objects with ``ranks``.
     """
     signature = inspect.signature(method)
 
@@ -196,7 +196,7 @@ def called_by_all(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def raise_together(error: Exception, group: RankGroup | None = None) -> NoReturn:
-    """Raise an error on all ranks of a group; None for the default group, where the ranks are not known."""
+    """Raise an error on all ranks of a group, or of the default group if the ranks are not known."""
     if not dist.is_available() or not dist.is_initialized():
         raise error
     with failing_together(RankGroup.of(None) if group is None else group):

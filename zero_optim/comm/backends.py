@@ -1,16 +1,14 @@
-"""What a process group can send: which backend serves tensors of which device. Does not communicate.
+"""The backend of a process group for each device type. No communication.
 
 Note [Devices of a group]
-    A process group has a backend for each type of device whose tensors it can send. Its name does not tell
-    which: "undefined" after a plain ``init_process_group()`` is NCCL alone on a GPU host, gloo alone on
-    others. What tells is the group's configuration, such as ``cpu:gloo,cuda:nccl``, and which types are
-    really registered.
+    A group's name does not tell its backends: "undefined" after a plain ``init_process_group()`` is NCCL on a
+    GPU host and gloo elsewhere. Its configuration does, such as ``cpu:gloo,cuda:nccl``, with the types that
+    are really registered.
 
-    The library's own small tensors lie on the CPU where the group has a backend for it: then no CPU waits for
-    a GPU. Otherwise they lie where the parameters lie. The current device would be another one in scripts
-    that never set it (``model.to(rank)``): all ranks would use GPU 0, which NCCL refuses. How to send is
-    decided by the backend that serves the tensor, not by the device: gloo takes CUDA tensors too (Note [gloo
-    and CUDA] in `comm.sending`).
+    The library's small tensors are on the CPU if it has a backend, so no CPU waits for a GPU. Otherwise they
+    are where the parameters are. The current device would be wrong in scripts that use ``model.to(rank)`` and
+    never set it: all ranks would use GPU 0, which NCCL refuses. How to send depends on the tensor's backend,
+    not its device: gloo takes CUDA tensors too (Note [gloo and CUDA] in `comm.sending`).
 """
 
 import re
@@ -32,18 +30,15 @@ _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused p
 
 
 def devices_of(given: object) -> tuple[torch.device, ...]:
-    """List the devices of tensors, devices, modules, parameter groups, and nested collections, in order.
+    """Return the devices of tensors, modules, parameter groups and nested collections, in order.
 
-    Everything else, and what can be read only once (a generator), is left alone.
+    Skips everything else, and generators, which can be read only once.
     """
     return tuple(dict.fromkeys(device for device in _found(given) if device.type != _PLACELESS))
 
 
 def held(given: T) -> T:
-    """Make parameters that can be read only once into some that can be read again.
-
-    Raises nothing: what an iterator raises, the result raises when it is read.
-    """
+    """Replace iterators by lists. What an iterator raises is raised when the result is read."""
     if not isinstance(given, Iterable):
         named = given.__name__ if isinstance(given, type) else type(given).__name__
         broken: Any = _Broken(
@@ -90,7 +85,7 @@ def _found(given: object) -> Iterator[torch.device]:
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend for each type of device that a group can send, such as ``{"cpu": "gloo"}``."""
+    """Return the backend for each device type of a group, such as ``{"cpu": "gloo"}``."""
     configured = parse_config(dist.get_backend_config(group))
     registered = [device.type for device in private.device_types(group)]
     if not registered:  # a subclass of ProcessGroup does everything itself
@@ -102,7 +97,7 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def parse_config(config: str) -> dict[str, str]:
-    """Read a configuration such as ``cpu:gloo,cuda:nccl``; what names no device is left out."""
+    """Parse a configuration such as ``cpu:gloo,cuda:nccl``; skip parts without a device."""
     pairs = (part.partition(":") for part in config.lower().split(","))
     return {kind: name for kind, colon, name in pairs if colon}
 
@@ -110,9 +105,9 @@ def parse_config(config: str) -> dict[str, str]:
 def device_for_small_tensors(
     backends: Mapping[str, str], data: Sequence[torch.device], bound: torch.device | None = None
 ) -> torch.device:
-    """Choose where the library's own small tensors lie, see Note [Devices of a group].
+    """Choose the device of the library's small tensors, see Note [Devices of a group].
 
-    ``data``: devices of the parameters, if known; ``bound``: the device that the group was made for.
+    ``data``: devices of the parameters, if known; ``bound``: the group's own ``device_id``.
     """
     if "cpu" in backends or not backends:
         return torch.device("cpu")
@@ -122,7 +117,7 @@ def device_for_small_tensors(
 
 
 def backend_for(backends: Mapping[str, str], data: Sequence[torch.device]) -> str:
-    """Name a backend that serves some devices, none for all, as `init_process_group` takes it."""
+    """Name backends for some devices (none: all), as `init_process_group` takes them."""
     types = {device.type for device in data} & backends.keys() or backends.keys()
     needed = {kind: name for kind, name in backends.items() if kind in types}
     if len(set(needed.values())) == 1:
@@ -131,7 +126,7 @@ def backend_for(backends: Mapping[str, str], data: Sequence[torch.device]) -> st
 
 
 def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str | None:
-    """Say what is wrong if a group has no backend for one of some devices; None if it has."""
+    """Return the error text if a group lacks a backend for some device; None otherwise."""
     missing = [device for device in data if device.type not in backends]
     if not missing or not backends:
         return None
@@ -147,8 +142,8 @@ def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str |
 
 
 def raised_by_backend(error: BaseException) -> bool:
-    """Whether a backend raised something, or a future of it.
+    """Return whether a backend, or a future of it, raised the error.
 
-    gloo raises plain `RuntimeError`, whose text survives callbacks of futures; others classes of `dist`.
+    gloo raises plain `RuntimeError`, recognized by its text; others raise classes of `dist`.
     """
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None

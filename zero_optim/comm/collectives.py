@@ -1,20 +1,19 @@
-"""The ranks of a process group, and the collectives of all of them, each written once.
+"""The ranks of a process group, and their collectives.
 
-Only here, in `sending`, and where `lanes` makes groups are ranks global: elsewhere a rank is a group rank.
-All ranks of the group must call every method that communicates, in the same order. If a rank does not come,
-gloo raises after the group's timeout; NCCL's watchdog ends the process.
+Ranks are group ranks, except here, in `sending`, and where `lanes` makes groups. All ranks call every
+communicating method, in one order. If a rank is missing, gloo raises after the timeout; NCCL's watchdog ends
+the process.
 
 Note [Rows at once]
-    NCCL and XCCL take all broadcasts of a bucket as one launch. An all-gather takes one tensor of each rank,
-    but an owner may have several spans in a bucket; and where rows have one length, PyTorch's gathers into a
-    copy of the bucket. gloo starts all broadcasts, and works on them side by side: a third of the time of an
-    all-gather.
+    NCCL and XCCL launch all broadcasts of a bucket at once. An all-gather takes one tensor of each rank, but
+    an owner may have several spans; with rows of one length PyTorch's gathers into a copy of the bucket. gloo
+    runs the broadcasts side by side, in a third of the time of an all-gather.
 
 Note [Agreements that meet]
-    A rank that leaves out a call may be in one agreement while the others are in another one. If their
-    messages differ in length, gloo raises in a thread of its own, where nobody can catch it, and the process
-    ends. So short messages travel in *frames* of one length, with their own length in front: if that differs,
-    every rank raises. Longer messages follow upon a frame that tells their length.
+    A rank that leaves out a call may meet another agreement of the others. If their messages differ in
+    length, gloo raises in its own thread, which ends the process. So short messages travel in *frames* of one
+    length, with their own length first: if that differs, every rank raises. A longer message follows a frame
+    with its length.
 """
 
 import json
@@ -50,7 +49,7 @@ LET_GO = (
 
 
 class _LetGo:
-    """Stands where a process group was, so that nothing keeps that; whatever is asked of it raises."""
+    """The place of a released process group; any use raises."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # Python asks for these itself
@@ -60,14 +59,10 @@ class _LetGo:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A process group as its members see it: group ranks 0 … size-1, this process among them.
+    """A process group with group ranks 0 … size-1, this process among them.
 
-    Attributes:
-        device: where the library's own small tensors lie: Note [Devices of a group] in `comm.backends`.
-        data_devices: where the parameters lie; empty where nothing is known of them.
-        backends: what serves each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
-        works: the works of the process group on this process.
-        phase: where traffic and waits are counted.
+    ``device``: of the library's small tensors, see Note [Devices of a group] in `comm.backends`.
+    ``data_devices``: of the parameters, if known. ``phase``: where traffic and waits are counted.
     """
 
     process_group: dist.ProcessGroup
@@ -81,9 +76,9 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
-        """Make one for a process group, None for the default group; ``data`` is what is to be sent.
+        """Build it for a process group (None: the default one) that sends ``data``.
 
-        Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is no member.
+        RuntimeError if torch.distributed is not initialised, ValueError if this process is no member.
         """
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is None:
@@ -103,11 +98,11 @@ class RankGroup:
         return cls(group, dist.get_rank(group), len(ranks), small, devices, backends, works)
 
     def __deepcopy__(self, memo: object) -> "RankGroup":
-        """Return the same ranks, as a process group cannot be copied. A copy's traffic counts from zero."""
+        """Return the same ranks, as process groups cannot be copied; traffic counts from zero."""
         return replace(self, phase=replace(self.phase, traffic=Traffic()))
 
     def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], float | None]]:
-        """Pickle the default group as "the default group", with the timeout; no other can be found again."""
+        """Pickle only the default group, with its timeout; no other can be found again."""
         if self.is_let_go:
             raise TypeError("a detached optimizer cannot be pickled: save its owned_state() instead")
         if self.process_group is not dist.group.WORLD:
@@ -118,22 +113,22 @@ class RankGroup:
         return _default_group, (placed, self.phase.timeout)
 
     def let_go(self) -> "RankGroup":
-        """Return the same without the process group: what communicates raises."""
+        """Return the same without the process group: communication raises."""
         nobody: Any = _LetGo()
         return replace(self, process_group=nobody)
 
     @property
     def is_let_go(self) -> bool:
-        """Whether the process group was let go."""
+        """Whether the process group was released."""
         return isinstance(self.process_group, _LetGo)
 
     def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
-        """Return the same ranks, whose traffic and waits count under one of `traffic.PHASES`."""
+        """Return the same ranks, with traffic and waits counted under one of `traffic.PHASES`."""
         is_exposed = self.phase.is_exposed if is_exposed is None else is_exposed
         return replace(self, phase=replace(self.phase, name=phase, is_exposed=is_exposed))
 
     def within(self, timeout: float | None) -> "RankGroup":
-        """Return the same ranks, whose waits end after some seconds; None for the group's timeout."""
+        """Return the same ranks with another timeout in seconds; None for the group's."""
         return replace(self, phase=replace(self.phase, timeout=timeout))
 
     def uncounted(self) -> "RankGroup":
@@ -142,26 +137,26 @@ class RankGroup:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What messages call each rank: its number in the mesh that the group is part of, or in it."""
+        """The number of each rank in messages: in its mesh if there is one, else in the group."""
         return tuple(map(self.works.whole.index, self.works.ranks))
 
     def check_serves(self, data: object) -> None:
-        """Raise ValueError for tensors on a device that the group cannot send; a group of one takes all."""
+        """Raise ValueError for tensors whose device has no backend; a group of one takes all."""
         wrong = unserved(self.backends, devices_of(data)) if self.size > 1 else None
         if wrong is not None:
             raise ValueError(wrong)
 
     def backend_of(self, device: torch.device) -> str:
-        """Name the backend that sends tensors of a device; "" if none does."""
+        """Return the backend for a device; "" for none."""
         return self.backends.get(device.type, "")
 
     def is_gloo_on_cpu(self, device: torch.device) -> bool:
-        """Whether gloo sends what the CPU has finished there: then waits look up, see `unended`."""
+        """Return whether gloo sends CPU tensors here: then waits poll, see `unended`."""
         return self.backend_of(device) == "gloo" and not is_asynchronous(device)
 
     @property
     def data_backend(self) -> str:
-        """What a group beside this one needs to send the same data, as `init_process_group` takes it."""
+        """The backends that a group beside this one needs for the same data, for `init_process_group`."""
         known = backend_for(self.backends, self.data_devices) if self.backends else ""
         return known or str(dist.get_backend(self.process_group))
 
@@ -170,13 +165,13 @@ class RankGroup:
         return dist.get_global_rank(self.process_group, rank)
 
     def unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
-        """Make the error for a collective that a rank did not take part in; ``what`` begins its message."""
+        """Build the error for a collective that a rank missed; ``what`` begins its message."""
         limit = timeout_of(self.process_group)
         within = "the timeout" if limit is None else f"{limit.total_seconds():g} s"
         return RemoteRankError(f"{what}: a rank has ended, or did not come within {within} ({error})")
 
     def doing(self, name: str) -> Doing:
-        """Return a context in which this process is in a call, such as ``step()``."""
+        """Return a context for the records: this process is in a call, such as ``step()``."""
         return Doing(self.works.log.activity, name)
 
     def begin_work(self, about: str = "") -> Record:
@@ -188,7 +183,7 @@ class RankGroup:
     def works_of(
         self, handles: Sequence[Waitable | None], record: Record, device: torch.device
     ) -> list[Waitable]:
-        """Make works of handles that the backend returned for one record, for tensors on a device."""
+        """Wrap the backend's handles of one record, for tensors on a device, in works."""
         is_late = is_asynchronous(device) and self.backend_of(device) != "gloo"
         late_on, looks_up = device if is_late else None, self.is_gloo_on_cpu(device)
         return [
@@ -198,10 +193,9 @@ class RankGroup:
         ]
 
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
-        """Start the broadcast of (owner, 1-D tensor) pairs, in one order on every rank. All ranks call.
+        """Start broadcasts of (owner, 1-D tensor) pairs, in one order on every rank. All ranks call.
 
-        Rows are on one device, of any lengths. Returns one handle for each, or one for all: Note [Rows at
-        once].
+        Rows are on one device, of any lengths. Returns a handle each, or one for all: Note [Rows at once].
         """
         listed = list(rows) if self.size > 1 else []
         if not listed:
@@ -238,7 +232,7 @@ class RankGroup:
         return handle, self.works_of([handle], record, tensor.device)[0]
 
     def count_sum(self, tensor: Tensor) -> None:
-        """Count a sum of a tensor over all ranks, which the caller starts."""
+        """Count a sum over all ranks that the caller starts."""
         if self.size > 1 and tensor.is_sparse:
             nbytes = private.indices(tensor).nbytes + private.values(tensor).nbytes
             self.phase.sent((self.size - 1) * nbytes)
@@ -246,21 +240,20 @@ class RankGroup:
             self.phase.sent(sum_nbytes(tensor.nbytes, self.size))
 
     def all_gather_json(self, value: object) -> list[Any]:
-        """Return the values of all ranks, by rank, as JSON has them. Two collectives."""
+        """Gather JSON values, by rank. Two collectives."""
         return [json.loads(payload) for payload in self.all_gather_bytes(json.dumps(value).encode())]
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, by rank. They may differ in length. Two collectives."""
+        """Gather bytes of any length, by rank. Two collectives."""
         sizes = self.all_gather_fixed(len(payload).to_bytes(8, "little"))
         lengths = [int.from_bytes(size, "little") for size in sizes]
         padded = payload.ljust(max(lengths), b"\0")
         return [got[:length] for got, length in zip(self.all_gather_fixed(padded), lengths, strict=True)]
 
     def all_gather_fixed(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, which must have equal length. One collective.
+        """Gather bytes of equal length, by rank. One collective.
 
-        Raises RemoteRankError if a rank does not come, and RankMismatchError if short payloads differ in
-        length.
+        RemoteRankError if a rank is missing, RankMismatchError if short payloads differ in length.
         """
         if self.size == 1 or not payload:
             return [payload] * self.size
@@ -276,7 +269,7 @@ class RankGroup:
         return [tensor_to_bytes(row) for row in self.read(HostCopy(gathered))]
 
     def read(self, copy: HostCopy) -> Tensor:
-        """Wait on the CPU for what a collective has brought; raises StalledError if the ranks gave up."""
+        """Wait on the CPU for a collective's result; StalledError if the ranks gave up."""
         if copy.is_here:
             return copy.read()
         record = self.begin_work()
@@ -287,16 +280,16 @@ class RankGroup:
         return value
 
     def _met_otherwise(self) -> RankMismatchError:
-        """Make what is raised where ranks are in different agreements; all ranks call. Communicates."""
+        """Build the error for ranks in different agreements; all ranks call; communicates."""
         activity = self.works.log.activity
         inside = [mark.name for mark in list(activity.open.values())][:1]
         told = self.all_gather_json([dict(activity.counts), inside])
         return RankMismatchError(met_otherwise(dict(zip(self.numbers, told, strict=True))))
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:
-        """Gather 1-D tensors of uint8, of equal length, on `device`; returns (ranks, length). One collective.
+        """Gather 1-D uint8 tensors of equal length, on `device`; returns (ranks, length). One collective.
 
-        An asynchronous `device` waits, the CPU does not. Raises RemoteRankError if a rank does not come.
+        A device waits, the CPU does not. RemoteRankError if a rank is missing.
         """
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)
@@ -310,7 +303,7 @@ class RankGroup:
         return gathered
 
     def start_gather(self, mine: Tensor, about: str = "") -> tuple[Tensor, Waitable]:
-        """Start what `all_gather_rows` does, in a group of several; the rows are there after the wait."""
+        """Start `all_gather_rows` in a group of several; the handle's wait completes the rows."""
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
         record = self.begin_work(about)

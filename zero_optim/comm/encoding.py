@@ -1,8 +1,7 @@
-"""Nested values with tensors, split in two without pickle: a skeleton, and the tensors in it.
+"""Nested values split into a skeleton and tensors, without pickle. No communication.
 
-A skeleton has the containers, plain values, and for each tensor its dtype, shape and strides. It travels as
-bytes for ``torch.load(weights_only=True)``, which cannot run code. `comm.wire` sends both; checkpoints write
-them. Nothing here communicates.
+A skeleton has containers, plain values, and the dtype, shape and strides of each tensor. It travels as bytes
+for ``torch.load(weights_only=True)``, which runs no code. `comm.wire` sends both; checkpoints store them.
 """
 
 import io
@@ -29,7 +28,7 @@ Nested = Any  # dicts, lists and tuples of tensors and plain values
 
 
 def encode(value: object, where: str) -> tuple[Skeleton, list[Tensor]]:
-    """Split a nested value into a skeleton of plain values and its tensors; TypeError for anything else."""
+    """Split a nested value into a skeleton and its tensors; TypeError for other objects."""
     tensors: list[Tensor] = []
     return _encode(value, where, tensors), tensors
 
@@ -73,7 +72,7 @@ def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleto
 
 
 def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
-    """Split a tensor subclass: by its own rule if it wraps tensors, else into tensor and attributes."""
+    """Split a tensor subclass by its own rule if it wraps tensors, else into tensor and attributes."""
     name = [type(tensor).__module__, type(tensor).__qualname__]
     if wraps_tensors(tensor):
         attributes, context = flattened(tensor)
@@ -86,7 +85,7 @@ def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skele
 
 
 def flattened(tensor: Any) -> tuple[list[str], Any]:  # noqa: ANN401 - a class that only has the method in common
-    """Ask a tensor that wraps others for their attribute names, and for its context (its other data)."""
+    """Return the attribute names and the context of a tensor that wraps others."""
     attributes, context = tensor.__tensor_flatten__()
     return attributes, context
 
@@ -98,7 +97,7 @@ def _inner(tensor: Tensor, attribute: str, where: str, tensors: list[Tensor]) ->
 def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PLR0911 - one a kind
     """Rebuild a value from its skeleton and its tensors, in order.
 
-    Raises TypeError for a tensor subclass whose module has not been imported here.
+    TypeError for a tensor subclass whose module is not imported here.
     """
     kind, body = skeleton
     if kind == "plain":
@@ -136,10 +135,7 @@ def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> T
 
 
 def _loaded_subclass(module: str, name: str) -> type[Tensor]:
-    """Find a tensor subclass among what this process has imported. A file never causes an import.
-
-    So attributes are looked up without the module's ``__getattr__``.
-    """
+    """Find an imported tensor subclass, past the module's ``__getattr__``: a file never causes an import."""
     found: object = sys.modules.get(module)
     for part in name.split("."):
         try:
@@ -152,7 +148,7 @@ def _loaded_subclass(module: str, name: str) -> type[Tensor]:
 
 
 def parts_of(skeleton: Skeleton) -> list[Skeleton]:
-    """List the skeletons inside a skeleton, in the order of their tensors."""
+    """Return the skeletons inside a skeleton, in the order of their tensors."""
     kind, body = skeleton
     if kind in ("plain", "tensor"):
         return []
@@ -170,12 +166,12 @@ Place = Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...], tuple[int, ...]
 def new_memory(
     _path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Tensor:
-    """Allocate a tensor on the CPU, uninitialised."""
+    """Allocate an uninitialised CPU tensor."""
     return torch.empty_strided(shape, strides, dtype=dtype)
 
 
 def blank_tensors(skeleton: Skeleton, place: Place = new_memory, path: tuple[Any, ...] = ()) -> list[Tensor]:
-    """Allocate the tensors that a skeleton describes, uninitialised."""
+    """Allocate the tensors of a skeleton, uninitialised."""
     kind, body = skeleton
     if kind == "tensor":
         return [place(path, *body)]
@@ -189,27 +185,27 @@ def blank_tensors(skeleton: Skeleton, place: Place = new_memory, path: tuple[Any
 
 
 def skeleton_to_bytes(skeleton: Skeleton) -> bytes:
-    """Write a skeleton down, for `skeleton_from_bytes` on another rank."""
+    """Serialize a skeleton."""
     buffer = io.BytesIO()
     torch.save(_replaced(skeleton, bytes, bytearray), buffer)  # torch.load(weights_only=True) refuses b""
     return buffer.getvalue()
 
 
 def skeleton_from_bytes(content: bytes) -> Skeleton:
-    """Read what `skeleton_to_bytes` wrote; runs no code."""
+    """Read a skeleton; runs no code."""
     skeleton: Skeleton = _replaced(torch.load(io.BytesIO(content), weights_only=True), bytearray, bytes)
     return skeleton
 
 
 def _replaced(part: Any, old: type, new: Callable[[Any], object]) -> Any:  # noqa: ANN401 - a part of a skeleton
-    """Replace values of one class in a skeleton by those that another makes of them."""
+    """Replace the values of one class in a skeleton by what ``new`` makes of them."""
     if isinstance(part, list):
         return [_replaced(inner, old, new) for inner in part]
     return new(part) if type(part) is old else part
 
 
 def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
-    """Rebuild a nested value with every tensor changed; containers are new, plain values shared."""
+    """Apply ``change`` to every tensor of a nested value; containers are new, plain values shared."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -222,7 +218,7 @@ def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
 
 
 def inner_tensors(value: Nested) -> list[Tensor]:
-    """List the tensors in a nested value that have memory of their own, also those inside other tensors."""
+    """Return the tensors of a nested value that have memory, also those inside other tensors."""
     if isinstance(value, Tensor):
         if wraps_tensors(value):
             attributes, _ = flattened(value)

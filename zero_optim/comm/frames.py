@@ -1,4 +1,4 @@
-"""Frames of short messages, and texts about ranks. Nothing here communicates."""
+"""Frames of short messages, and texts about ranks. No communication."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,28 +6,28 @@ _ROOM = 47  # bytes: a digest, a word of a mirror
 
 
 def is_short(message: bytes) -> bool:
-    """Whether a message fits into a frame."""
+    """Return whether a message fits into a frame."""
     return len(message) <= _ROOM
 
 
 def framed(message: bytes) -> bytes:
-    """Put a short message in a frame: its length, then its bytes."""
+    """Frame a short message: its length, then its bytes."""
     return bytes([len(message)]) + message.ljust(_ROOM, b"\0")
 
 
 def unframed(frames: Sequence[bytes]) -> list[bytes] | None:
-    """Take the messages of all ranks out of their frames; None if they differ in length."""
+    """Return the framed messages of all ranks; None if they differ in length."""
     length = frames[0][0]
     return [frame[1 : 1 + length] for frame in frames] if {frame[0] for frame in frames} == {length} else None
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Name some ranks in a message: "rank 1", "ranks 0, 2"."""
+    """Name ranks: "rank 1", "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
-    """Say what some ranks have begun more often than others, from counts by rank and name."""
+    """Describe what some ranks began more often than others, from counts by rank and name."""
     told = []
     for name in sorted(set[str]().union(*counts.values())):
         ranks_of: dict[int, list[int]] = {}
@@ -40,7 +40,7 @@ def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
 
 
 def met_otherwise(told: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]) -> str:
-    """Say that ranks are in different calls: by rank, the counts, and the call that it is in, if any."""
+    """Describe ranks in different calls, from each rank's counts and open calls."""
     inside = ", ".join(f"rank {rank} is in {name}" for rank, (_, names) in told.items() for name in names)
     known = [inside] * bool(inside) + differences({rank: counts for rank, (counts, _) in told.items()})
     what = f": {'; '.join(known)}" if known else ""

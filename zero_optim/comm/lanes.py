@@ -1,21 +1,19 @@
 """Process groups beside a given one, of the same ranks, lent to one user at a time.
 
 Note [Lanes]
-    Collectives of two threads on one process group mix. So code that communicates beside the main thread, or
-    must not wait behind its traffic, uses process groups of its own: lanes. A gloo group needs three threads
-    and several file descriptors, so lanes are kept and lent until a user drops its `Lease`. That happens at
-    another time on each rank, so the ranks agree which lanes are free. The next user waits for sends and
-    receives that are under way.
+    Collectives of two threads on one process group mix. Code beside the main thread, or that must not queue
+    behind its traffic, uses groups of its own: lanes. A gloo group costs three threads and several file
+    descriptors, so lanes are lent until a `Lease` is dropped. Ranks drop it at different times, so they agree
+    which lanes are free. The next user waits for pending sends and receives.
 
-    A rank that failed may have started fewer collectives, so later ones would be paired wrongly. A user that
-    saw a failure abandons its lanes, and a lane is lent only if every rank has started as many collectives on
-    it.
+    A failed rank may have started fewer collectives, which would pair later ones wrongly. So a user abandons
+    its lanes after a failure, and a lane is lent only if every rank started as many collectives on it.
 
 Note [Lanes end with the default group]
-    If only its members make a group, PyTorch names it by the number of groups in the process: a lane that one
-    rank destroys earlier could make later names differ, and ranks wait in vain. So lanes are not destroyed,
-    and the ranks agree on their names. A gloo thread never holds the last reference to one: the end of a
-    group waits for it.
+    PyTorch names a group made by its members alone by the number of groups in the process. If one rank
+    destroyed a lane earlier, later names would differ and ranks would wait in vain. So lanes are not
+    destroyed, and ranks agree on names. A gloo thread must not hold the last reference to a group, whose end
+    waits for it.
 """
 
 import gc
@@ -44,7 +42,7 @@ _MOST = 8  # lanes of one user on gloo
 class Lease:
     """The right of one user to some lanes, until this object is dropped.
 
-    ``under_way`` has sends and receives that nobody has waited for yet; whoever begins them keeps them here.
+    ``under_way``: sends and receives that nobody has waited for yet; their starter adds them.
     """
 
     def __init__(self, lanes: Mapping[str, RankGroup], free: "_Free") -> None:
@@ -56,11 +54,11 @@ class Lease:
 
     @classmethod
     def of(cls, group: RankGroup) -> "Lease":
-        """Make a lease of a group that is not a lane; nothing happens when it ends."""
+        """Wrap a group that is no lane; its end does nothing."""
         return cls({"": group}, {})
 
     def abandon(self) -> None:
-        """Never lend these lanes again, because something failed on them. Does not communicate."""
+        """Never lend these lanes again, after a failure on them. No communication."""
         self._end.detach()
 
 
@@ -70,18 +68,18 @@ _Free: TypeAlias = dict[str, list[Waitable]]
 
 @dataclass(slots=True)
 class _Pool:
-    """The lanes of some ranks, which PyTorch registers until they are destroyed, and those that are free."""
+    """The lanes of some ranks, registered by PyTorch until they are destroyed, and the free ones."""
 
     lanes: WeakValueDictionary[str, dist.ProcessGroup] = field(default_factory=WeakValueDictionary)
     free: _Free = field(default_factory=dict)
 
     def offer(self) -> _Free:
-        """Take all free lanes out, so that no other thread offers them at the same time."""
+        """Take all free lanes out, so that no other thread offers them too."""
         taken = {name: self.free.pop(name) for name in list(self.free)}
         return {name: under_way for name, under_way in taken.items() if name in self.lanes}
 
     def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
-        """Lend lanes; what goes on them counts where what goes on the group beside them does."""
+        """Lend lanes, with traffic counted as the group's."""
         made = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
         return Lease({name: replace(lane, phase=group.phase) for name, lane in made.items()}, self.free)
 
@@ -92,39 +90,38 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes with the backend that sends a group's data; all ranks call, communicates as `lease`.
+    """Take lanes with the backend of a group's data; all ranks call, communicates as `lease`.
 
-    On gloo one for each rank, up to eight; else one: groups of NCCL gain nothing beside each other, and may
-    deadlock.
+    On gloo one for each rank, up to eight; else one: NCCL groups gain nothing side by side and may deadlock.
     """
     backend = group.data_backend
     return gloo_lanes_beside(group) if backend == "gloo" else lease(group, 1, backend)
 
 
 def gloo_lanes_beside(group: RankGroup) -> Lease:
-    """Take gloo lanes, one for each rank, up to eight. All ranks call; communicates and raises as `lease`."""
+    """Take gloo lanes, one for each rank, up to eight. All ranks call; communicates as `lease`."""
     return lease(group, min(group.size, _MOST), "gloo")
 
 
 def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
-    """Take gloo lanes for exchanging gradients of ``params`` on the CPU; elsewhere the group itself.
+    """Take gloo lanes to exchange CPU gradients of ``params``; else return the group itself.
 
-    There two communicators that are in use at once may wait for each other for ever. Communicates as `lease`.
+    On accelerators two communicators in use at once may deadlock. Communicates as `lease`.
     """
     return lanes_beside(group) if may_run_beside(group, params) else Lease.of(group)
 
 
 def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
-    """Whether another thread may use lanes beside a group: on gloo, for tensors on the CPU."""
+    """Return whether another thread may use lanes beside a group: gloo, CPU tensors."""
     if any(is_asynchronous(device) for device in {param.device for param in params}):
         return False
     return group.backend_of(torch.device("cpu")) == "gloo"
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:
-    """Take lanes of the same ranks and timeout as a group; all ranks call. A new gloo lane takes some 20 ms.
+    """Take lanes with a group's ranks and timeout; all ranks call. A new gloo lane takes some 20 ms.
 
-    Raises RankMismatchError if ranks want different lanes, RemoteRankError if a rank does not come.
+    RankMismatchError if ranks want different lanes, RemoteRankError if a rank is missing.
     """
     pool = _pool_of(group, backend)
     offered = pool.offer()
@@ -160,7 +157,7 @@ def _pool_of(group: RankGroup, backend: str) -> _Pool:
 def _exchange(
     group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
 ) -> list[dict[str, Any]]:
-    """Tell every rank how many lanes this one wants, how many there are, and which are free here."""
+    """Exchange how many lanes each rank wants, how many exist, and which are free."""
     wish = {
         "want": f"{number} on {backend}",
         "free": {name: num_started(RankGroup.of(pool.lanes[name])) for name in sorted(offered)},
@@ -176,7 +173,7 @@ def _exchange(
 
 
 def _common(everyone: list[dict[str, Any]]) -> list[str]:
-    """List the lanes that are free, and have started as many collectives, on every rank."""
+    """Return the lanes that are free, with as many collectives, on every rank."""
     return [
         name
         for name, started in everyone[0]["free"].items()
@@ -185,7 +182,7 @@ def _common(everyone: list[dict[str, Any]]) -> list[str]:
 
 
 def num_started(lane: RankGroup) -> int:
-    """Count the collectives started on a lane, as all ranks count them alike; an exchange is one."""
+    """Return how many collectives were started on a lane, equal on all ranks; an exchange counts once."""
     count = getattr(lane.process_group, "_get_sequence_number_for_group", None)
     return int(count()) - lane.works.apart if count is not None else 0
 

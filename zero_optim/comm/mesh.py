@@ -1,15 +1,14 @@
-"""A 2-D mesh of ranks: replicas, inside of which rows have owners, and copies of these owners across.
+"""A 2-D mesh of ranks: inside a replica rows have owners; copies of an owner are across replicas.
 
 Note [Whose state it is]
-    The ranks of the optimizer say how the state is divided. An optimizer over one row of the mesh has all of
-    it inside its replica, and the others have the same once more. One over all ranks has it once: a replica
-    only gathers parameters inside. Then clipping, scaling, state dicts, checkpoints and stamps are those of
-    one group.
+    The optimizer's ranks say how the state is divided. Over one row of the mesh it has all state inside its
+    replica, and other replicas repeat it. Over all ranks the state exists once, and a replica only gathers
+    parameters. Then clipping, scaling, state dicts, checkpoints and stamps are those of one group.
 
 Note [Numbers in a mesh]
-    The owners of the same rows in all replicas must have the same group rank, but a process group numbers its
-    ranks as they rise. So a mesh is refused whose ranks do not rise along its rows and columns;
-    `init_device_mesh` makes none.
+    Owners of the same rows need the same group rank in all replicas, but process groups number ranks in
+    rising order. So a mesh is refused unless ranks rise along rows and columns, as `init_device_mesh` makes
+    them.
 """
 
 import secrets
@@ -28,15 +27,12 @@ _Table = list[list[int]]  # global ranks, by replica
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMesh:
-    """The ranks that train one model, as replicas, each of which holds everything once.
+    """The ranks of one model in replicas, each of which has everything once.
 
-    Attributes:
-        everyone: all ranks.
-        inner: those of this replica; they own what they own for themselves.
-        across: those that own the same in all replicas, by the replica's number; if the state is split,
-            those that have the same number in theirs.
-        splits_state: owners are ranks of all replicas, see Note [Whose state it is].
-        places: by rank of all: its replica, and its number there.
+    ``inner``: this replica, which owns for itself. ``across``: owners of the same rows in all replicas; if
+    ``splits_state`` (Note [Whose state it is]), ranks with the same number. ``places``: by rank of
+    ``everyone``,
+    its replica and its number there.
     """
 
     everyone: RankGroup
@@ -47,10 +43,11 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, owners: RankGroup, *, may_split: bool = False) -> "RankMesh | None":
-        """Find the ranks of a 2-D mesh (replicas, ranks of a replica); all ranks call. Communicates.
+        """Build it from a 2-D mesh (replicas, ranks of a replica); all ranks call. Communicates.
 
-        ``owners`` are the ranks of the optimizer: those of this replica, or all where it ``may_split``. None
-        without a mesh, and for one replica. A mesh that does not fit raises on every rank of ``owners``.
+        ``owners``: the optimizer's ranks, which are this replica or, if it ``may_split``, all. Returns None
+        without
+        a mesh or for one replica. A mesh that does not fit raises on every rank of ``owners``.
         """
         with failing_together(owners):
             table = None if mesh is None else _table(mesh, owners, may_split=may_split)
@@ -68,22 +65,22 @@ class RankMesh:
         return found
 
     def owned_by(self, owners: RankGroup) -> "RankMesh":
-        """Give the same ranks for another optimizer, which has the same process group; see `of`."""
+        """Return the same ranks for another optimizer with the same process group; see `of`."""
         return replace(self, everyone=owners) if self.splits_state else replace(self, inner=owners)
 
     @property
     def of_owners(self) -> "RankMesh | None":
-        """What owners have to know: the mesh, if there are others that own the same."""
+        """The mesh, if others own the same rows; else None."""
         return None if self.splits_state else self
 
 
 def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
-    """Give this rank's column (dimension 0) or row (1) of a mesh."""
+    """Return this rank's column (dimension 0) or row (1) of a mesh."""
     return replace(RankGroup.of(mesh.get_group(dimension), owners.data_devices), phase=owners.phase)
 
 
 def _places(table: _Table, ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Give the replica, and the number in it, of each of the global ranks of a mesh."""
+    """Return the replica of each global rank and the number in it."""
     found = {rank: (replica, number) for replica, row in enumerate(table) for number, rank in enumerate(row)}
     return tuple(found[rank] for rank in ranks)
 
@@ -120,7 +117,7 @@ def _rises(line: Sequence[int]) -> bool:
 
 
 def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGroup:
-    """Find a group of all ranks of a mesh, or make one."""
+    """Find or make a group of all ranks of a mesh."""
     world = RankGroup.of(None, inner.data_devices).within(inner.phase.timeout)
     for known in (world, across):
         if list(known.works.ranks) == ranks and all(map(known.backend_of, inner.data_devices)):
@@ -129,13 +126,13 @@ def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGrou
 
 
 def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
-    """Check that the replicas of a mesh have equal optimizers; all ranks of it call, as in `agree`."""
+    """Check that the replicas' optimizers are equal; all ranks of the mesh call, as `agree`."""
     hint = "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"
     agree(everyone, items, "the optimizers of the replicas", {"parameter": hint})
 
 
 def made_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> RankGroup:
-    """Make a process group of all ranks of a mesh, which call; communicates."""
+    """Make a process group of all ranks of a mesh, which all call; communicates."""
     token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
     token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
     name, timeout = f"zero_optim:{token.decode()}", timeout_of(inner.process_group)

@@ -1,4 +1,4 @@
-"""What is noted of a work, a call or a pass, so that `zero_optim.health` can tell other ranks."""
+"""Records of works, calls and passes, which `zero_optim.health` tells other ranks."""
 
 import time
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _NOUNS = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The begin or end of a call or pass that was begun ``count`` times; the time is monotonic."""
+    """The begin or end of a call or pass, its ``count``-th; the time is monotonic."""
 
     name: str
     count: int
@@ -40,7 +40,7 @@ class Mark:
 
 
 class Activity:
-    """Calls and passes of this process: how often each was begun, those that are open, and the last mark."""
+    """How often each call or pass was begun in this process, the open ones, and the last mark."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -49,19 +49,19 @@ class Activity:
 
     @untraced
     def begin(self, name: str) -> None:
-        """Note that something begins."""
+        """Record a begin."""
         count = self.counts[name] = self.counts.get(name, 0) + 1
         self.last = self.open[name] = Mark(name, count, time.monotonic(), is_over=False)
 
     @untraced
     def end(self, name: str) -> None:
-        """Note that it has ended."""
+        """Record an end."""
         self.open.pop(name, None)
         self.last = Mark(name, self.counts.get(name, 0), time.monotonic(), is_over=True)
 
 
 class Doing:
-    """A context in which this process does something that has a name; untraced, for compiled steps."""
+    """A context with a name for what this process does; untraced, for compiled steps."""
 
     __slots__ = ("_activity", "_name")
 
@@ -80,27 +80,24 @@ class Doing:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a group was given up, and the group ranks that did not come; the same on all its ranks."""
+    """Why a group was given up, and the missing group ranks; equal on all its ranks."""
 
     message: str
     missing: tuple[int, ...] = ()
 
     def error(self) -> StalledError:
-        """Make the exception."""
+        """Build the exception."""
         return StalledError(self.message, self.missing)
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What is known of one work; times are seconds of `time.monotonic`.
+    """The record of one work; times are seconds of `time.monotonic`.
 
-    Attributes:
-        number: counted from 1 on this process, in its group.
-        phase: one of `zero_optim.comm.traffic.PHASES`, ``checkpoint`` or ``buffers``.
-        about: what it brings, such as ``bucket 3 (layers.7.weight, …)``; may be empty.
-        timeout: seconds after which a wait for it is given up.
-        failure: the message of what its wait raised.
-        runs_hook: a comm hook runs in it, so an error need not be the backend's.
+    ``number``: from 1, in its group on this process. ``phase``: of `zero_optim.comm.traffic.PHASES`, or
+    ``checkpoint`` or ``buffers``. ``about``: such as ``bucket 3 (layers.7.weight, …)``, or empty.
+    ``timeout``:
+    seconds. ``failure``: the message of its wait's error. ``runs_hook``: a comm hook may raise in it.
     """
 
     group: "GroupWorks"
@@ -117,18 +114,18 @@ class Record:
 
     @property
     def text(self) -> str:
-        """Name the work in a message."""
+        """Return its name in messages."""
         noun = _NOUNS.get(self.phase, f"a collective ({self.phase})")
         return f"{noun} of {self.about}" if self.about else noun
 
     @property
     def label(self) -> str:
-        """Name the work for a profiler."""
+        """Return its name for a profiler."""
         bucket = self.about.partition(" (")[0]
         return f"zero_optim.{self.phase} {bucket}" if bucket else f"zero_optim.{self.phase}"
 
     def waited(self, now: float) -> float:
-        """Return for how many seconds a thread has waited."""
+        """Return the seconds that a thread has waited."""
         since = self.waiting_since
         return 0.0 if since is None else now - since
 
@@ -137,7 +134,7 @@ class Record:
         return _Watched(self, ends=False)
 
     def waiting(self) -> "_Watched":
-        """Return a context in which the caller waits for the work, and does nothing else."""
+        """Return a context in which the caller only waits for the work."""
         return _Watched(self, ends=True)
 
 

@@ -1,20 +1,18 @@
-"""Sums of rows: of W rows that every rank has, rank r receives the sum of everyone's row r.
+"""Sums of rows: of W rows on every rank, rank r receives the sum of all rows r.
 
-A reduce-scatter, made of an exchange between all pairs of ranks and additions in the order of ranks: the bits
-do not depend on the backend, and rows may differ in length. On gloo with two ranks it takes a third of the
-time of a reduce-scatter over loopback, and less than half over 1 Gbit/s.
+A reduce-scatter by pairwise exchange and additions in the order of ranks, so bits do not depend on the
+backend and lengths may differ. With two gloo ranks it takes a third of a reduce-scatter's time over loopback,
+and less than half over 1 Gbit/s.
 
 Note [Sums of 16 bits]
-    W additions one after the other lose the small terms: of equal gradients, 0.03 at 64 ranks, 0.63 at 1,024.
-    So bf16 and fp16 are added in float32, and rounded once. Two ranks get the bits of an addition in the
-    dtype itself.
+    W additions in sequence lose small terms: of equal gradients, 0.03 at 64 ranks, 0.63 at 1,024. So bf16 and
+    fp16 are added in float32 and rounded once. Two ranks get the bits of an addition in the dtype itself.
 
 Note [Parts of long rows]
-    An owner may have most of all rows, such as a whole matrix, and would hold them W - 1 times. So a row that
-    is longer than the mean, by more than that, is sent in parts, of which two are there at a time. On gloo
-    each send starts at once, and parts are received while the caller waits. On other backends parts are
-    exchanged when the sum is constructed, on a stream beside the caller's: so collectives have the same order
-    on every rank.
+    An owner of most rows, such as a whole matrix, would hold them W - 1 times. So a row of more than twice
+    the mean length is sent in parts, two at a time. On gloo all sends start at once, and parts are received
+    while the caller waits. Other backends exchange parts at construction, on a second stream: so collectives
+    have one order on every rank.
 """
 
 from collections import deque
@@ -35,7 +33,7 @@ _ADDED_AT_ONCE = 2**20  # elements that are added in float32
 
 
 def num_parts(lengths: Sequence[int], itemsize: int) -> list[int]:
-    """Return in how many parts each row is sent, by lengths in elements: Note [Parts of long rows]."""
+    """Return the number of parts of each row, from lengths in elements: Note [Parts of long rows]."""
     others, total = len(lengths) - 1, sum(lengths)
     return [
         1
@@ -51,9 +49,9 @@ def _parts(row: Tensor, count: int) -> list[Tensor]:
 
 
 class RowExchange:
-    """An exchange of rows, under way. All ranks construct it, in the same order; communicates.
+    """A pending exchange of rows, by receiving rank as for `exchange`, read until `wait` returns.
 
-    ``rows``, by the rank that receives it, are as of `exchange`; they are read until `wait` returns.
+    All ranks construct it, in the same order; communicates.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class RowExchange:
         self._made = None if self._works else recorded_event(rows[0].device)
 
     def wait(self) -> list[Tensor]:
-        """Wait, with the current stream; called once. Returns the rows by sending rank, with the own one."""
+        """Wait with the current stream, once; returns the rows by sending rank, this rank's included."""
         for work in self._works:
             work.wait()
         wait_for_event(self._rows[0].device, self._made)
@@ -76,9 +74,9 @@ class RowExchange:
 
 
 class RowSum:
-    """A sum of rows, under way. All ranks construct sums, and wait for them, in the same order; communicates.
+    """A pending sum of rows, as `RowExchange`; ``in_place`` overwrites this rank's own row.
 
-    Arguments are as of `RowExchange`; with ``in_place`` the sum is made in this rank's own row.
+    All ranks construct sums and wait for them in the same order; communicates.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class RowSum:
             self._finish = beside.join
 
     def wait(self) -> Tensor:
-        """Return the sum of this rank's row, with which the current stream waits; called once."""
+        """Return the sum of this rank's row, once; the current stream waits."""
         finish, total = self._finish, self._total
         del self._finish, self._total  # with what they hold
         finish()
@@ -123,7 +121,7 @@ class RowSum:
 
 
 def _finish(exchange: RowExchange, rank: int, total: Tensor) -> None:
-    """Wait for whole rows, and add them up."""
+    """Wait for whole rows, and add them."""
     _add(exchange.wait(), rank, total)
 
 
@@ -135,7 +133,7 @@ def _receive_parts(
     receive: Callable[[Tensor], tuple[Waitable, list[Tensor]]],
     sent: Waitable,
 ) -> None:
-    """Receive the parts of this rank's row one after the other, and add them up."""
+    """Receive the parts of this rank's row in sequence, and add them."""
     for number, total in enumerate(totals, 1):
         work, came = coming.popleft()
         work.wait()
@@ -145,7 +143,7 @@ def _receive_parts(
 
 
 def _add(came: Sequence[Tensor], rank: int, total: Tensor) -> None:
-    """Add rows up in the order of ranks; ``total`` may be the row of this rank."""
+    """Add rows in the order of ranks; ``total`` may be this rank's row."""
     lower, own, upper = came[:rank], came[rank], came[rank + 1 :]
     if len(came) > 2 and own.is_floating_point() and own.element_size() < 4:
         for at in range(0, own.numel(), _ADDED_AT_ONCE):  # Note [Sums of 16 bits]
@@ -165,7 +163,7 @@ def _add(came: Sequence[Tensor], rank: int, total: Tensor) -> None:
 
 
 def _added(total: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Add up in order, in place of the first."""
+    """Add in order, in place of the first."""
     for came in others:
         total += came
     return total

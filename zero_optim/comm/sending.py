@@ -1,17 +1,15 @@
-"""Messages between single ranks, and pieces that each rank exchanges with each other one.
+"""Messages between two ranks, and exchanges between all pairs.
 
 Note [gloo and CUDA]
-    gloo brings CUDA tensors to the host by itself in its collectives. In `isend` and `irecv` it does not: it
-    takes the pointer for one to host memory. So on gloo CUDA tensors are exchanged by an all-to-all, and
-    `send` and `recv` go by way of the device of small tensors, which on gloo is the CPU. gloo's all-to-all
-    knows few dtypes and no list of tensors, hence one tensor of bytes. CPU tensors are sent piece by piece,
-    without a second copy.
+    gloo copies CUDA tensors to the host in its collectives. In `isend` and `irecv` it takes the pointer for
+    host memory. So CUDA tensors on gloo are exchanged by an all-to-all, and `send` and `recv` use the small
+    tensors' device, the CPU. gloo's all-to-all knows few dtypes and no lists, hence one tensor of bytes. CPU
+    tensors go piece by piece, without a second copy.
 
 Note [Two ranks of many]
-    For a send by itself NCCL makes a communicator of the two ranks, which takes some hundred ms and MiB of
-    the device, and stays. For sends that are started as one it uses that of the whole group. So a send is
-    always started so. It must not be the group's first call, since all ranks make the communicator: whoever
-    sends has agreed with all ranks before.
+    For a single send NCCL makes a communicator of two ranks, which takes some hundred ms and MiB, and stays.
+    Sends started as one use the whole group's, so sends are always started so. They must not be the group's
+    first call, as all ranks make the communicator: ranks agree first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,15 +37,10 @@ def exchange(
 ) -> tuple[list[Waitable], list[Tensor]]:
     """Start sending one piece to each rank, and receiving one from each; all ranks call.
 
-    Args:
-        group: the ranks.
-        pieces: by receiving rank; 1-D, contiguous, of one dtype, of equal lengths for one receiver.
-        lanes: groups of the same ranks. One gloo group is not reliably full duplex, so each sender has its
-            own.
-        about: what the pieces belong to, for messages.
-
-    Returns:
-        The handles; the pieces received, by sending rank. This rank's own piece is the tensor given.
+    ``pieces``: by receiving rank; 1-D, contiguous, one dtype, equal lengths for one receiver. ``lanes``:
+    groups
+    of the same ranks; one gloo group is not reliably full duplex, so each sender has its own. Returns the
+    handles and the received pieces by sending rank; this rank's own piece is not copied.
     """
     mine = pieces[group.rank]
     received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
@@ -83,7 +76,7 @@ def _exchange_at_once(pieces: Sequence[Tensor], received: list[Tensor], lane: Ra
 def _exchange_packed(
     pieces: Sequence[Tensor], received: list[Tensor], lane: RankGroup
 ) -> tuple[list[dist.Work], list[Tensor]]:
-    """Exchange as one tensor each way, and as bytes: see Note [gloo and CUDA]."""
+    """Exchange one tensor of bytes each way: see Note [gloo and CUDA]."""
     own = pieces[lane.rank]
     sent, into = (
         [own[:0] if rank == lane.rank else of[rank] for rank in range(lane.size)] for of in (pieces, received)
@@ -102,8 +95,9 @@ def start_parts(
 ) -> tuple[Waitable, Callable[[Tensor], Received]]:
     """Start sending parts to each rank, where `is_gloo_on_cpu` holds; all ranks call, as `exchange`.
 
-    Returns the handle of all sends, and a function that starts to receive the next part of every other rank:
-    it takes this rank's own part, and returns a handle, and the parts by sending rank.
+    Returns the handle of all sends, and a function that starts to receive the next parts: from this rank's
+    own
+    part it returns a handle, and the parts by sending rank.
     """
     lane = replace(lanes[0], phase=group.phase)
     record = lane.begin_work(about)
@@ -130,10 +124,10 @@ def start_parts(
 def spread_rows(
     group: RankGroup, rows: Sequence[tuple[int, Tensor]], lanes: Lanes, tag: int, about: str = ""
 ) -> list[Waitable]:
-    """Start to send each row from its owner to the other ranks, on gloo and the CPU; all ranks call.
+    """Start sending each row from its owner to all others, on gloo and CPU; all ranks call.
 
-    As `RankGroup.broadcast_rows`, but rows of different tags, of 1 to 2**31 - 2, never meet: gloo ends the
-    process, from a thread of its own, where rows that meet differ in length.
+    As `RankGroup.broadcast_rows`, but rows with different tags (1 to 2**31 - 2) never meet: if rows that meet
+    differ in length, gloo ends the process from its own thread.
     """
     if group.size == 1 or not rows:
         return []
@@ -149,7 +143,7 @@ def spread_rows(
 
 
 def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
-    """Send a contiguous tensor to some ranks, which call `recv`; waits until they have read it."""
+    """Send a contiguous tensor to ranks that call `recv`; waits until they have read it."""
     staged = tensor.to(group.device)
     record = group.begin_work()
     with record.starting(), _at_once(group, staged.device) as started:
@@ -165,7 +159,7 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
 
 
 def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
-    """Fill a contiguous tensor with what ``source`` sends; on an asynchronous device the stream waits."""
+    """Receive into a contiguous tensor from ``source``; on an accelerator the stream waits."""
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
     with group.phase.held_up(), group.begin_work().waiting():
         with _at_once(group, staged.device) as started:
@@ -179,7 +173,7 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
 
 
 def start_send(group: RankGroup, tensor: Tensor, to: int) -> Waitable:
-    """Start to send a contiguous tensor of the CPU on gloo; keep the handle until it was received."""
+    """Start to send a contiguous CPU tensor on gloo; keep the handle until it is received."""
     record = group.begin_work()
     with record.starting():
         handle = Paired(_made([_isend(group, tensor, to)]))
@@ -188,7 +182,7 @@ def start_send(group: RankGroup, tensor: Tensor, to: int) -> Waitable:
 
 
 def start_recv(group: RankGroup, tensor: Tensor, source: int) -> Waitable:
-    """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
+    """Start to receive into a contiguous CPU tensor on gloo."""
     record = group.begin_work()
     with record.starting():
         (work,) = _made([_irecv(group, tensor, source)])
@@ -202,7 +196,7 @@ def _start_paired(
     lanes: Lanes,
     tag: int = 0,
 ) -> Paired:
-    """Start to send tensors to ranks, and to receive some, on the lanes of those that send."""
+    """Start to send tensors to ranks, and to receive some, on the lanes of the senders."""
     lane, sends = lanes[group.rank % len(lanes)], list(sends)
     sent = _made([_isend(lane, tensor, rank, tag) for rank, tensor in sends])
     came = _made([_irecv(lanes[rank % len(lanes)], tensor, rank, tag) for rank, tensor in receives])
@@ -210,13 +204,13 @@ def _start_paired(
 
 
 def _count_as_one(group: RankGroup, lanes: Lanes) -> None:
-    """Count all that an exchange begins on a lane as one collective; see `GroupWorks.apart`."""
+    """Count an exchange on a lane as one collective; see `GroupWorks.apart`."""
     for lane in lanes[: group.size]:
         lane.works.apart -= 1
 
 
 def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[list[dist.Work]]:
-    """Start sends and receives as one, where the backend can; see Note [Two ranks of many]."""
+    """Start sends and receives as one, if the backend can; see Note [Two ranks of many]."""
     if coalesces(group.process_group, device):
         return coalesced(group.process_group, device)
     return nullcontext([])
@@ -233,5 +227,5 @@ def _irecv(group: RankGroup, tensor: Tensor, source: int, tag: int = 0) -> dist.
 
 
 def _made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
-    """Return the handles; there are all, as this process is a member of the group."""
+    """Return the handles; none is None, as this process is a member."""
     return [work for work in works if work is not None]

@@ -1,4 +1,4 @@
-"""Collectives that were started, as the code that started them holds them. Nothing here communicates."""
+"""Handles of started collectives. No communication."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,14 +16,10 @@ from zero_optim.compat.streams import Event, is_capturing, record_use, recorded_
 
 
 class Work:
-    """A collective that was started: a handle with a label, whose waits are counted.
+    """A started collective: the backend's handle or a future, its record, and its counted waits.
 
-    Args:
-        handle: of the backend, or a future.
-        phase: where waits are counted.
-        record: the label.
-        late_on: the device that does it, if the CPU does not wait for it; the watchdog asks the handle.
-        looks_up: it is a collective of gloo, see Note [Waits that nothing ends] in `comm.unended`.
+    ``late_on``: the device that runs it while the CPU goes on, for the watchdog. ``looks_up``: a gloo
+    collective, see Note [Waits that nothing ends] in `comm.unended`.
     """
 
     __slots__ = ("_looks_up", "_phase", "handle", "late_on", "record")
@@ -46,10 +42,9 @@ class Work:
             record.group.outstanding = self
 
     def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
-        """Wait for it: the caller, or on an accelerator the current stream.
+        """Wait with the caller, or on an accelerator with the current stream.
 
-        ``timeout`` replaces that of the work. Raises StalledError if a rank did not come in time, or has
-        ended.
+        ``timeout`` replaces the work's. StalledError if a rank is late or has ended.
         """
         if timeout is not None:
             self.record.timeout = timeout
@@ -62,7 +57,7 @@ class Work:
         return result
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not. Sends and receives of gloo are over once somebody has waited."""
+        """Return whether it is over, well or not. gloo's sends and receives are over after a wait."""
         handle: Any = self.handle
         try:
             return bool(handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed())
@@ -70,10 +65,9 @@ class Work:
             return True
 
     def exception(self) -> Exception | None:
-        """Return what it failed with, or the verdict of its group; None if it went well, or is not over.
+        """Return its failure or its group's verdict; None if it went well or is pending. No wait.
 
-        Waits for nothing. The error refers to no frame: see Note [Groups that end] in
-        `zero_optim.comm.works`.
+        The error has no frames: see Note [Groups that end] in `zero_optim.comm.works`.
         """
         failure = self._failure() if self.is_completed() else None
         verdict = self.record.group.verdict
@@ -94,7 +88,7 @@ class Work:
 
 
 class Awaited:
-    """A collective that a stream waits for, in the place of its handle, which keeps the tensors."""
+    """A collective that a stream waits for; unlike its handle, it keeps no tensors."""
 
     def __init__(self, record: Record, late_on: torch.device, event: Event) -> None:
         self.record = record
@@ -104,14 +98,14 @@ class Awaited:
 
     @classmethod
     def of(cls, work: Work) -> "Awaited | None":
-        """Make it just after a wait; None while a graph is captured, as no event may be asked then."""
+        """Build it just after a wait; None during graph capture, when events cannot be queried."""
         device = work.late_on
         if device is None or is_capturing(device):
             return None
         return cls(work.record, device, recorded_event(device))
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not; waits for nothing."""
+        """Return whether it is over, well or not. No wait."""
         try:
             return bool(self._event.query())
         except RuntimeError as error:  # of a device that has failed
@@ -119,16 +113,17 @@ class Awaited:
             return True
 
     def exception(self) -> Exception | None:
-        """Return what the device failed with; errors of the backend are in the handle alone."""
+        """Return the device's failure; the backend's is in the handle alone."""
         return self._failure
 
 
 @dataclass(slots=True)
 class Pending:
-    """Collectives that have been started. Keeps their tensors, all on one device, until somebody has waited.
+    """Started collectives, with their tensors, on one device, until somebody waits.
 
-    The first stream that waits, waits for the collectives, and calls ``then``; any other one waits for the
-    first. Only one thread may wait at a time.
+    The first stream waits for them and calls ``then``; other streams wait for the first. Only one thread may
+    wait
+    at a time.
     """
 
     works: Sequence[Waitable]
@@ -138,7 +133,7 @@ class Pending:
     _behind: tuple[torch.device, Event] | None = field(default=None, init=False)
 
     def wait(self) -> bool:
-        """Let the current stream, on the CPU the caller, wait; True if no stream needs to wait any more."""
+        """Let the current stream, or on the CPU the caller, wait; True if no stream must wait any more."""
         if not self.is_unclaimed:
             return self._wait_behind()
         self.is_unclaimed = False

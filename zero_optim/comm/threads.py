@@ -1,4 +1,4 @@
-"""Threads beside the others, which are waited for when the process ends."""
+"""Threads that the end of the process waits for."""
 
 import atexit
 import os
@@ -13,11 +13,11 @@ _RUNNING: set[threading.Thread] = set()
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
-    """Do something on a thread of its own, which is waited for some seconds when the process ends.
+    """Run ``work`` on a new thread; the end of the process waits some seconds for it.
 
-    A thread that comes back from PyTorch while the interpreter ends aborts the process (exit status 134).
-    When a verdict makes the waits of this process raise, the process often ends while such a thread breaks
-    connections.
+    A thread that returns from PyTorch while the interpreter ends aborts the process (exit status 134). That
+    is
+    likely after a verdict, which ends the waits of a process while such a thread breaks connections.
     """
 
     def run() -> None:

@@ -1,20 +1,18 @@
-"""What a rank sends, and how long its callers are held up by communication: counters, by phase.
+"""Counters by phase: bytes that a rank sends, and seconds that communication holds its callers up.
 
 Note [Bytes sent]
-    Counted is what this rank's network interface sends of the tensors, without headers. For gloo it is exact:
+    What this rank's network interface sends of the tensors, without headers. Exact for gloo:
 
-    - A broadcast goes along a tree: the rank ``v`` places behind the source sends it once for each power of
-      two above ``v``, if there is a rank that many places further.
-    - An exchange sends each other rank its piece. Rows of units are sent likewise, by their owners.
+    - A broadcast goes along a tree: the rank ``v`` places behind the source sends once for each power of two
+      above ``v``, if a rank is that many places further.
+    - An exchange, or rows of a unit, send one piece to each other rank.
     - A gather of small tensors goes round a ring: W-1 times the tensor.
-    - A sum of n bytes goes round a ring twice: ``2 * (W-1) / W * n``; indices and values of a sparse tensor
-      once.
+    - A sum of n bytes goes round twice: ``2 * (W-1) / W * n``; a sparse tensor's indices and values once.
 
 Note [Exposed seconds]
-    Time is exposed if a caller is held up: by a wait, and on the CPU also by what the calling thread does for
-    communication (pack, start, add up, hand out). Not by a thread of this library, but by the wait for it. On
-    an accelerator waits of the CPU alone are counted; with NCCL a stream waits instead. Spans lie in each
-    other, and a second counts once, in the innermost.
+    Time is exposed while a caller waits, or on the CPU works for communication (packs, starts, adds). A
+    thread of this library is not exposed, but the wait for it is. On an accelerator only waits of the CPU
+    count; with NCCL a stream waits instead. Spans nest, and a second counts once, in the innermost.
 """
 
 import threading
@@ -29,10 +27,10 @@ PHASES = ("gather", "reduce", "clip", "agree", "state", "mirror")
 
 
 class Waitable(Protocol):
-    """The handle of a collective that was started."""
+    """The handle of a started collective."""
 
     def wait(self) -> object:
-        """Wait for it: the caller, or the current stream."""
+        """Wait with the caller, or the current stream."""
         ...
 
 
@@ -44,7 +42,7 @@ class _Counts:
 
 
 class Traffic:
-    """Counts of one optimizer, or one reducer. Several threads may add to it."""
+    """Counts of one optimizer or reducer. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -68,7 +66,7 @@ class Traffic:
             counts.collectives += collectives
 
     def figures(self, phases: tuple[str, ...], steps: str, *, reset: bool) -> dict[str, float]:
-        """Return the counts of some phases, and the totals; with ``reset`` count from zero again."""
+        """Return the counts of some phases and the totals; ``reset`` counts from zero again."""
         with self._lock:
             counts, num_steps = self._counts, self._steps
             told = _told(counts, phases)
@@ -93,7 +91,7 @@ def _told(counts: Mapping[str, _Counts], phases: tuple[str, ...]) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Where traffic and waits count: in a phase of `PHASES`, with the timeout of a wait in seconds."""
+    """A phase of `PHASES` that traffic and waits count in, with a timeout in seconds."""
 
     traffic: Traffic = field(default_factory=Traffic)
     name: str = "agree"
@@ -105,12 +103,12 @@ class Phase:
         self.traffic.add(self.name, nbytes=nbytes, collectives=collectives)
 
     def held_up(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread waits, or works for communication alone."""
+        """Return a context in which this thread waits or works for communication."""
         return _Span(self.traffic, self.name) if self.is_exposed else nullcontext()
 
 
 class _OpenSpans(threading.local):
-    """The spans that a thread is in, two numbers each: seconds of spans inside of it, and its begin."""
+    """The open spans of a thread, two numbers each: seconds of inner spans, and its begin."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -120,7 +118,7 @@ _OPEN = _OpenSpans()
 
 
 class _Span:
-    """Counts the time that a body takes, but for what spans inside of it count."""
+    """Counts the time of a body, less that of inner spans."""
 
     __slots__ = ("_name", "_traffic")
 
@@ -143,7 +141,7 @@ class _Span:
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_gloo: bool) -> int:
-    """Count what a rank sends in a broadcast, ``behind`` places after the source: Note [Bytes sent]."""
+    """Return the bytes a rank sends in a broadcast, ``behind`` places after the source: Note [Bytes sent]."""
     if not is_gloo:
         return nbytes if behind < size - 1 else 0
     reach, times = 1, 0
@@ -154,5 +152,5 @@ def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_gloo: bool) -> i
 
 
 def sum_nbytes(nbytes: int, size: int) -> int:
-    """Count what one rank sends where a tensor is summed over all ranks."""
+    """Return the bytes one rank sends for a sum over all ranks."""
     return 2 * (size - 1) * nbytes // size

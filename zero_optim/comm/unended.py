@@ -1,18 +1,17 @@
-"""Waits for what gloo sends, which look up now and then.
+"""Waits for gloo's sends, which poll for a verdict.
 
 Note [Waits that nothing ends]
-    gloo forgets a send, for good, if the connection turns out to be closed just when its thread begins to
-    write: above all to a process that was stopped and goes on when the others have given up. Neither does the
-    wait raise then, nor does it help to break the connections. So a wait for a collective returns each `LOOK`
-    seconds, and raises the verdict if the group was given up a look ago. A thread of gloo still hangs, and
-    the end of the group would wait for it, so the group is kept for ever.
+    gloo forgets a send for good if the connection closes just when its thread begins to write: above all to a
+    process that was stopped and resumes after the others gave up. Then no wait raises, and breaking the
+    connections does not help. So a wait polls every `LOOK` seconds, and raises the verdict if the group was
+    given up one poll ago. A gloo thread still hangs, and the group's end would wait for it, so the group is
+    kept for ever.
 
 Note [Sends that nothing ends]
-    A wait for a send that takes too long breaks the connections of a group that may be well. So it is made
-    without a limit, on a thread of its own, and the caller waits for that thread (`Paired`). A receive is
-    never forgotten, so the caller waits for it meanwhile. To start the thread takes some 50 µs. So sends of
-    up to `SMALL` bytes, which the system takes at once, do without. In trials up to 512 KiB came through, and
-    1 MiB was forgotten.
+    A timeout of a send breaks the connections of a group that may be well. So a thread waits for it without a
+    limit, and the caller for the thread (`Paired`). A receive is never forgotten, so the caller waits for it
+    meanwhile. The thread costs some 50 µs, so sends of up to `SMALL` bytes, which the system takes at once,
+    do without it. In trials 512 KiB came through, and 1 MiB was forgotten.
 """
 
 import _thread  # as its threads start in a third less of the time
@@ -27,7 +26,7 @@ SMALL = 2**16
 
 
 class Paired:
-    """What gloo sends from rank to rank, and receives, as one handle. See Note [Sends that nothing ends]."""
+    """gloo's sends and receives as one handle. See Note [Sends that nothing ends]."""
 
     __slots__ = ("_is_small", "_receives", "_sends")
 
@@ -39,16 +38,16 @@ class Paired:
         self._receives = receives
 
     def wait(self) -> None:
-        """Wait for all of them, and do not look up."""
+        """Wait for all, without polling."""
         for work in (*self._sends, *self._receives):
             work.wait()
 
     def is_completed(self) -> bool:
-        """Tell whether somebody has waited for all of them."""
+        """Return whether somebody has waited for all."""
         return all(work.is_completed() for work in (*self._sends, *self._receives))
 
     def wait_and_look_up(self, is_given_up: Callable[[], bool]) -> bool:
-        """Wait for all of them; as `wait_and_look_up`."""
+        """Wait for all and poll, as `wait_and_look_up`."""
         if self._is_small:
             self.wait()
             return True
@@ -81,7 +80,7 @@ class Paired:
 
 
 def wait_and_look_up(handle: dist.Work | Paired, is_given_up: Callable[[], bool]) -> bool:
-    """Wait for a collective or sends of gloo; False if the group was given up, and it does not end."""
+    """Wait for gloo's collective or sends; False if the group was given up and they do not end."""
     if isinstance(handle, Paired):
         return handle.wait_and_look_up(is_given_up)
     while True:
@@ -99,5 +98,5 @@ def wait_and_look_up(handle: dist.Work | Paired, is_given_up: Callable[[], bool]
 
 
 def keep_for_ever(group: dist.ProcessGroup) -> None:
-    """Let a process group live until the process ends, whoever lets go of it."""
+    """Keep a process group until the process ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

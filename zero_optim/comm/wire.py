@@ -1,7 +1,7 @@
-"""Nested values with tensors, sent from rank to rank without pickle; the memory of tensors, in pieces.
+"""Nested values with tensors, sent between ranks without pickle.
 
-The skeleton of a value travels first, see `comm.encoding`. The tensors' memory follows in pieces of bounded
-size, so neither side needs a second copy of the whole.
+The skeleton goes first, see `comm.encoding`. The tensors' memory follows in pieces of bounded size, so no
+side needs a second copy of all.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def pieces_of(sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut memories into pieces of `PIECE_NBYTES`: lists of (index, start, stop), alike on all ranks."""
+    """Cut memories into pieces of `PIECE_NBYTES`: lists of (index, start, stop), equal on all ranks."""
     piece: list[tuple[int, int, int]] = []
     room = PIECE_NBYTES
     for index, size in enumerate(sizes):
@@ -57,7 +57,7 @@ def pieces_of(sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
-    """Copy the memory of tensors, on any devices, into 1-D bytes on the CPU; by way of pinned pieces."""
+    """Copy tensors on any devices into 1-D CPU bytes, by way of pinned pieces."""
     memories = [memory_of(tensor) for tensor in tensors]
     if not into.numel():
         return
@@ -72,7 +72,7 @@ def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
 
 
 def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
-    """Allocate the tensors that a skeleton describes, with the memory that `pack` has copied."""
+    """Allocate a skeleton's tensors from bytes of `pack`."""
     tensors = blank_tensors(skeleton)
     memories = [memory_of(tensor) for tensor in tensors]
     private.foreach_copy_(memories, list(torch.split(packed, [memory.numel() for memory in memories])))
@@ -80,7 +80,7 @@ def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copy a tensor with its strides, and the attributes of a subclass, detached from autograd."""
+    """Copy a tensor with its strides and a subclass's attributes, detached."""
     return _like(tensor, tensor.detach().clone())
 
 
@@ -90,10 +90,9 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy plain dense tensors with their strides into CPU memory, those of an accelerator piece by piece.
+    """Copy plain dense tensors with their strides to the CPU, from an accelerator piece by piece.
 
-    Pieces come to pinned memory first. The copies are in ordinary memory: PyTorch keeps pinned memory,
-    rounded up.
+    Only the pieces are pinned, since PyTorch keeps pinned memory, rounded up.
     """
     copies = [
         torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
@@ -118,7 +117,7 @@ def _like(tensor: Tensor, copy: Tensor) -> Tensor:
 
 
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
-    """Send an encoded value to some ranks, which call `recv_value` or `recv_encoded`."""
+    """Send an encoded value to ranks that call `recv_value` or `recv_encoded`."""
     header = bytes_to_tensor(skeleton_to_bytes(skeleton))
     send(group, torch.tensor([header.numel()]), *to)
     send(group, header, *to)
@@ -129,14 +128,14 @@ def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors:
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Make one tensor of a piece, on the device that sends. Parts may lie on several, as Adam's."""
+    """Join the parts of a piece, perhaps of several devices (Adam's), on the sending device."""
     if device.type == "cpu" and any(part.device != device for part in parts):
         return HostCopy(*parts).read()
     return parts[0] if len(parts) == 1 else torch.cat([part.to(device) for part in parts])
 
 
 def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] = int) -> Nested:
-    """Receive a value and decode it; may raise TypeError on this rank alone, for a tensor subclass."""
+    """Receive and decode a value; TypeError on this rank alone for an unknown tensor subclass."""
     skeleton, tensors = recv_encoded(group, source, advance)
     return decode(skeleton, iter(tensors))
 
@@ -146,7 +145,7 @@ def recv_encoded(
 ) -> tuple[Skeleton, list[Tensor]]:
     """Receive a value into CPU memory, for `decode`.
 
-    ``advance`` is called after each piece with its bytes; ``place`` returns memory with given strides.
+    ``advance`` is called with the bytes of each piece; ``place`` allocates a tensor with given strides.
     """
     length = torch.zeros(1, dtype=torch.int64)
     recv(group, length, source)

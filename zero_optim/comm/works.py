@@ -1,20 +1,18 @@
-"""The works of each process group on this process, and what becomes of them. Nothing here communicates.
+"""The works of each process group in this process. No communication.
 
-A *work* is a collective of the library, with a label: a `Record`, which holds no tensor. The last `KEPT`
-records are the *ring* of the process.
+A *work* is a collective with a `Record`, which has no tensor. The *ring* has the last `KEPT` records.
 
 Note [Waits that end]
-    A thread that waits is in the backend's C++ code, where nothing can interrupt it. gloo cannot wait in
-    slices for sends and receives: a wait that takes too long breaks all connections of the group. But just
-    that helps. So waits have no limit, and are noted here. To give up a group, the watchdog breaks its
-    connections from another thread (`GroupWorks.cut`). Each wait then raises in its own thread, and
-    `WorkLog.explain` says why.
+    A waiting thread is in C++ code that nothing can interrupt, and gloo cannot wait for sends and receives in
+    slices: a timeout breaks all connections of the group. But just that helps. So waits have no limit and are
+    recorded here. To give up a group, the watchdog breaks its connections from another thread
+    (`GroupWorks.cut`). Each wait then raises, and `WorkLog.explain` says why.
 
 Note [Groups that end]
-    gloo closes the connections of a group when nothing refers to it. The traceback of an error does, by the
-    frames that waited; if a frame refers to the error in turn, until garbage is collected, and other ranks
-    wait on. So nothing here keeps an error. A caller may: so who lets go of ranks after a failed wait cuts
-    all their groups (`WorkLog.cut_if_failed`).
+    gloo closes a group's connections when nothing refers to it. An error's traceback refers to it by the
+    frames that waited; in a cycle until garbage is collected, while other ranks wait. So nothing here keeps
+    an error. A caller may: so releasing ranks after a failed wait cuts all their groups
+    (`WorkLog.cut_if_failed`).
 """
 
 import itertools
@@ -46,16 +44,14 @@ _NO_TAG = 2**31 - 1  # of messages that nobody sends
 
 
 class GroupWorks:
-    """The works of one process group on this process, to which it keeps a weak reference.
+    """The works of one process group in this process, with a weak reference to it.
 
-    Attributes:
-        limit: the timeout of the group, in seconds.
-        verdict: why the group was given up, if it was: no work begins any more.
-        has_failed: a wait raised an error of the backend.
-        tags: numbers for messages of an exchange in parts, alike on all ranks.
-        apart: sends and receives that the backend has counted, less one for each exchange.
-        outstanding: a work that an accelerator does while the CPU goes on. One at a time, as works of a group
-            end in order. Once a stream waits for it, its handle is dropped: that keeps the tensors.
+    ``limit``: the group's timeout in seconds. ``verdict``: why the group was given up; no work begins any
+    more.
+    ``has_failed``: a wait raised the backend's error. ``tags``: numbers of messages of an exchange in parts,
+    equal on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
+    ``outstanding``: a device's work while the CPU goes on; one, as works of a group end in order. Its handle
+    keeps the tensors, so it is dropped once a stream waits.
     """
 
     def __init__(
@@ -81,15 +77,15 @@ class GroupWorks:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Global ranks that are given up with this group: of the mesh that it is a part of, or its own."""
+        """Global ranks given up with this group: its mesh's, or its own."""
         return self.log.wholes.get(self.ranks, self.ranks)
 
     def cut(self) -> None:
-        """Break the connections of the group to other ranks, on any thread: see Note [Waits that end].
+        """Break the group's connections, on any thread: see Note [Waits that end].
 
-        gloo does so where a receive takes too long. One from a rank that is known to have ended breaks
-        nothing, so each rank is asked. Other backends have a call for it, after which the device and the CPU
-        go on.
+        gloo breaks them when a receive times out. A receive from a rank known to have ended breaks nothing,
+        so each
+        rank is tried. Other backends have a call for it, after which the device and the CPU go on.
         """
         group = self.group()
         if group is None:
@@ -104,7 +100,7 @@ class GroupWorks:
                 work.wait(timedelta(milliseconds=1))
 
     def wait_for(self, handle: dist.Work | Paired) -> bool:
-        """Wait for a collective or sends of gloo; StalledError if the group was given up."""
+        """Wait for gloo's collective or sends; StalledError if the group was given up."""
         if wait_and_look_up(handle, lambda: self.verdict is not None):
             return True
         group = self.group()
@@ -114,7 +110,7 @@ class GroupWorks:
         raise self.verdict.error()
 
     def begin(self, phase: Phase, about: str = "") -> Record:
-        """Begin a work; raises StalledError if the group was given up."""
+        """Begin a work; StalledError if the group was given up."""
         if self.verdict is not None:
             raise self.verdict.error()
         timeout = self.limit if phase.timeout is None else phase.timeout
@@ -124,7 +120,7 @@ class GroupWorks:
 
 
 def explained(works: GroupWorks | None, error: RuntimeError) -> Exception | None:
-    """Explain a failed future of the backend; None if it says it best itself. May take seconds."""
+    """Explain a failed future of the backend; None if its own message is best. May take seconds."""
     if works is None:
         return None
     if works.verdict is not None:
@@ -138,21 +134,19 @@ def _attempt(abort: Callable[[], None]) -> None:
 
 
 def explain_nothing(_record: Record, _error: RuntimeError) -> None:
-    """Explain nothing: there is no watchdog."""
+    """Return None: there is no watchdog."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkLog:
     """The works of this process, as long as the default group lives.
 
-    Attributes:
-        ring: the last works, the newest last.
-        waits: works that a thread waits for now.
-        groups: the works of each process group, by its id. The watchdog reads it while other threads add to
-            it.
-        verdicts: groups that were given up, by their ranks.
-        wholes: by the ranks of a part of a mesh, all ranks of the mesh: they have one verdict.
-        explain: turns an error of the backend into the exception of the wait; None if it says it best.
+    ``ring``: the last works, newest last. ``waits``: works that a thread waits for. ``groups``: id of a
+    process
+    group -> works, read by the watchdog while other threads add. ``verdicts``: ranks -> verdict of a group
+    given
+    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: turns the
+    backend's error into the wait's exception; None if its own message is best.
     """
 
     ring: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -182,7 +176,7 @@ class WorkLog:
         return made
 
     def give_up(self, ranks: tuple[int, ...], verdict: Verdict) -> Verdict:
-        """Let no work begin any more on groups of some ranks; returns the first verdict, which holds."""
+        """Allow no more works on groups of some ranks; returns the first verdict, which holds."""
         holds = self.verdicts.setdefault(ranks, verdict)
         for works in list(self.groups.values()):
             if works.whole == ranks:
@@ -190,7 +184,7 @@ class WorkLog:
         return holds
 
     def cut_if_failed(self, ranks: tuple[int, ...]) -> None:
-        """Cut all groups of some ranks if a wait on one has failed: called by who lets go of the ranks."""
+        """Cut all groups of some ranks after a failed wait; call it when the ranks are released."""
         of_ranks = [works for works in list(self.groups.values()) if works.ranks == ranks]
         if any(works.has_failed or works.verdict is not None for works in of_ranks):
             for works in of_ranks:
@@ -203,7 +197,7 @@ _LOGS: WeakKeyDictionary[dist.ProcessGroup, WorkLog] = WeakKeyDictionary()
 
 
 def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:
-    """Return the works of a group, if any were noted."""
+    """Return the works of a group, if recorded."""
     world = dist.group.WORLD
     found = None if world is None else log_of(world).groups.get(id(group))
     return found if found is not None and found.group() is group else None

@@ -1,1 +1,1 @@
-"""What ranks tell each other of trouble, and what becomes of it: stamps, the watchdog, its verdicts."""
+"""Failures told between ranks: stamps, the watchdog, its verdicts."""

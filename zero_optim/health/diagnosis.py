@@ -1,4 +1,4 @@
-"""What hangs, and because of whom, from what each rank says of itself. Does not communicate."""
+"""Finds what hangs, and which ranks cause it, from each rank's status. No communication."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +17,10 @@ _ADVICE = (
 class Status:
     """What a process says of itself; as JSON, tuples are lists.
 
-    Attributes:
-        waits: what its threads wait for, see `Record.text`; the longest wait comes first.
-        open: what it is in, the outermost first: name, and how often it was begun.
-        counts: by name, how often something was begun.
-        last: what it began or ended last, as text; empty for nothing.
-        verdict: message and missing ranks, if it has given up the group.
-        is_deciding: it is about to give up that group.
+    ``waits``: texts of its threads' waits, longest first. ``open``: names and counts of the calls it is in,
+    outermost first. ``last``: its last begin or end as text. ``verdict``: message and missing ranks, if it
+    gave
+    up the group; ``is_deciding``: it is about to.
     """
 
     waits: Sequence[str]
@@ -37,7 +34,7 @@ class Status:
     def of(
         cls, waits: Iterable[Record], activity: Activity, verdict: Verdict | None, *, is_deciding: bool
     ) -> "Status":
-        """Make it of what a process knows of itself."""
+        """Build it from the records of this process."""
         now = time.monotonic()
         listed = sorted(waits, key=lambda record: -record.waited(now))
         return cls(
@@ -62,21 +59,21 @@ _GONE = (Presence.ENDED, Presence.LEFT, Presence.NEVER)
 
 
 def gone(seen: Seen) -> list[int]:
-    """List the ranks whose processes have ended, or that have let go."""
+    """Return the ranks whose processes have ended, or that released the group."""
     return [rank for rank, what in seen.items() if what in _GONE]
 
 
 def closed(seen: Seen) -> Seen:
-    """The same, where a connection was closed and nobody is known to have ended: who is absent has."""
+    """Return `gone`, or the absent ranks if a connection was closed and no process is known to have ended."""
     if gone(seen):
         return seen
     return {rank: Presence.NEVER if what is Presence.ABSENT else what for rank, what in seen.items()}
 
 
 def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
-    """Say which ranks are missing, what they did last, and what the others wait for.
+    """Describe which ranks are missing, what they did last, and what the others wait for.
 
-    ``seconds``: for which ``own`` has waited; None if its wait failed before its time.
+    ``seconds``: how long ``own`` has waited; None if its wait failed early.
     """
     mine = seen[own]
     assert isinstance(mine, Status)  # it can always be asked
@@ -102,7 +99,7 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
 
 
 def _irregular(seen: Seen) -> list[str]:
-    """Name ranks that left out a step or made one too many, where others step once in each pass."""
+    """Describe ranks that left out a step or made an extra one, if others step once in each pass."""
     told, regular = [], 0
     for rank, what in sorted(seen.items()):
         if not isinstance(what, Status):
@@ -125,12 +122,12 @@ def _differences(seen: Seen) -> list[str]:
 
 
 def _steps_beside(status: Status) -> bool:
-    """Whether a thread steps; then waits for what it has yet to do are waits for this rank itself."""
+    """Return whether a thread steps; waits for its work are waits for this rank itself."""
     return any(name == OVERLAPPED_STEP for name, _ in status.open)
 
 
 def _doing(status: Status, call: tuple[str, int] | None) -> str:
-    """Say what a rank does that waits for nothing; ``call`` is what the ranks that wait are in."""
+    """Describe what a rank without a wait does; ``call``: that of the waiting ranks."""
     seen = f" (last seen: {status.last})" if status.last else ""
     if call is None:
         inside = f"is in {status.open[0][0]} and " if status.open else ""

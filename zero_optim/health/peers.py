@@ -1,13 +1,13 @@
-"""Questions from one rank's watchdog to another's, over TCP: they pass where a collective cannot.
+"""Questions between the ranks' watchdogs over TCP, which pass where a collective cannot.
 
 Note [Dead, stopped or slow]
-    Each watchdog listens on a port. Where the connection is refused or reset, the process has ended. Where
-    the kernel takes it but nobody answers, the process is stopped, or its host is too busy. Where it answers,
-    it says itself what it does. So no rank has to write down each second that it lives.
+    Each watchdog listens on a port. If the connection is refused or reset, the process has ended. If the
+    kernel accepts but nobody answers, the process is stopped or its host too busy. Otherwise it tells what it
+    does. So no rank must write a heartbeat.
 
-    A question carries a token that is in the store next to the address: whoever cannot read the store is not
-    answered. Questions and answers are one line of JSON. The socket is bound to the address by which the
-    store is reached, so it is no more visible than the process group is.
+    A question carries a token from the store, so only ranks that can read the store get answers. Messages are
+    one line of JSON. The socket is bound to the interface that reaches the store, so it is no more visible
+    than the process group.
 """
 
 import errno
@@ -40,7 +40,7 @@ _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # take
 
 
 class Presence(Enum):
-    """What is known of a process that says nothing."""
+    """What is known of a process that does not answer."""
 
     ENDED = "has ended: nothing listens at its address any more"
     LEFT = "has let go of its optimizers, or has exited"
@@ -53,7 +53,7 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a watchdog listens; a question must carry the token."""
+    """The address of a watchdog, and the token for questions."""
 
     host: str
     port: int
@@ -62,12 +62,12 @@ class Address:
     pid: int
 
     def to_text(self) -> str:
-        """Write it down for the store."""
+        """Return the text for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> "Address":
-        """Read what `to_text` wrote."""
+        """Parse a text of `to_text`."""
         return cls(**json.loads(text))
 
 
@@ -85,7 +85,7 @@ class Listener:
         self.address = Address(host, port, secrets.token_hex(16), socket.gethostname(), pid)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until somebody asks, or wakes this, or some seconds have passed; True if somebody asks."""
+        """Wait for a question, a `wake`, or some seconds; True for a question."""
         with _Selector() as selector:
             for each in (self.socket, self._woken):
                 selector.register(each, selectors.EVENT_READ)
@@ -95,7 +95,7 @@ class Listener:
         return self.socket in ready
 
     def wake(self) -> None:
-        """End a `wait`, from any thread, also while garbage is collected."""
+        """End a `wait`, from any thread, also during garbage collection."""
         with suppress(OSError):  # it has ended, or has been woken often enough
             self._waker.send(b"\0")
 
@@ -114,13 +114,13 @@ class Listener:
                 return
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for each in (self.socket, self._woken, self._waker):
             each.close()
 
 
 def ask(address: Address, question: Message) -> Message | Presence:
-    """Ask another process; takes `ANSWER_LIMIT` at most, or twice that."""
+    """Ask another process; takes at most twice `ANSWER_LIMIT`."""
     is_loopback = address.host in ("127.0.0.1", "::1")
     if is_loopback and address.node != socket.gethostname():
         return Presence.UNKNOWN
@@ -137,7 +137,7 @@ def ask(address: Address, question: Message) -> Message | Presence:
 
 
 def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:
-    """Make calls beside each other; returns the results of those that end within ``limit`` seconds."""
+    """Make calls in threads; returns the results of those that end within ``limit`` seconds."""
     found: dict[int, T] = {}
     over = threading.Semaphore(0)
 
@@ -161,7 +161,7 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
 
 
 def host_towards(host: str | None, port: int) -> str:
-    """Return the address of the interface by which this machine reaches another; loopback for None."""
+    """Return this machine's address towards another; loopback for None."""
     # Nothing is sent: a datagram socket that is connected only chooses a route.
     if not host:
         return "127.0.0.1"
@@ -180,7 +180,7 @@ def _line(message: Message) -> bytes:
 
 
 def _read(connection: socket.socket, limit: float) -> Message:
-    """Read a line within ``limit`` seconds, or raise: nobody is held up by one who sends slowly."""
+    """Read a line within ``limit`` seconds, or raise, so that a slow sender holds nobody up."""
     content, deadline = bytearray(), time.monotonic() + limit
     while not content.endswith(b"\n"):
         connection.settimeout(
@@ -207,9 +207,9 @@ _LEFT = "left"  # in the store, in the place of an address
 
 
 class Directory:
-    """Where all watchdogs listen, by global rank, as the store of the default group has it.
+    """The addresses of all watchdogs by global rank, from the default group's store.
 
-    The store is not kept: it may have a port, which has to be free when the default group is gone.
+    The store is not kept: its port must be free when the default group is gone.
     """
 
     def __init__(self, is_current: Callable[[], bool]) -> None:
@@ -219,7 +219,7 @@ class Directory:
 
     @staticmethod
     def can_be_kept() -> bool:
-        """Whether the store takes entries; that of PyTorch's "fake" groups does not."""
+        """Return whether the store takes entries; that of PyTorch's "fake" groups does not."""
         try:
             default_store().set("zero_optim/watchdog", "")
         except RuntimeError:
@@ -232,18 +232,18 @@ class Directory:
         return host_towards(*address_of_store(default_store()))
 
     def publish(self, address: Address) -> None:
-        """Tell the other ranks where this one listens."""
+        """Write this rank's address to the store."""
         default_store().set(_key(self.rank), address.to_text())
 
     def leave(self) -> None:
-        """Tell them that this one listens no more, so that nobody takes it for dead."""
+        """Record that this rank listens no more, so that nobody takes it for dead."""
         with suppress(RuntimeError, ValueError):  # the store is gone, and so is whoever would ask
             store = default_store()
             if self.is_current():  # asked second: the store is not that of a default group made since
                 store.set(_key(self.rank), _LEFT)
 
     def learn(self, ranks: Sequence[int]) -> None:
-        """Read addresses of ranks before they are needed: the store may end first. Waits for all ranks."""
+        """Read the ranks' addresses early: the store may end first. Waits for all ranks."""
         unknown = [rank for rank in ranks if rank not in self._addresses]
         if unknown:
             found = default_store().multi_get([_key(rank) for rank in unknown])
@@ -251,7 +251,7 @@ class Directory:
                 self._note(rank, entry.decode())
 
     def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
-        """Ask all ranks but this one, by place among ``ranks``; takes a few times `ANSWER_LIMIT` at most."""
+        """Ask all other ranks; returns answers by index in ``ranks``, after a few `ANSWER_LIMIT` at most."""
         others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
         calls = {place: partial(self._ask, rank, question) for place, rank in others.items()}
         found = in_threads(calls, 3 * ANSWER_LIMIT)
@@ -274,7 +274,7 @@ class Directory:
         return Presence.ENDED
 
     def _look_up(self, rank: int) -> Presence | None:
-        """Read an address from the store; says why there is none."""
+        """Read an address from the store; returns why if there is none."""
         store = default_store()
         if not store.check([_key(rank)]):
             return Presence.ABSENT

@@ -1,4 +1,4 @@
-"""The stamp of one rank, 32 bytes, and the errors that stamps of several ranks amount to."""
+"""The 32-byte stamp of one rank, and the errors that the ranks' stamps amount to."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,9 @@ _STEP, _FAILED = 1, 1
 class Stamp(NamedTuple):
     """What one rank tells in a gather.
 
-    Attributes:
-        kind: 1 for a call that gathers parameters it has changed; 0 where there is no stamp.
-        flags: 1 if the call raised on that rank.
-        mark: of the gather of a unit: see `zero_optim.health.unit_marks`.
-        number: of the call, counted on that rank.
-        digest: of the options.
-        text: the call, such as ``step()``; or the class of the exception. Cut to 16 bytes.
+    ``kind``: 1 for a call that gathers changed parameters, 0 for no stamp. ``flags``: 1 if the call raised.
+    ``mark``: of a unit's gather, see `zero_optim.health.unit_marks`. ``number``: of the call on that rank.
+    ``digest``: of the options. ``text``: the call, or the class of the exception, cut to 16 bytes.
     """
 
     kind: int
@@ -35,7 +31,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, number: int, digest: bytes, name: str, failed: str | None) -> "Stamp":
-        """Make the stamp of a call; ``failed`` is the class of what it raised, None for nothing."""
+        """Build the stamp of a call; ``failed``: the class of its exception, or None."""
         text, flags = (name, 0) if failed is None else (failed, _FAILED)
         return cls(_STEP, flags, 0, number % 2**32, digest, text.encode()[:16])
 
@@ -50,7 +46,7 @@ class Stamp(NamedTuple):
         return self.text.rstrip(b"\0").decode(errors="replace")
 
     def packed(self) -> bytes:
-        """Return the bytes that travel."""
+        """Return the 32 bytes."""
         return _FORM.pack(*self)
 
 
@@ -58,23 +54,23 @@ assert _FORM.size == STAMP_NBYTES
 
 
 def stamps_in(octets: bytes) -> Iterator[Stamp]:
-    """Read stamps that lie one after the other."""
+    """Read consecutive stamps."""
     return (Stamp(*unpacked) for unpacked in _FORM.iter_unpack(octets))
 
 
 def failed_ranks(stamps: Mapping[int, Stamp]) -> list[int]:
-    """List the ranks whose call raised."""
+    """Return the ranks whose call raised."""
     return [rank for rank, stamp in sorted(stamps.items()) if stamp.has_failed]
 
 
 def failure_elsewhere(call: str, stamps: Mapping[int, Stamp]) -> RemoteRankError:
-    """Make the error for ranks that did not fail in a call, where others did."""
+    """Build the error for ranks that did not fail, where others did."""
     told = "; ".join(f"rank {rank} failed with {stamps[rank].name}" for rank in failed_ranks(stamps))
     return RemoteRankError(f"{told} in {call}; its own output has more")
 
 
 def _by_call(stamps: Mapping[int, Stamp]) -> list[tuple[tuple[int, int, str], list[int]]]:
-    """Sort ranks by kind, number and name of their call, those that most have made first."""
+    """Group ranks by kind, number and name of their call, largest group first."""
     calls: dict[tuple[int, int, str], list[int]] = {}
     for rank, stamp in sorted(stamps.items()):
         calls.setdefault((stamp.kind, stamp.number, stamp.name), []).append(rank)
@@ -82,7 +78,7 @@ def _by_call(stamps: Mapping[int, Stamp]) -> list[tuple[tuple[int, int, str], li
 
 
 def different_calls(stamps: Mapping[int, Stamp]) -> RankMismatchError | None:
-    """Make the error for ranks that are not in the same call, None if they are."""
+    """Build the error for ranks in different calls; None if they are in one."""
     calls = _by_call(stamps)
     if len(calls) < 2:
         return None
@@ -105,7 +101,7 @@ _SKIPPED_HERE = (
 
 
 def different_numbers(stamps: Mapping[int, Stamp]) -> RankMismatchError | None:
-    """Make the error for ranks that have made different calls so far, None if they have not."""
+    """Build the error for ranks with different numbers of calls; None if they agree."""
     calls = _by_call(stamps)
     if len(calls) < 2:
         return None

@@ -1,26 +1,25 @@
-"""Stamps: what ranks tell each other in the gathers of a step, so that they fail together and by name.
+"""Stamps in a step's gathers, by which ranks fail together and name the cause.
 
-Each owner writes a stamp into the room of its row before it sends the row. All ranks read all stamps, so they
-draw the same conclusion and may communicate about it. Where nobody differs, a step has no further collective.
+Each owner writes a stamp into the header space of its row. All ranks read all stamps and conclude the same,
+so they may communicate about it. If all agree, a step has no further collective.
 
 Note [When stamps are read]
-    On the CPU, where a step waits for its gathers, when the step ends. Otherwise when the next step has
-    gathered: on an accelerator the CPU would wait for the device, and where modules wait for gathers, these
-    end at other times on other ranks. A failure needs no exchange, so on the CPU it is told as soon as the
-    gathers are over. A step in the backward pass is looked at by `step()`, or by the next backward pass.
+    On the CPU at the end of the step, if it waits for its gathers. Otherwise after the next step's gathers:
+    an accelerator would make the CPU wait, and gathers that modules wait for end at different times on
+    different ranks. On the CPU a failure is raised once the gathers are over, as it needs no exchange.
+    `step()` or the next backward pass reads the stamps of a step in the backward pass.
 
 Note [What may differ]
-    If digests differ, the ranks exchange all options and who wrote them. An option that differs is an error,
-    unless a class has written it in a step on some rank, or it is on every rank as the class made it: some
-    classes count in their groups. Such an option is left out of the digest from then on, so a right run pays
-    one exchange at most.
+    If digests differ, ranks exchange all options and who wrote them. An option that differs is an error
+    unless a class wrote it in a step on some rank, or every rank has the class's default: some classes count
+    in their groups. Such an option leaves the digest, so a right run pays one exchange at most.
 
 Note [What a count cannot tell]
-    Ranks whose gathers meet have counted alike. That one has left out a step shows where its next collective
-    meets another one, and the watchdog tells; or in the next forward pass: Note [Stamps of units] in
-    `unit_stamps`. Counts of backward passes may differ in right runs. But a ``GradScaler`` asks the optimizer
-    something at each step, also at one that it leaves out, so these are counted: else the rows of one
-    iteration would meet those of the next where scalers find an infinity on one rank alone.
+    Ranks whose gathers meet have counted alike. A rank that left out a step shows when its next collective
+    meets another, and the watchdog tells; or in the next forward pass: Note [Stamps of units] in
+    `unit_stamps`. Counts of backward passes may differ in right runs. But a ``GradScaler`` calls the
+    optimizer at each step, even one it leaves out, so these calls are counted: otherwise rows of two
+    iterations would meet where one rank's scaler finds an infinity.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -52,16 +51,16 @@ _SHOWN = 4  # options in a message
 
 
 class Origins(NamedTuple):
-    """Options as the class made them on this rank, and options that it has changed in a step."""
+    """Options that have the class's defaults, and options that it changed in a step, on this rank."""
 
     made: Collection[OptionKey]
     written: Collection[OptionKey]
 
 
 class Call(NamedTuple):
-    """A call that changes parameters and gathers them, such as ``step()``, and what it has raised here.
+    """A call that changes and gathers parameters, such as ``step()``, and its exception on this rank.
 
-    ``origins`` tells who wrote options here, from the options at a call; asked only if ranks differ.
+    ``origins`` returns who wrote the options; called only if ranks differ.
     """
 
     name: str
@@ -71,12 +70,10 @@ class Call(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """One call, and the stamps of it that have come. It keeps no exception, nor the optimizer.
+    """One call and the stamps that arrived. Keeps no exception and no optimizer.
 
-    Attributes:
-        came: the rooms of a gather, and what was in them.
-        is_told: this rank has raised, or will, since another one failed.
-        failure: class and message of what the call raised on this rank.
+    ``came``: header spaces of a gather, and their content. ``is_told``: this rank has raised or will, after
+    another's failure. ``failure``: class and message of this rank's exception.
     """
 
     number: int
@@ -96,13 +93,13 @@ class _Step:
         return self._mine
 
     def fail(self, failure: BaseException) -> None:
-        """Tell of a failure from now on, unless there is one."""
+        """Put a failure into later stamps, unless there is one."""
         if self.failure is None:
             more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
             self.failure, self._mine = failure_of(failure, more), None
 
     def stamps(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> dict[int, Stamp]:
-        """Return the stamps that have come, by rank: the last one of each, or one that tells of a failure."""
+        """Return each rank's last stamp, or one that tells of a failure."""
         stamps: dict[int, Stamp] = {}
         for rooms, copy in self.came:
             octets = tensor_to_bytes(read(copy))
@@ -115,10 +112,9 @@ class _Step:
 class Stamps:
     """Writes and reads the stamps of one optimizer's steps, in a group of several ranks.
 
-    Attributes:
-        tell: called with what `check_failures` is about to raise.
-        numbers: see `RankGroup.numbers`; empty where ranks are called by their group ranks.
-        asked: how often a scaler has come to a step since the last call, see Note [What a count cannot tell].
+    ``tell``: called with what `check_failures` will raise. ``numbers``: see `RankGroup.numbers`; empty for
+    group
+    ranks. ``asked``: calls of a scaler since the last step, see Note [What a count cannot tell].
     """
 
     def __init__(self, own_options: Collection[str] = ()) -> None:
@@ -139,7 +135,7 @@ class Stamps:
     # ------------------------------------------------------------------ before and in the gathers
 
     def begin(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Begin a call, whose gathers come next; all ranks call, with all public groups."""
+        """Begin a call before its gathers; all ranks call, with all public groups."""
         own = {
             (number, name)
             for number, group in enumerate(groups if self._own_options else ())
@@ -154,15 +150,14 @@ class Stamps:
         self._unread.append(self._step)
 
     def fail(self, failure: BaseException) -> None:
-        """Tell of a failure in the gathers that are yet to start."""
+        """Put a failure into the gathers to come."""
         if self._step.number:
             self._step.fail(failure)
 
     def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
-        """Write this rank's stamp into its row of a flat tensor, if there is room; the CPU waits for nothing.
+        """Write this rank's stamp into its row of a flat tensor, if there is space; no wait.
 
-        Returns a function that takes the stamps of all ranks out of ``flat``, called when it has been
-        gathered.
+        Returns a function that takes all stamps out of ``flat``, to be called after the gather.
         """
         step, rooms = self._step, layout.rooms
         if not step.number or not rooms:
@@ -171,7 +166,7 @@ class Stamps:
         return lambda: step.came.append((rooms, HostCopy(torch.cat(places))))
 
     def write(self, flat: Tensor, rooms: Sequence[Room], rank: int) -> list[Tensor]:
-        """Write this rank's stamp of the last call into its room; returns all rooms as bytes."""
+        """Write this rank's last stamp into its header space; returns all header spaces as bytes."""
         octets, size = flat.view(torch.uint8), flat.element_size()
         places = [octets[room.start * size :][:STAMP_NBYTES] for room in rooms]
         for room, place in zip(rooms, places, strict=True):
@@ -182,7 +177,7 @@ class Stamps:
     # ------------------------------------------------------------------ when they have come
 
     def check_failures(self) -> None:
-        """Raise RemoteRankError if another rank alone has failed in the last call, and its stamp is here."""
+        """Raise RemoteRankError if only other ranks failed in the last call, and their stamps are here."""
         for step in self._unread:
             if not step.is_told and step.failure is None and all(copy.is_here for _, copy in step.came):
                 stamps = step.stamps()
@@ -193,11 +188,13 @@ class Stamps:
                     raise error
 
     def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Look at the calls not looked at yet; all ranks call, at the same point of their programs.
+        """Compare the calls not compared yet; all ranks call, at the same point of their programs.
 
         Communicates, and raises on every rank, if ranks are in different calls, have different options, or
-        one has failed; nothing is raised if ``call`` has failed here. With ``with_last`` it looks at the last
-        call too: its gathers are over, and all ranks are still in it.
+        failed;
+        raises nothing if ``call`` failed here. ``with_last``: the last call too, whose gathers are over with
+        all
+        ranks still in it.
         """
         error: Exception | None = None
         while len(self._unread) > (not with_last):
@@ -227,9 +224,9 @@ class Stamps:
         stamps: Mapping[int, Stamp],
         origins: Callable[[Sequence[Mapping[str, Plain]]], Origins],
     ) -> Exception | None:
-        """Return the error to be raised on every rank, None for none; all ranks call, with the same stamps.
+        """Return the error for every rank, or None; all ranks call, with the same stamps.
 
-        Communicates if the last calls of ranks differ. What was told before is not told again.
+        Communicates if the ranks' last calls differ. Reports nothing twice.
         """
         step, new = self._step, frozenset(stamps.values())
         failed = failed_ranks(stamps)
@@ -243,11 +240,11 @@ class Stamps:
         return self._compared(group, step, origins(step.options)) if differ is None else differ
 
     def _numbered(self, stamps: Mapping[int, Stamp]) -> dict[int, Stamp]:
-        """Return the stamps by what messages call each rank."""
+        """Return the stamps by the ranks' numbers in messages."""
         return dict(zip(_called(stamps, self.numbers), stamps.values(), strict=True))
 
     def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
-        """Exchange the options of a call; return an error for those that should not differ."""
+        """Exchange the options of a call; return an error for those that must not differ."""
         everyone = group.all_gather_json([step.options, sorted(mine.written), sorted(mine.made)])
         options = [of_rank[0] for of_rank in everyone]
         written = {tuple(key) for of_rank in everyone for key in of_rank[1]}
@@ -267,7 +264,7 @@ class Stamps:
 
 
 def shortened(differences: Sequence[str]) -> str:
-    """List the first differences in a message, and how many more there are."""
+    """Format the first differences, and how many more there are."""
     more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     return "; ".join(differences[:_SHOWN]) + more
 
@@ -283,13 +280,13 @@ def _difference(
 
 
 def _called(ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
-    """Return what messages call some group ranks."""
+    """Return the numbers of group ranks in messages."""
     return [numbers[rank] if numbers else rank for rank in ranks]
 
 
 def _tell_nobody(_: BaseException) -> None:
-    """Tell nobody: there are no replicas."""
+    """Do nothing: there are no replicas."""
 
 
 def nothing() -> None:
-    """Take nothing: there are no stamps."""
+    """Do nothing: there are no stamps."""

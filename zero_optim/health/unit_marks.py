@@ -1,17 +1,15 @@
-"""Marks in the gathers of units: which bucket it is, and what for.
+"""Marks in the gathers of units: the bucket and the purpose.
 
 Note [Marks of units]
-    Ranks gather units in the order in which they call modules. If data decide about a route, the gather of
-    one unit may meet that of another one, and each rank would compute with rows of two units. So each gather
-    has a mark: the number of the bucket, and the purpose. A rank that reads another mark than its own raises,
-    and in every gather after that.
+    Ranks gather units in the order of their module calls. If data decide a route, gathers of two units may
+    meet, and each rank would compute with rows of both. So each gather has a mark: bucket number and purpose.
+    A rank that reads another mark raises, then and in every later gather.
 
-    Where gloo sends tensors of the CPU, each rank sends its mark to all others, in four bytes beside the
-    rows, and reads all before it waits for rows. The rows have the mark as their tag, so rows of different
-    marks never meet: gloo ends the process where rows that meet differ in length. On two ranks marks took 60
-    to 90 us a gather. Elsewhere the mark travels in the stamp of each row; on an accelerator these are looked
-    at some gathers later. Inside the replicas of a mesh with state over all ranks there are none in the rows,
-    as those are copies.
+    For gloo on the CPU each rank sends its mark to all others, four bytes beside the rows, and reads all
+    before it waits for rows. The mark is the rows' tag, so rows of different marks never meet: gloo ends the
+    process if rows that meet differ in length. On two ranks marks took 60 to 90 us a gather. Elsewhere the
+    mark is in the stamp of each row, read some gathers later on an accelerator. Replicas of a mesh with
+    state over all ranks have none in their rows, which are copies.
 """
 
 from collections import deque
@@ -41,7 +39,7 @@ _MOST_LATE = 8  # marks of gathers that an accelerator may not have ended
 
 
 class Purpose(IntEnum):
-    """What a unit is gathered for."""
+    """The purpose of a unit's gather."""
 
     TRAINING = 1
     EVALUATION = 2
@@ -80,13 +78,13 @@ class UnitMarks:
         self._difference = ""
 
     def mark_of(self, bucket: OfParams, purpose: Purpose) -> int:
-        """Return the mark of a gather of a bucket of a unit."""
+        """Return the mark of a gather of a unit's bucket."""
         return self._numbers[bucket.params[0]] * _PURPOSES + purpose
 
     def start_rows(
         self, mark: int, lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
     ) -> list[Waitable]:
-        """Start to send rows from their owners, and marks beside them; as `start_broadcasts`."""
+        """Start to send rows from their owners, with marks beside; as `start_broadcasts`."""
         self.check_known()
         ranks = lanes[0]
         marks = torch.zeros(ranks.size, _NBYTES, dtype=torch.uint8)
@@ -95,7 +93,7 @@ class UnitMarks:
         return [_Beside(self, marks, works), *spread_rows(ranks, rows, lanes, mark, label)]
 
     def write(self, flat: Tensor, layout: Layout, rank: int, mark: int) -> Callable[[], None]:
-        """Write this rank's mark into its room; returns a function that takes those of all ranks."""
+        """Write this rank's mark into its header space; returns a function that takes out all marks."""
         rooms = layout.rooms
         octets, size = flat.view(torch.uint8), flat.element_size()
         places = [octets[room.start * size + MARK :][:MARK_NBYTES] for room in rooms]
@@ -109,7 +107,7 @@ class UnitMarks:
         return lambda: self._came.append(({self._group.rank: mine}, owners, HostCopy(torch.cat(places))))
 
     def check(self) -> None:
-        """Look at what has come, unless the CPU would wait; raises RankMismatchError if marks differ."""
+        """Compare arrived marks, unless the CPU would wait; RankMismatchError if they differ."""
         self.check_known()
         while self._came and (self._came[0][-1].is_here or len(self._came) > _MOST_LATE):
             mine, owners, copy = self._came.popleft()
@@ -117,12 +115,12 @@ class UnitMarks:
             self.compare(mine | dict(zip(owners, _marks_in(octets, MARK_NBYTES), strict=True)))
 
     def check_known(self) -> None:
-        """Raise RankMismatchError if marks have differed so far."""
+        """Raise RankMismatchError if marks differed before."""
         if self._difference:
             raise RankMismatchError(self._difference)
 
     def compare(self, marks: Mapping[int, int]) -> None:
-        """Raise RankMismatchError unless the marks of ranks, by group rank, are one."""
+        """Raise RankMismatchError unless the marks of the group ranks are equal."""
         ranks_of: dict[int, list[int]] = {}
         for rank, mark in sorted(marks.items()):
             ranks_of.setdefault(mark, []).append(self._group.numbers[rank])
@@ -145,20 +143,20 @@ class UnitMarks:
 
 
 def _marks_in(octets: bytes, nbytes: int) -> list[int]:
-    """Read marks of some bytes each that lie one after the other."""
+    """Read consecutive marks of ``nbytes`` each."""
     return [int.from_bytes(octets[at : at + nbytes], "little") for at in range(0, len(octets), nbytes)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Beside:
-    """The marks of all ranks, by rank, on their way; a wait for them compares."""
+    """Pending marks of all ranks, by rank; a wait compares them."""
 
     known: UnitMarks
     marks: Tensor
     works: Sequence[Waitable]
 
     def wait(self) -> None:
-        """Wait for them; raises RankMismatchError if they differ, or did before: nothing may come then."""
+        """Wait; RankMismatchError if marks differ, or did before: then rows may never come."""
         self.known.check_known()
         for work in self.works:
             work.wait()
@@ -167,7 +165,7 @@ class _Beside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marked:
-    """Sends stamps, if there are any, and the mark of a gather; see `Stamps.send`."""
+    """Sends stamps, if any, and the mark of a gather; see `Stamps.send`."""
 
     marks: UnitMarks
     mark: int

@@ -1,14 +1,14 @@
-"""Stamps in the gathers of units, so that ranks of a fully sharded model fail together and by name.
+"""Stamps in the gathers of units, so that ranks of a fully sharded model fail together.
 
 Note [Stamps of units]
-    A step gathers nothing there, so the gathers of the forward passes after it carry its stamp. All ranks
-    make them in one order, so what came since the pass began is the same on every rank, and all may raise
-    there and communicate; the rank that failed raises once more. Each forward pass tells of the last call, so
-    a step left out or taken twice shows.
+    Such a step gathers nothing, so the gathers of later forward passes carry its stamp. All ranks make them
+    in one order: what arrived since the pass began is equal on every rank, so all may raise and communicate;
+    the failed rank raises again. Each forward pass tells of the last call, so a step too few or too many
+    shows.
 
-    On the CPU the stamps of a unit are looked at when it has come; on an accelerator when the next forward
-    pass begins. There passes without gradients tell nothing. Nor do backward passes: an error in the middle
-    of them would leave reductions half done.
+    The CPU reads a unit's stamps when it has arrived; on an accelerator the next forward pass reads them.
+    Passes without gradients tell nothing there. Nor do backward passes: an error would leave reductions half
+    done.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,9 @@ from zero_optim.plan.options import Plain
 class UnitStamps:
     """Writes and reads the stamps of one optimizer's last call in gathers of units.
 
-    Args:
-        stamps_of: returns those of the optimizer, for its present plan; None in a group of one.
-        group: the ranks.
-        origins: see `zero_optim.health.stamps.Call`.
-        told: called with what this rank is about to raise, as the others of the group do.
+    ``stamps_of`` returns the optimizer's stamps for its present plan; None in a group of one. ``told`` is
+    called
+    with what all ranks of the group are about to raise.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class UnitStamps:
         self._seen: dict[int, Stamp] = {}  # in this pass, by rank; the last one of each
 
     def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
-        """Write this rank's stamp, as `Stamps.send` does; the CPU waits for nothing."""
+        """Write this rank's stamp, as `Stamps.send`; no wait."""
         rooms, stamps = layout.rooms, self._stamps_of()
         may_wait = torch.is_grad_enabled() or not is_asynchronous(flat.device)
         if not rooms or stamps is None or not may_wait:
@@ -59,7 +57,7 @@ class UnitStamps:
         return lambda: self._came.append((rooms, HostCopy(torch.cat(places))))
 
     def write(self, span: Tensor, start: int, rooms: Sequence[Room], rank: int) -> None:
-        """Write this rank's stamp into a part of a flat tensor, from ``start``, if its room is there."""
+        """Write this rank's stamp into a flat tensor's part from ``start``, if its space is there."""
         stamps, stop = self._stamps_of(), start + span.numel()
         here = [room for room in rooms if room.owner == rank and start <= room.start < stop]
         if stamps is not None and here:
@@ -67,7 +65,7 @@ class UnitStamps:
             stamps.write(span, moved, rank)
 
     def begin_pass(self) -> None:
-        """Begin a pass: look at what was not looked at in the one before, raise as `look`, and forget it."""
+        """Begin a pass: compare and forget the rest of the last one; raises as `look`."""
         self.num_passes += 1
         try:
             self._read()
@@ -75,9 +73,9 @@ class UnitStamps:
             self._seen.clear()
 
     def look(self) -> None:
-        """Look at what has come, unless the CPU would wait; all ranks call, with the same gathers.
+        """Compare what arrived, unless the CPU would wait; all ranks call, with the same gathers.
 
-        Communicates, and raises on every rank, if their calls or options differ, or one failed; only once.
+        Communicates, and raises on every rank, once, if calls or options differ or a rank failed.
         """
         if all(copy.is_here for _, copy in self._came):
             self._read()

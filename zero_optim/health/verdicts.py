@@ -1,16 +1,14 @@
-"""Verdicts: a wait takes too long, so ranks find out who is missing, and give up together.
+"""Verdicts: after a wait that is too long, ranks find who is missing and give up together.
 
 Note [Giving up together]
-    The rank whose wait is the first to take too long asks all ranks of the group, or of the mesh around it,
-    what they do. It makes a verdict, tells it to all, and breaks its connections; so do they: waits raise,
-    and no work begins any more. A wait may also fail early, if gloo sees a closed connection: its thread
-    asks, and decides if ranks have ended.
+    The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It makes
+    a verdict, tells all, and breaks its connections; so do they: waits raise, and no work begins any more. A
+    wait that fails early, as gloo saw a closed connection, asks too, and decides if ranks have ended.
 
-    Several ranks may decide at once. So a verdict is first told to the lowest rank that answers, which keeps
-    the first one it hears of. A rank that has answered before, and does not now, is asked again for some
-    seconds. Two verdicts stay possible if the lowest rank is silent for one and answers another in the same
-    second: then reasons differ, and nobody hangs. The store as the arbiter would often be on the rank that is
-    silent.
+    Several ranks may decide at once. So a verdict first goes to the lowest rank that answers, which keeps the
+    first it hears of. A rank that answered before is asked again for some seconds. Two verdicts remain
+    possible if the lowest rank answers only one of two in the same second: then reasons differ, and nobody
+    hangs. The store as arbiter would often be on the silent rank.
 """
 
 import logging
@@ -44,7 +42,7 @@ logger = logging.getLogger("zero_optim")
 class Verdicts:
     """Finds out why a wait does not end, and gives up with all ranks; any thread may call.
 
-    With ``exits``, giving up ends the process, in the place of making its waits raise.
+    ``exits``: giving up ends the process instead of making its waits raise.
     """
 
     def __init__(self, log: WorkLog, directory: Directory) -> None:
@@ -54,7 +52,7 @@ class Verdicts:
         self._deciding: set[tuple[int, ...]] = set()
 
     def judge_wait(self, record: Record, seconds: float) -> None:
-        """Warn of a wait that has lasted for some seconds, or give it up."""
+        """Warn of a wait of some seconds, or give it up."""
         works = record.group
         if works.verdict is not None or works.whole in self._deciding:
             return
@@ -67,13 +65,13 @@ class Verdicts:
             _beside(lambda: self._warn(record, seconds))
 
     def judge_failure(self, record: Record, error: Exception | None) -> None:
-        """Find out why a work has failed for which nobody waits, and give up if ranks have ended."""
+        """Find out why a work failed that nobody waits for; give up if ranks have ended."""
         if isinstance(error, RuntimeError):
             record.failure, record.group.has_failed = str(error), True
             _beside(lambda: self.explain(record, error))
 
     def answer(self, question: Message) -> Message:
-        """Say what this process does; carry out the verdict that the question brings, if any."""
+        """Return this process's status; carry out the verdict in the question, if any."""
         ranks = tuple(map(int, question["ranks"]))
         if "verdict" in question:
             message, missing = question["verdict"]
@@ -94,7 +92,7 @@ class Verdicts:
         return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
-        """Return what all ranks of a group say, by group rank, with this one."""
+        """Return the status of all ranks of a group, by group rank, this one included."""
         found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
         seen = {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in found.items()}
         return seen | {self._rank_in(works): own}
@@ -110,7 +108,7 @@ class Verdicts:
             logger.warning("%s. All ranks give up after %g s", told, record.timeout)
 
     def _decide(self, record: Record, seconds: float | None, seen: Seen | None = None) -> Verdict:
-        """Find out who is missing, and give up with all other ranks. See Note [Giving up together]."""
+        """Find the missing ranks, and give up with all others. See Note [Giving up together]."""
         works = record.group
         me, tells = self._rank_in(works), False
         self._deciding.add(works.whole)
@@ -144,7 +142,7 @@ class Verdicts:
         return works.verdict or verdict
 
     def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
-        """Tell all ranks; those that did not answer before on a thread, unless this process is to end."""
+        """Tell all ranks; silent ones on a thread, unless this process must end."""
         question = _telling(ranks, verdict)
         mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
         if mute and not self.exits:
@@ -153,7 +151,7 @@ class Verdicts:
         self._directory.ask_all(ranks, question)
 
     def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
-        """Carry out a verdict: end this process, or its waits. One that ``is_first`` to know tells others."""
+        """Carry out a verdict: end this process or its waits. The rank that ``is_first`` tells others."""
         logger.error("%s", verdict.message)
         if is_first and self.exits:
             self._directory.ask_all(ranks, _telling(ranks, verdict))
@@ -169,7 +167,7 @@ class Verdicts:
             os._exit(EXIT_CODE)
 
     def explain(self, record: Record, error: RuntimeError) -> Exception | None:
-        """Make what a wait raises, see `WorkLog.explain`. May take seconds, and ask all ranks."""
+        """Build what a wait raises, see `WorkLog.explain`. May take seconds, and ask all ranks."""
         works = record.group
         began = time.monotonic()
         is_late, is_closed = (any(word in str(error) for word in words) for words in (_LATE, _CLOSED))
@@ -197,7 +195,7 @@ class Verdicts:
 
 
 def _judged(works: GroupWorks, seen: Seen, own: int, seconds: float | None) -> Verdict:
-    """Judge a wait in a group: first who of the group is missing, then who of the mesh around it."""
+    """Find the missing ranks of the group, then of the mesh around it."""
     part = {place: what for place, what in seen.items() if works.whole[place] in works.ranks}
     if len(part) < len(seen) and not gone(seen):
         verdict = judge(part, own, seconds)
@@ -214,7 +212,7 @@ def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
 
 
 def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
-    """Make the question that tells a verdict."""
+    """Build the question that tells a verdict."""
     return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
 
 
@@ -228,12 +226,12 @@ def _is_deciding(what: Status | Presence) -> bool:
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread:
-    """Do something that takes long on a thread of its own, as the watchdog has to answer meanwhile."""
+    """Run slow work on a thread: the watchdog must answer meanwhile."""
     return start_thread(work, "zero_optim diagnosis")
 
 
 def _flush() -> None:
-    """Write out what was printed and logged: a process that is ended at once does not."""
+    """Flush prints and logs, which a process that is killed does not."""
     for stream in (*logging.getLogger().handlers, *logger.handlers, sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()

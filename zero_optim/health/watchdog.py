@@ -1,19 +1,18 @@
-"""The watchdog: one thread a process, which looks at the waits of the library and answers other ranks.
+"""The watchdog: one thread a process, which checks the library's waits and answers other ranks.
 
-It starts with the first optimizer or DDP of more than one rank, ends with the last, and takes no part in
-collectives. See `verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.works`.
+It lives from the first to the last optimizer or DDP of several ranks, and takes part in no collective. See
+`verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.works`.
 
 Note [Watching NCCL]
-    With NCCL the CPU does not wait, and a stream cannot be made to raise. So the watchdog asks of one work of
-    each group whether it is completed: its handle, or once a stream waits an event of that stream, which
-    keeps no tensors. If that takes too long, or ranks have ended, each rank logs the verdict, aborts its
-    communicators, and raises from the next work, and in `RankGroup.read`; elsewhere a CPU that waits for the
-    device goes on.
+    With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
+    group: its handle, or once a stream waits an event, which keeps no tensors. If it is late, or ranks have
+    ended, each rank logs the verdict, aborts its communicators, and raises from the next work and in
+    `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
 
 Note [Time asleep]
-    A process may stand still for hours (SIGSTOP, a paused virtual machine, a laptop that slept), and all
-    waits look long then. If the thread comes much later than it planned, it did not run, and that time does
-    not count. What a busy machine adds is less than `PUNCTUAL`, and counts.
+    A process may stand still for hours (SIGSTOP, a paused virtual machine, a laptop asleep), and all waits
+    look long. If the thread wakes much later than planned, it did not run, and that time does not count. A
+    busy machine's delay is less than `PUNCTUAL`, and counts.
 """
 
 import atexit
@@ -54,15 +53,15 @@ def check_patience(timeout: object, on_stall: object = "raise") -> None:
 
 
 def patient(group: RankGroup, timeout: object) -> RankGroup:
-    """Return the same ranks, whose waits end after ``timeout``; a wrong one is left out, to be refused."""
+    """Return the same ranks with ``timeout``; a wrong one is ignored, to be refused later."""
     fits = type(timeout) in (int, float) and timeout > 0  # type: ignore[operator]
     return group.within(float(timeout)) if fits else group  # type: ignore[arg-type]
 
 
 def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
-    """Have a watchdog as long as ``user`` lives, in a group of several ranks. Does not communicate.
+    """Keep a watchdog while ``user`` lives, in a group of several ranks. No communication.
 
-    ``on_stall``: "exit" ends the process in the place of raising, if any user wants that.
+    ``on_stall``: "exit" ends the process instead of raising, if any user wants that.
     """
     world = dist.group.WORLD
     if group.size == 1 or world is None:
@@ -79,25 +78,25 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
 
 
 def unwatch(user: object) -> None:
-    """Have no watchdog any more for a user that let its process group go."""
+    """Drop a user that released its process group."""
     for found in list(_WATCHDOGS.values()):
         found.drop(user)
 
 
 @contextmanager
 def watching(group: RankGroup) -> Iterator[None]:
-    """Have a watchdog in the body, for calls that need neither optimizer nor DDP."""
+    """Keep a watchdog in the body, for calls without optimizer or DDP."""
     user = _User()
     watch(user, group)
     yield
 
 
 class _User:
-    """Something that communicates as long as it lives."""
+    """An object that communicates while it lives."""
 
 
 def learn_addresses(group: RankGroup) -> None:
-    """Read where all watchdogs listen, when all are known to have one; asks the store once."""
+    """Read all watchdogs' addresses from the store, once, when all are known to exist."""
     world = dist.group.WORLD
     found = None if world is None else _WATCHDOGS.get(world)
     if found is not None and 1 < group.size <= _GROUP_FOR_ALL:
@@ -105,7 +104,7 @@ def learn_addresses(group: RankGroup) -> None:
 
 
 class AwakeTime:
-    """A clock that leaves out the time in which this process did not run; for one thread."""
+    """A clock that leaves out time in which this process did not run; for one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -113,7 +112,7 @@ class AwakeTime:
         self._asleep: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # from when to when
 
     def look(self, planned: float) -> float:
-        """Note that the thread runs, and wanted to run after ``planned`` seconds; returns the time."""
+        """Return the time, when the thread planned to wake after ``planned`` seconds."""
         now = self._clock()
         if self._last is not None and now - self._last > planned + PUNCTUAL:
             self._asleep.append((self._last + planned, now))
@@ -127,7 +126,7 @@ class AwakeTime:
 
 
 class Watchdog:
-    """Looks at the waits of this process, and answers questions of others."""
+    """Checks the waits of this process, and answers other ranks."""
 
     def __init__(self, log: WorkLog, world: dist.ProcessGroup) -> None:
         current = weakref.ref(world)
@@ -144,7 +143,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen and look; when the interpreter exits, or the last user is gone, it ends."""
+        """Start the thread; it ends with the interpreter or the last user."""
         _LISTENERS.add(self._listener)
         self._log.explain = self._verdicts.explain
         self._directory.publish(self._listener.address)
@@ -154,7 +153,7 @@ class Watchdog:
     # ------------------------------------------------------------------ who needs it
 
     def add(self, user: object, group: RankGroup, on_stall: object) -> bool:
-        """Go on at least as long as an object lives; False if it has ended already."""
+        """Live as long as an object; False if the watchdog has ended."""
         with self._lock:
             if self._is_over:
                 return False
@@ -169,7 +168,7 @@ class Watchdog:
         return True
 
     def drop(self, user: object) -> None:
-        """Go on no longer for an object, if it was added."""
+        """Drop a user, if it was added."""
         with self._lock:
             woken = self._users.pop(user, None)
         if woken is not None:
@@ -177,15 +176,15 @@ class Watchdog:
             self._listener.wake()
 
     def wait_until_left(self) -> None:
-        """Wait until one that is over has said so in the store; not for long, as that may be stuck."""
+        """Wait briefly until an ended watchdog has told the store, which may be stuck."""
         self._has_left.wait(ANSWER_LIMIT)
 
     def learn(self, group: RankGroup) -> None:
-        """Learn where the other ranks listen."""
+        """Learn the other ranks' addresses."""
         self._directory.learn(group.works.ranks)
 
     def end(self) -> None:
-        """End the thread, and wait for it; called when the interpreter exits."""
+        """End the thread and wait for it; called when the interpreter exits."""
         self._is_over = True
         self._listener.wake()
         self._thread.join(_LONGEST_END)
@@ -242,7 +241,7 @@ class Watchdog:
 
 
 def _close_in_child() -> None:
-    """Let a forked process go without the sockets: else they would outlive the process that listens."""
+    """Close the sockets in a forked process, or they would outlive the process that listens."""
     for listener in list(_LISTENERS):
         listener.close()
 

@@ -1,1 +1,1 @@
-"""What is decided before the first step, from shapes and sizes alone: costs, owners, buckets, layouts."""
+"""Decisions before the first step, from shapes and sizes alone: costs, owners, buckets, layouts."""

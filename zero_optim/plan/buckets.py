@@ -1,4 +1,4 @@
-"""Choose which parameters share a bucket. Pure arithmetic, no torch; the optimizer and ``ddp`` call it."""
+"""Assignment of parameters to buckets. Pure arithmetic, no torch."""
 
 from collections.abc import Hashable, Sequence
 
@@ -11,24 +11,12 @@ def assign_buckets(
     *,
     overflow: bool = False,
 ) -> list[list[int]]:
-    """Fill buckets with neighbouring parameters of the same key, up to the cap.
+    """Fill buckets with neighbouring parameters of equal key; return the parameter indices of each.
 
-    Args:
-        keys: what must be equal within a bucket (dtype, device, …), one key for each parameter.
-        nbytes: size of each parameter in bytes.
-        cap_nbytes: the largest size of a bucket of several parameters. Several caps are for the first,
-        second, …
-            bucket of each key; all later buckets have the last cap.
-        order: parameter indices in the order in which buckets take them; None for the last registered
-        first, about
-            as the backward pass reaches them.
-        overflow: close a bucket after the parameter that reaches the cap, even if it goes beyond, as
-        PyTorch's
-            reducer does.
-
-    Returns:
-        For each bucket the parameter indices, in the order taken. Buckets are in the order in which they
-        became full; those that never did come last.
+    A bucket of several parameters has at most ``cap_nbytes``; a list caps the first, second, … bucket of each
+    key, its last entry all later ones. ``order`` lists indices, by default the last registered first, roughly
+    as backward reaches them. ``overflow`` includes the parameter that reaches the cap, as PyTorch's reducer
+    does. Buckets are in the order of completion, incomplete ones last.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:

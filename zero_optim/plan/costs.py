@@ -1,7 +1,4 @@
-"""Cost functions: what the step of a parameter costs its owner. Owners are chosen so that costs are even.
-
-The optimizer calls them when it plans. They read shapes only and do not communicate.
-"""
+"""Cost functions: the cost of a parameter's step to its owner. They read shapes only."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -18,16 +15,16 @@ _NEWTON_SCHULZ_STEPS = 5  # Muon's default
 
 
 def numel_cost(param: Tensor) -> float:
-    """Cost of an element-wise step, in floating-point operations that take as long."""
+    """Return the cost of an element-wise step, in floating-point operations that take as long."""
     return _FLOPS_AN_ELEMENT * param.numel()
 
 
 def matmul_cost(param: Tensor) -> float:
-    """Cost of a step that orthogonalizes matrices by Newton-Schulz iterations, as Muon's does.
+    """Return the cost of orthogonalizing a matrix by Newton-Schulz iterations, as Muon does.
 
-    For the m x n matrix (m <= n) that the parameter flattens to, an iteration multiplies m x n by
-    n x m, m x m by m x m, and m x m by m x n: 4 m^2 n + 2 m^3 operations. Jordan, "Muon: An
-    optimizer for hidden layers in neural networks", 2024. A vector costs what `numel_cost` says.
+    The parameter flattens to m x n (m <= n). An iteration takes 4 m^2 n + 2 m^3 operations, for products of m
+    x n by n x m, m x m by m x m, and m x m by m x n. Vectors cost `numel_cost`. Jordan, "Muon: An optimizer
+    for hidden layers in neural networks", 2024.
     """
     if param.dim() < 2 or param.numel() == 0:
         return numel_cost(param)
@@ -36,7 +33,7 @@ def matmul_cost(param: Tensor) -> float:
 
 
 def cost_named(cost: CostName | Cost) -> Cost:
-    """Return a cost function by name; a callable is one already."""
+    """Return a cost function by name; a callable is returned as it is."""
     if callable(cost):
         return cost
     named: dict[str, Cost] = {"numel": numel_cost, "matmul": matmul_cost}

@@ -1,12 +1,9 @@
-"""Where to cut the parameters of a bucket, so that its rows are equally long. Pure arithmetic, no torch.
-
-The parameters lie one after the other in the bucket's flat tensor, and its rows may end inside a parameter::
+"""Cuts inside parameters that make a bucket's rows equally long. Pure arithmetic, no torch.
 
     flat    | 0 0 0 0 0 0 0 0 0 0 0 0 0 . 1 1 |      "." is padding that aligns the next parameter
     rows    '---rank 2---'---rank 5---'-rank 7-'
 
-So every parameter is one contiguous tensor. A row of the bucket ends between rows of the parameter's
-dimension 0, at an aligned address, where kernels do what they do at the beginning of a tensor.
+Cuts lie between rows of dimension 0, at aligned addresses, where kernels run as at a tensor's begin.
 """
 
 import math
@@ -29,17 +26,17 @@ GAIN = 0.25
 
 
 def min_row_nbytes(nbytes: int) -> int:
-    """Return how long a cut row is at least, in bytes, by the bytes of all that is planned together."""
+    """Return the minimum bytes of a cut row, for this many planned bytes."""
     return max(MIN_ROW_NBYTES, nbytes // MAX_ROWS)
 
 
 def cut_step(numel: int, num_rows: int, alignment: int) -> int:
-    """Return the elements between two places where a parameter may be cut: whole rows, aligned."""
+    """Return the elements between two possible cuts: whole rows, aligned."""
     return math.lcm(numel // num_rows, alignment)
 
 
 def is_uneven(nbytes: Sequence[int], num_ranks: int, min_nbytes: int) -> bool:
-    """Whether whole parameters, of these bytes, leave ranks waiting for the fullest one of a bucket."""
+    """Whether whole parameters make the fullest row of a bucket much longer than the mean."""
     mean = sum(nbytes) / num_ranks
     tolerated = max(min_nbytes, TOLERANCE * mean)
     # The fullest row was at most the mean when its last parameter came: so most buckets are known at once.
@@ -47,16 +44,10 @@ def is_uneven(nbytes: Sequence[int], num_ranks: int, min_nbytes: int) -> bool:
 
 
 def even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:
-    """Divide a bucket in rows, at most one step and the padding of one parameter longer than the mean.
+    """Return the ascending end offsets of a bucket's rows, in elements; the last is the flat tensor's length.
 
-    Args:
-        numels: elements of each parameter.
-        steps: elements between two places where it may be cut, see `cut_step`; 0 if it may not be cut.
-        count: number of rows; there may be fewer, where the steps are longer than a row.
-        alignment: elements; parameters start at multiples of it.
-
-    Returns:
-        The offset in the flat tensor at which each row ends, rising; the last is the flat tensor's length.
+    A row exceeds the mean by at most one step and one parameter's padding. ``steps`` are elements between
+    possible cuts, 0 for none. There may be fewer rows than ``count`` if steps are longer than a row.
     """
     *offsets, total = aligned_offsets(numels, alignment)
     ends = [total]
@@ -70,7 +61,7 @@ def even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment
 
 
 def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
-    """Find the place nearest to a target where a parameter may be cut: inside of it, or at its edges."""
+    """Return the possible cut nearest to a target, inside a parameter or at its ends."""
     below = start if step == 0 else start + (target - start) // step * step
     above = after if step == 0 else below + step
     if above >= start + numel:
@@ -81,14 +72,11 @@ def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
 
 
 def is_worth_it(nbytes: Sequence[int], num_ranks: int, longest: int) -> bool:
-    """Whether cut rows, the longest of these bytes, are clearly more even than whole parameters.
-
-    Where a parameter has few rows, or long ones, its cuts may lie far from where they should.
-    """
+    """Whether cut rows are clearly more even than whole parameters; long parameter rows limit the cuts."""
     mean = sum(nbytes) / num_ranks
     return longest - mean <= (1 - GAIN) * (fullest_row(nbytes, num_ranks) - mean)
 
 
 def longest_row(ends: Sequence[int]) -> int:
-    """Return the elements of the longest row, by the ends of rows."""
+    """Return the elements of the longest row."""
     return max((stop - start for start, stop in pairwise([0, *ends])), default=0)

@@ -1,10 +1,8 @@
-"""Describe values as text that ranks compare (`comm.agreement`): equal exactly if the values count as equal.
+"""Descriptions of values as text that ranks compare: equal exactly if the values count as equal.
 
-Nothing in a text depends on the process: no address, no hash, no path, no device number. Plain values,
-tensors and containers are described by value, classes and functions by name. Of the user's own the code
-counts too, with what is bound to it (defaults, closures, arguments of a ``functools.partial``). Of other
-objects only the type counts. Global
-variables that a function reads do not count: a value that is meant to differ between ranks belongs there.
+A text has no address, hash, path or device number. Plain values, tensors and containers count by value, the
+user's functions by code and bound values, library code by name, other objects by type. Global variables do
+not count, so values that differ between ranks belong there.
 """
 
 import functools
@@ -26,18 +24,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), ran
 
 
 def describe(value: object, *, bound: bool = True) -> str:
-    """Describe any value in one line; long values and code appear as a digest.
+    """Describe any value in one line, long values and code by a digest.
 
-    ``bound=False`` leaves out the values bound to functions, but for functions such as the one that a
-    wrapper calls.
+    ``bound=False`` ignores values bound to functions, except functions.
     """
     return _Describer(bound).describe(value)
 
 
 def describe_hook(hook: object, state: object) -> list[str]:
-    """Describe a comm hook by its code, and its state by type. A state of PyTorch's or ours adds its options.
+    """Describe a comm hook by code, and its state by type; PyTorch's and our states add options.
 
-    What other hooks and states hold may be meant for one rank, so it does not count.
+    What other hooks and states hold may be meant for one rank.
     """
     kind, shown = type(state), []
     if kind.__module__.partition(".")[0] in ("torch", "zero_optim"):
@@ -49,7 +46,7 @@ def describe_hook(hook: object, state: object) -> list[str]:
 
 
 class _Describer:
-    """One walk through a value, which remembers the values it is inside of, so that a cycle ends."""
+    """One walk through a value; it stops at cycles."""
 
     def __init__(self, bound: bool) -> None:
         self._bound = bound
@@ -109,7 +106,7 @@ class _Describer:
         return f"partial({', '.join([self.describe(value.func), *filter(None, given)])})"
 
     def _bound_value(self, value: object) -> str:
-        """Describe a value that is bound to a function; empty if bound values do not count."""
+        """Describe a bound value; empty if bound values do not count."""
         return self.describe(value) if self._bound or callable(value) else ""
 
     def _function(self, function: Any) -> str:  # noqa: ANN401 - kinds of functions have no common type
@@ -135,7 +132,7 @@ class _Describer:
                 yield f"{name} is nothing yet"
 
     def _code_of_class(self, given: type) -> str:
-        """Return a digest of the user's methods in a class and its bases. Attributes may differ."""
+        """Digest the user's methods in a class and its bases; attributes may differ."""
         parts: list[str] = []
         for cls in given.__mro__:
             parts.append(_name(cls))
@@ -168,7 +165,7 @@ class _Describer:
 
 
 def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have no common type
-    """Remove PyTorch's own wrappers: it wraps the ``step`` of a class when the first object is made."""
+    """Remove PyTorch's wrapper of ``step``, which the first object of a class adds."""
     while hasattr(function, "__wrapped__") and _is_library(
         getattr(function, "__globals__", {}).get("__name__")
     ):
@@ -177,7 +174,7 @@ def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have 
 
 
 def _parts_of_code(code: CodeType) -> Iterable[str]:
-    """List what a function does, without its place in a file."""
+    """List a function's operations without its place in a file."""
     yield code.co_code.hex()
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount, code.co_flags))
     for constant in code.co_consts:
@@ -185,7 +182,7 @@ def _parts_of_code(code: CodeType) -> Iterable[str]:
 
 
 def _constant(value: object) -> str:
-    """Describe a constant in code. A frozenset is sorted, as its order differs between processes."""
+    """Describe a constant in code; frozensets are sorted, as their order differs between processes."""
     if isinstance(value, CodeType):
         return f"{value.co_name} {_digest(_parts_of_code(value))}"
     if isinstance(value, frozenset):
@@ -196,18 +193,18 @@ def _constant(value: object) -> str:
 
 
 def _is_library(module: object) -> bool:
-    """Whether a module is PyTorch's or Python's own, which is the same on every rank."""
+    """Whether a module is PyTorch's or Python's own, hence equal on every rank."""
     top = str(module).partition(".")[0]
     return top in ("torch", "builtins", "abc", "typing", "functools", "collections", "None")
 
 
 def _name(value: Any) -> str:  # noqa: ANN401 - a class or function
-    """Name a class or function, without its module: a script's module has other names in other processes."""
+    """Name a class or function without its module, as a script's module name varies."""
     return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
 
 
 def _tensor(value: Tensor) -> str:
-    """Describe a tensor: dtype, shape and, unless it is trained and changes, its elements."""
+    """Describe dtype, shape and, unless it is trained, the elements of a tensor."""
     what = f"{value.dtype}, shape {tuple(value.shape)} on {value.device.type}"
     if value.requires_grad or type(value) is not Tensor or value.layout != torch.strided:
         return f"{_name(type(value))}({what})"

@@ -1,4 +1,4 @@
-"""Read parameter groups, as ``torch.optim`` has them: parameters, options, and names for messages."""
+"""Access to ``torch.optim`` parameter groups: parameters, options, and names for messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,19 +22,19 @@ def params_of(groups: Sequence[ParamGroup]) -> list[Tensor]:
 
 
 def member_ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
-    """List the ids of each group's parameters. Comparing ids is much faster than looking tensors up."""
+    """List the parameter ids of each group; comparing ids is much faster than looking tensors up."""
     return [list(map(id, group["params"])) for group in groups]
 
 
 def options_of(group: ParamGroup) -> ParamGroup:
-    """Copy a group's options, without its parameters."""
+    """Copy a group's options without its parameters."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}
 
 
 def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
-    """Name the options that differ between two groups in kind: zero or not, another flag, name or type.
+    """Name options that became zero or nonzero, or changed flag, name or type.
 
-    Such a difference may switch on what the class did not do before. Rates may be zero at any time.
+    Such a change may switch on new behaviour of the class. Rates may be zero at any time.
     """
     known = before.get
     changed = [  # most values are the very same: steps ask this
@@ -49,7 +49,7 @@ def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
 
 
 def kind_of(key: str, value: object) -> object:
-    """Return the kind of an option: of a number whether it is zero, else the value or its type; hashable."""
+    """Return whether a numeric option is zero, else its value or type; hashable."""
     if key in _RATES:
         return isinstance(value, Tensor)
     if value is None or isinstance(value, bool | str):
@@ -62,7 +62,7 @@ def kind_of(key: str, value: object) -> object:
 
 
 def param_names(groups: Sequence[ParamGroup]) -> list[str]:
-    """Name every parameter for messages: by its own name if it has one, else by group and place."""
+    """Name every parameter for messages: its own name, else group and place."""
     names: list[str] = []
     for number, group in enumerate(groups):
         given = group.get("param_names")
@@ -73,7 +73,7 @@ def param_names(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def short_names(groups: Sequence[ParamGroup]) -> list[str]:
-    """Name every parameter as briefly as messages allow: by its own name, or by group and place."""
+    """Name every parameter briefly: its own name, or group and place."""
     return [
         given[place] if (given := group.get("param_names")) else f"parameter {place} of group {number}"
         for number, group in enumerate(groups)
@@ -82,12 +82,12 @@ def short_names(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def bucket_text(number: int, names: Sequence[str]) -> str:
-    """Name a bucket in messages, such as ``bucket 3 (layers.7.weight, …)``."""
+    """Name a bucket in messages: ``bucket 3 (layers.7.weight, …)``."""
     return f"bucket {number} ({names[0]}{', …' if len(names) > 1 else ''})"
 
 
 def describe_options(groups: Sequence[ParamGroup]) -> list[str]:
-    """Describe each group's options, so that ranks can compare them."""
+    """Describe each group's options for ranks to compare."""
     described = []
     for number, group in enumerate(groups):
         options = [f"{key}={describe(value)}" for key, value in group.items() if key not in PARAM_KEYS]

@@ -1,14 +1,10 @@
-"""Where each parameter lies in a bucket's flat tensor, and who owns which rows of it. No torch.
+"""The position of each parameter in a bucket's flat tensor, and each rank's row of it. No torch.
 
-A bucket of three parameters on two ranks, parameter 1 owned by rank 0, the others by rank 1::
-
-    flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      "." is padding that aligns the next extent
+    flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      rank 0 owns parameter 1, rank 1 owns 0 and 2; "." is padding
     rows    '---rank 0--'----rank 1---'
 
-Rows are in rank order. A rank that owns nothing has no row. A parameter may cross rows (`rows_in_order`):
-its extents follow each other without a gap, so that it is one contiguous tensor, of which several ranks own
-a part. A *room* holds what travels with a row (a stamp): in its padding, or behind the rows for a rank
-without such a row.
+A rank that owns nothing has no row. A *room* is header space for a stamp, in a row's padding or behind all
+rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,12 +25,12 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the extent ends in the flat tensor, in elements."""
+        """The end offset in the flat tensor, in elements."""
         return self.offset + self.stop - self.start
 
 
 class Row(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor: the part that ``owner`` owns."""
+    """Elements ``[start, stop)`` of the flat tensor, owned by ``owner``."""
 
     owner: int
     start: int
@@ -43,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor, all in the row of ``owner``."""
+    """Elements ``[start, stop)`` of the flat tensor, all in ``owner``'s row."""
 
     owner: int
     start: int
@@ -51,7 +47,7 @@ class Span(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor, in the row of ``owner`` or behind all rows."""
+    """Elements ``[start, stop)`` of the flat tensor for ``owner``'s stamp."""
 
     owner: int
     start: int
@@ -60,23 +56,11 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The rows of one bucket, checked when the object is made.
+    """The rows of one bucket; ValueError, which says where, if they are inconsistent.
 
-    The extents hold every element of every parameter exactly once, do not overlap, and lie inside their
-    rows. The rows follow each other without gaps, by rising rank. A rank has at most one extent of a
-    parameter, and the extents of a parameter follow each other without gaps.
-
-    Args:
-        numels: elements of each parameter of the bucket.
-        rows: one row for each rank that owns anything, by rising rank.
-        rooms: by rising rank, at most one in each row; then those behind the rows.
-
-    Attributes:
-        is_cut: some parameter crosses rows.
-        rooms_behind: those of the rooms that lie behind the rows.
-
-    Raises:
-        ValueError: any of the above does not hold; the message says where.
+    The extents hold every element once, inside their rows. Rows adjoin by rising rank. A rank has at most one
+    extent of a parameter, and a parameter's extents adjoin (``is_cut``: over several rows). Header spaces
+    come by rising rank, at most one in a row, then those behind the rows.
     """
 
     numels: tuple[int, ...]
@@ -97,16 +81,16 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat tensor, including padding and rooms."""
+        """Elements of the flat tensor with padding and header space."""
         return self.rooms_behind[-1].stop if self.rooms_behind else self.end_of_rows
 
     @property
     def end_of_rows(self) -> int:
-        """Where the last row ends."""
+        """The end of the last row."""
         return self.rows[-1].stop if self.rows else 0
 
     def offsets(self) -> list[int]:
-        """Return where each parameter begins in the flat tensor."""
+        """Return each parameter's offset in the flat tensor."""
         first: dict[int, int] = {}  # the extents of a cut parameter follow each other
         for row in self.rows:
             for extent in row.extents:
@@ -114,7 +98,7 @@ class Layout:
         return [first[param] for param in range(len(self.numels))]
 
     def pieces(self, shapes: Sequence[Sequence[int]]) -> list[Pieces]:
-        """Return who owns which rows of each parameter, by their shapes."""
+        """Return each parameter's pieces, from the shapes."""
         pieces: list[list[Piece]] = [[] for _ in self.numels]
         for row in self.rows:
             for param, start, stop, _ in row.extents:
@@ -189,17 +173,14 @@ def _prove_extents(row: Row) -> None:
 
 
 def aligned(count: int, alignment: int) -> int:
-    """Round a number of elements up to a multiple of the alignment."""
+    """Round elements up to a multiple of the alignment."""
     return -(-count // alignment) * alignment
 
 
 def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
-    """Lay out a bucket without cutting any parameter.
+    """Lay out a bucket without cuts, by the owner of each parameter.
 
-    Args:
-        numels: elements of each parameter. Within a row they keep their order.
-        owners: the group rank that owns each parameter.
-        alignment: extents and rows start at multiples of this many elements.
+    Parameters keep their order within a row. Extents and rows start at multiples of ``alignment`` elements.
     """
     by_owner: dict[int, list[int]] = {}
     for param, (_, owner) in enumerate(zip(numels, owners, strict=True)):
@@ -216,20 +197,16 @@ def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> L
 
 
 def aligned_offsets(numels: Iterable[int], alignment: int = 1) -> list[int]:
-    """Return the offsets of parameters that lie one after the other, then that of the end; all aligned."""
+    """Return the aligned offsets of consecutive parameters, then the end."""
     return list(accumulate((aligned(numel, alignment) for numel in numels), initial=0))
 
 
 def rows_in_order(
     numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1
 ) -> tuple[Row, ...]:
-    """Make the rows of a bucket whose parameters lie one after the other; a row may end inside a parameter.
+    """Make rows of consecutive parameters, which may end inside a parameter.
 
-    Args:
-        numels: elements of each parameter.
-        owners: the group rank of each row, rising.
-        ends: where each row ends in the flat tensor, rising; the last as `aligned_offsets` returns it.
-        alignment: parameters start at multiples of this many elements.
+    ``owners`` and end offsets rise; the last end is that of `aligned_offsets`.
     """
     offsets = aligned_offsets(numels, alignment)
     rows: list[Row] = []
@@ -250,14 +227,9 @@ def rows_in_order(
 
 
 def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
-    """Make room in the rows of a layout; a row that lies within one parameter gets none, nor an empty one.
+    """Add header space to rows, except empty rows and those within one parameter; ``length`` in elements.
 
-    Padding is used where there is enough of it. Otherwise the row grows by whole units of the alignment.
-
-    Args:
-        layout: without rooms.
-        length: of each room, in elements, above 0.
-        alignment: extents and rows start at multiples of this many elements.
+    It takes padding if there is enough; else the row grows by multiples of the alignment.
     """
     rows: list[Row] = []
     rooms: list[Room] = []
@@ -280,7 +252,7 @@ def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
 
 
 def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignment: int = 1) -> Layout:
-    """Make rooms behind the rows of a layout, for ranks that have none; arguments as in `with_rooms`."""
+    """Add header space behind the rows, for ranks without any in rows."""
     size = aligned(length, alignment)
     starts = (layout.end_of_rows + size * number for number in range(len(owners)))
     behind = [Room(owner, start, start + length) for owner, start in zip(owners, starts, strict=True)]
@@ -288,10 +260,7 @@ def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignm
 
 
 def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, bool]:
-    """Return the extent beside which a row's room is, and if it is behind it: an end or begin of a parameter.
-
-    -1 for no room.
-    """
+    """Return the extent next to the header space, and whether it follows that; -1 for none."""
     filled = [(number, extent) for number, extent in enumerate(row.extents) if extent.stop > extent.start]
     behind = [number for number, extent in filled if extent.stop == numels[extent.param]]
     if behind:
@@ -301,6 +270,6 @@ def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, 
 
 
 def _gap_behind(row: Row, number: int) -> int:
-    """Return how many elements of padding follow an extent of a row."""
+    """Return the elements of padding after an extent of a row."""
     behind = row.extents[number + 1].offset if number + 1 < len(row.extents) else row.stop
     return behind - row.extents[number].end

@@ -1,4 +1,4 @@
-"""How parameters lie in memory, and which of them cannot be placed in a bucket. Does not communicate."""
+"""Memory layout of parameters, and checks that they fit in a bucket. No communication."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -18,13 +18,13 @@ DTYPE_AS_KEPT = "_zero_optim_dtype"
 
 
 def kept_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype in which owners keep a parameter; one of a unit may be computed with in another."""
+    """Return the owners' dtype of a parameter; a unit may compute in another."""
     known: torch.dtype | None = getattr(param, DTYPE_AS_KEPT, None)
     return param.dtype if known is None else known
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return strides without gaps: the parameter's own if it is dense, those when whole for one of a unit."""
+    """Return strides without gaps: a dense parameter's own, or a unit's when whole."""
     known: tuple[int, ...] | None = getattr(param, STRIDES_WHEN_WHOLE, None)
     if known is not None:
         return known
@@ -33,13 +33,7 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 
 
 def strides_of_rows(strides: Sequence[int], num_rows: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps for a shape, in the order of dimensions of a dense tensor with other rows.
-
-    Args:
-        strides: of the other tensor.
-        num_rows: rows (in dimension 0) of the other tensor.
-        shape: of the tensor to lay out.
-    """
+    """Return dense strides for a shape, in the dimension order of a dense tensor with ``num_rows`` rows."""
     row = max(1, math.prod(shape[1:]))
     if num_rows == 1 or strides[0] >= row:
         return (row, *strides[1:])
@@ -51,7 +45,7 @@ def strides_of_rows(strides: Sequence[int], num_rows: int, shape: Sequence[int])
 
 
 def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """View each parameter's place in a 1-D tensor that holds them one after the other, with its strides."""
+    """View parameters that lie one after the other in a 1-D tensor, with their strides."""
     views, start = [], flat.storage_offset()
     for param in params:
         views.append(flat.as_strided(param.shape, dense_strides(param), start))
@@ -60,11 +54,9 @@ def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()) -> None:
-    """Refuse parameters that cannot be placed in a bucket; those of ``apart`` are in buckets already.
+    """Refuse parameters that cannot be placed in a bucket, except those of ``apart``, placed already.
 
-    Raises:
-        TypeError: a parameter has no storage of its own (lazy, meta, DTensor).
-        ValueError: a parameter is sparse, overlaps itself, or shares memory with another one.
+    TypeError without own storage (lazy, meta, DTensor); ValueError if sparse, overlapping or shared.
     """
     params = params_of(groups)
     if any(map(is_lazy, params)):
@@ -89,7 +81,7 @@ def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()
 
 
 def _check_memory(named: Sequence[tuple[Tensor, str]]) -> None:
-    """Refuse parameters that share memory: in buckets they would become separate."""
+    """Refuse parameters that share memory, which buckets would separate."""
     ranges: list[tuple[int, int, str]] = []  # (first byte, byte after the last, name)
     for param, name in named:
         if param.numel() == 0:

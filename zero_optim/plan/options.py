@@ -1,8 +1,7 @@
-"""Options of groups as plain values, which ranks compare at each step. Nothing here communicates.
+"""Group options as plain values, which ranks compare at each step. No communication.
 
-Numbers count by value, whatever their type, and are equal if they differ by less than one part in a
-million, as machines may compute a rate so. Of a tensor on an accelerator, a large or trained one, and any
-object that is no plain value only the type counts.
+Numbers are equal if they differ by less than 1e-6 of their value, as machines may compute a rate so. Of
+accelerator tensors, large or trained ones, and other objects only the type counts.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ DIGEST_NBYTES = 8
 
 
 def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a kind
-    """Turn an option into a plain value, without a wait; ``depth`` counts the containers it is in."""
+    """Convert an option to a plain value without waiting; ``depth`` counts nested containers."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, numbers.Real):
@@ -68,7 +67,7 @@ def _plain_tensor(value: Tensor) -> Plain:
 
 
 def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
-    """Return as plain values the options of a group that can change in place, such as tensors and lists."""
+    """Return the options that can change in place (tensors, lists) as plain values."""
     return {
         name: plain(value)
         for name, value in options.items()
@@ -88,7 +87,7 @@ def are_close(one: Plain, other: Plain) -> bool:
 
 
 def text_of(value: Plain) -> str:
-    """Show a plain value in a message."""
+    """Format a plain value for a message."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))
     if isinstance(value, list):
@@ -98,15 +97,10 @@ def text_of(value: Plain) -> str:
 
 @dataclass(slots=True, eq=False)
 class _KnownGroup:
-    """The options of one group at the last step.
+    """One group's options at the last step.
 
-    Attributes:
-        keys: of the group, in its order, those of `PARAM_KEYS` too.
-        values: their values.
-        stable: whether each value cannot change as long as it is the same object.
-        told: the options as plain values. A change makes a new dict.
-        is_stable: all values are.
-        text: of the options that count for the digest, encoded.
+    ``stable`` marks values that cannot change as long as they are the same object. ``told`` has plain values;
+    a change makes a new dict. ``text`` is encoded for the digest.
     """
 
     keys: list[Any]
@@ -119,7 +113,7 @@ class _KnownGroup:
 
     @classmethod
     def of(cls, number: int, group: ParamGroup, left_out: Collection[OptionKey]) -> "_KnownGroup":
-        """Read a group; the options of ``left_out`` do not count for the digest."""
+        """Read a group; ``left_out`` options do not count for the digest."""
         stable = [_is_stable(*pair) for pair in group.items()]
         told = {str(key): plain(value) for key, value in group.items() if key not in PARAM_KEYS}
         known = cls(list(group), list(group.values()), stable, told, all(stable))
@@ -129,7 +123,7 @@ class _KnownGroup:
         return known
 
     def follow(self, group: ParamGroup) -> bool:
-        """Take over the values of a group with the same keys; returns whether any is another object."""
+        """Store the values of a group with equal keys; return whether any object changed."""
         values = self.values
         if self.is_stable and all(map(is_, group.values(), values)):  # most groups, in most steps
             return False
@@ -154,11 +148,9 @@ class _KnownGroup:
 
 
 class OptionValues:
-    """The options of all groups at the last step, and their digest. The same options again cost little.
+    """All groups' options at the last step as plain values, and their digest; cheap if unchanged.
 
-    Attributes:
-        by_group: for each group its options as plain values. A change makes a new list.
-        digest: `DIGEST_NBYTES` bytes.
+    A change makes a new ``by_group`` list. ``digest`` has `DIGEST_NBYTES` bytes.
     """
 
     def __init__(self) -> None:
@@ -168,7 +160,7 @@ class OptionValues:
         self._left_out: frozenset[OptionKey] = frozenset()
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
-        """Take over the options of all groups; those of ``left_out`` do not count for the digest."""
+        """Store the options of all groups; ``left_out`` ones do not count for the digest."""
         known = self._groups
         is_known = len(groups) == len(known) and self._left_out == left_out
         if is_known and all(list(group) == before.keys for group, before in zip(groups, known, strict=True)):
@@ -184,7 +176,7 @@ class OptionValues:
 
 
 def _is_stable(name: object, value: object) -> bool:
-    """Whether a value cannot change as long as it is the same object; members of a group do not matter."""
+    """Whether a value cannot change as long as it is the same object; a group's parameters do not count."""
     kind = type(value)
     if kind in _STABLE or name in PARAM_KEYS:
         return True
@@ -192,7 +184,7 @@ def _is_stable(name: object, value: object) -> bool:
 
 
 def _text_of_option(name: str, value: Plain) -> str:
-    """Write an option for the digest: numbers that are close have one text, as a rule."""
+    """Encode an option for the digest; close numbers mostly have one text."""
     if type(value) is float:  # schedulers change many of them in each step
         return f"{name}={value:.{_DIGITS}g}"
     return f"{name}:{json.dumps(_rounded(value))}"
@@ -212,7 +204,7 @@ _ABSENT = "nothing"
 
 
 def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionKey]:
-    """List the options that differ; ``everyone`` has, by rank, for each group its options."""
+    """List the options that differ between ranks; ``everyone`` holds each rank's options by group."""
     keys = [(number, name) for groups in everyone for number, group in enumerate(groups) for name in group]
     return [key for key in dict.fromkeys(keys) if len(held_by(everyone, key)) > 1]
 
@@ -220,7 +212,7 @@ def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionK
 def held_by(
     everyone: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey
 ) -> list[tuple[Plain, list[int]]]:
-    """List the values of an option with their ranks, those of most ranks first; see `differing`."""
+    """List an option's values with their ranks, most ranks first; see `differing`."""
     number, name = key
     held: list[tuple[Plain, list[int]]] = []
     for rank, groups in enumerate(everyone):

@@ -1,7 +1,7 @@
 """Greedy balanced assignment of owners, over the model and bucket by bucket. Pure arithmetic, no torch.
 
-Every rank computes this from the same numbers and must get the same owners without communication. So
-nothing here depends on hashing, on floating-point order or on the rank.
+Every rank computes the same owners without communication, so nothing depends on hashing, floating-point order
+or the rank.
 """
 
 import heapq
@@ -11,18 +11,13 @@ from collections.abc import Iterable, Sequence
 def assign_owners(
     groups: Iterable[Sequence[float]], num_ranks: int, loads: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Choose an owner for every item, so that the ranks' total costs are nearly equal.
+    """Return an owner for every item of each group, so that the ranks' total costs are nearly equal.
 
-    Groups are assigned one after the other, so a group added later changes no owner chosen before. Within a
-    group the costliest item goes first, to the least loaded rank. This is the longest-processing-time rule
-    of Graham, "Bounds on multiprocessing timing anomalies", 1969: for one group the fullest rank holds at
-    most 4/3 of the best possible. Ties between costs go to the lower index, ties between loads to the lower
-    rank.
-
-    Args:
-        groups: one sequence of costs for each group; a cost is a finite number >= 0 in any unit.
-        num_ranks: number of ranks that can own items, >= 1.
-        loads: what each rank owns already, in the unit of the costs; all zero if None.
+    Groups are assigned in order, so a later group changes no earlier owner. In a group the costliest item
+    goes first, to the least loaded rank: the longest-processing-time rule of Graham, "Bounds on
+    multiprocessing timing anomalies", 1969. For one group the fullest rank holds at most 4/3 of the best
+    possible. Ties go to the lower index or rank. Costs are finite and >= 0; ``loads``, if given, are what
+    ranks own already.
     """
     if num_ranks < 1:
         raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")
@@ -35,7 +30,7 @@ def assign_owners(
 
 
 def _assign_group(costs: Sequence[float], heap: list[tuple[float, int]]) -> list[int]:
-    """Assign one group, and update ``heap``, of (load, rank), in place."""
+    """Assign one group, and update the heap of (load, rank) in place."""
     for index, cost in enumerate(costs):
         if not 0 <= cost < float("inf"):
             raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
@@ -49,7 +44,7 @@ def _assign_group(costs: Sequence[float], heap: list[tuple[float, int]]) -> list
 
 
 def rank_loads(costs: Iterable[float], owners: Iterable[int], num_ranks: int) -> list[float]:
-    """Add up the costs that each rank owns."""
+    """Return the summed costs of each rank."""
     loads: list[float] = [0] * num_ranks
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
@@ -57,11 +52,10 @@ def rank_loads(costs: Iterable[float], owners: Iterable[int], num_ranks: int) ->
 
 
 class RankLoads:
-    """The cost of what each rank owns so far, for owners bucket by bucket.
+    """Each rank's load so far, for owners bucket by bucket.
 
-    What a rank owns in a bucket is what it sends in a gather, so the others wait for the one that owns
-    most. A heap
-    has the least loaded ranks at hand: a bucket costs time for its parameters, whatever the number of ranks.
+    A rank's row is what it sends, so others wait for the longest. A heap holds the least loaded ranks, so a
+    bucket costs time for its parameters, whatever the number of ranks.
     """
 
     def __init__(self, loads: Sequence[float]) -> None:
@@ -73,19 +67,19 @@ class RankLoads:
         return max(self._heap)[0]
 
     def take(self, count: int) -> list[tuple[float, int]]:
-        """Take out the least loaded ranks, as (load, rank) by rising rank; `give_back` has to follow."""
+        """Remove the least loaded ranks, as (load, rank) by rising rank; `give_back` must follow."""
         return sorted((heapq.heappop(self._heap) for _ in range(count)), key=lambda taken: taken[1])
 
     def give_back(self, ranks: Iterable[tuple[float, int]]) -> None:
-        """Put ranks back with their new loads, as (load, rank)."""
+        """Insert (load, rank) pairs again."""
         for load, rank in ranks:
             heapq.heappush(self._heap, (load, rank))
 
     def assign_bucket(self, sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
-        """Choose an owner for each parameter of a bucket, by its bytes; adds its cost to the owner's load.
+        """Return an owner for each parameter of a bucket, and add its cost to the load.
 
-        The largest parameter goes first, to the rank that owns the fewest bytes of the bucket; of those, to
-        the one with the least load. Ties go to the lower index and the lower rank.
+        The largest parameter goes first, to the rank with the fewest bytes of the bucket, then the least
+        load. Ties go to the lower index and rank.
         """
         owners = [0] * len(sizes)
         touched: list[tuple[int, float, int]] = []  # a heap of (bytes of the bucket, load, rank)
@@ -103,7 +97,7 @@ class RankLoads:
 
 
 def fullest_row(sizes: Sequence[int], num_ranks: int) -> int:
-    """Return the bytes of the fullest row that `RankLoads.assign_bucket` makes; loads do not matter to it."""
+    """Return the bytes of `RankLoads.assign_bucket`'s fullest row, which loads do not affect."""
     if len(sizes) <= num_ranks:
         return max(sizes, default=0)
     rows = [0] * num_ranks

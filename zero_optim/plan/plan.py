@@ -1,15 +1,11 @@
-"""The plan of a set of parameter groups: owners and buckets, decided before the first step.
+"""The plan of parameter groups: owners and buckets, decided before the first step.
 
-A plan is a pure function of what is equal on every rank (shapes, dtypes, strides, groups), so each rank
-computes it alone. `shard.sharding` compares the ranks' plans.
+Each rank computes it from shapes, dtypes, strides and groups, which are equal on all ranks.
 
 Note [Order of gathers]
-    Buckets are filled in the order in which the backward pass reaches parameters, and gathered the other
-    way round, as the next forward pass needs them. Where that runs while gathers are under way, it can
-    begin when the first bucket has come, and a slow link is idle only while the last modules compute. A
-    parameter's place in its group, as a share of the group's length, says when it is needed: groups often
-    divide each layer (some parameters decay, others do not), and a bucket with biases of all layers is then
-    gathered first.
+    Buckets are filled in backward order and gathered in the reverse, forward order. A forward pass can thus
+    begin after the first gather. A parameter's relative place in its group tells when it is needed, as groups
+    often divide each layer (decay or none); a bucket with all layers' biases then comes first.
 """
 
 import sys
@@ -38,7 +34,7 @@ ACCELERATOR_ALIGNMENT_NBYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The parameters of one bucket, by index in the plan and in the order of the layout."""
+    """One bucket's parameters, by index in the plan and in layout order."""
 
     params: tuple[int, ...]
     layout: Layout
@@ -46,13 +42,9 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who owns what of every parameter, and the buckets in the order of gathers.
+    """The pieces and cost of every parameter, and the buckets in the order of gathers.
 
-    Args:
-        costs: of owning each parameter.
-        pieces: of each parameter, the rows that each of its owners has.
-        buckets: every parameter is in exactly one.
-        whole_because: of each parameter, why it may not be cut, if that was asked; None where it may be.
+    ``whole_because`` says why each parameter may not be cut; None where it may.
     """
 
     costs: tuple[float, ...]
@@ -62,11 +54,11 @@ class Plan:
 
     @property
     def is_cut(self) -> bool:
-        """Whether several ranks own rows of any parameter."""
+        """Whether any parameter has several owners."""
         return any(len(pieces) > 1 for pieces in self.pieces)
 
     def loads(self, num_ranks: int) -> list[float]:
-        """Return each rank's costs; those of a piece are the share of its rows."""
+        """Return each rank's costs; a piece has its rows' share."""
         loads: list[float] = [0] * num_ranks
         for cost, pieces in zip(self.costs, self.pieces, strict=True):
             rows = pieces[-1].stop
@@ -89,23 +81,12 @@ def make_plan(
     units: Sequence[int | None] | None = None,
     used: Sequence[torch.dtype] | None = None,
 ) -> Plan:
-    """Choose buckets, owners, and what is cut. Does not communicate.
+    """Plan buckets, owners and cuts. No communication.
 
-    Args:
-        groups: parameters of each group.
-        costs: of owning each parameter, in the unit of the loads.
-        num_ranks: size of the process group.
-        cap_nbytes: capacity of a bucket in bytes.
-        loads: total cost of what each rank owns already; all zero if None.
-        bears_cuts: for each parameter, over all groups, whether several ranks may own rows of it. None:
-        owners are
-            chosen for the whole model only, and buckets may be uneven.
-        units: for each parameter, over all groups, the number of its unit, or None. A bucket never holds
-        parameters
-            of two units, and those of a unit know no capacity.
-        used: for each parameter, over all groups, the dtype that it is computed with, equal in a bucket; it
-        decides
-            the alignment.
+    ``loads`` are costs that ranks own already. ``bears_cuts`` tells for each parameter whether it may be cut;
+    None balances the model only, not buckets. ``units`` has a unit number or None for each parameter; a
+    bucket never mixes units, and ``cap_nbytes`` does not limit theirs. ``used`` has compute dtypes, equal in
+    a bucket, for the alignment.
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
@@ -140,7 +121,7 @@ def make_plan(
 def _buckets(
     keys: Sequence[Hashable], nbytes: Sequence[int], cap_nbytes: int, units: Sequence[int | None]
 ) -> list[list[int]]:
-    """Fill buckets in the order in which gradients come, those of units first."""
+    """Fill buckets in backward order, units first."""
     keys = list(zip(keys, units, strict=True))
     last_first = range(len(keys) - 1, -1, -1)
     inside = [index for index in last_first if units[index] is not None]
@@ -150,13 +131,13 @@ def _buckets(
 
 
 def alignment_of(param: Tensor) -> int:
-    """Return at which multiples of elements extents start."""
+    """Return the alignment of extents, in elements."""
     nbytes = ALIGNMENT_NBYTES if param.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
     return max(1, nbytes // kept_dtype(param).itemsize)
 
 
 def _cut_step(param: Tensor, alignment: int) -> int:
-    """Return the elements between two places where a parameter may be cut; 0 if there is none."""
+    """Return the elements between possible cuts of a parameter, 0 if none."""
     numel = param.numel()
     if param.dim() == 0 or param.shape[0] < 2 or numel == 0:
         return 0
@@ -167,7 +148,7 @@ def _cut_step(param: Tensor, alignment: int) -> int:
 
 
 def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pieces, ...]:
-    """Read from the layouts which rows of each parameter each rank owns."""
+    """Return each parameter's pieces, from the layouts."""
     pieces: list[Pieces] = [()] * len(params)
     for bucket in buckets:
         shapes = [params[index].shape for index in bucket.params]
@@ -177,10 +158,9 @@ def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pi
 
 
 def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[Hashable]:
-    """Return a key for each parameter; only parameters with equal keys share a bucket.
+    """Return a key for each parameter; a bucket has one key.
 
-    Frozen parameters have buckets of their own, which need no gather. So have those that may be cut, as
-    their buckets can be divided in equal rows.
+    Frozen parameters are apart as they need no gather, parameters that may be cut so that rows can be equal.
     """
     slots = _device_slots(params)
     return [
@@ -189,7 +169,7 @@ def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[H
 
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number the devices by first use: cuda:0 on one rank and cuda:1 on the next are the same slot."""
+    """Number devices by first use, so that cuda:0 and another rank's cuda:1 are the same."""
     slots: dict[torch.device, int] = {}
     for param in params:
         slots.setdefault(param.device, len(slots))
@@ -197,7 +177,7 @@ def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
 
 
 def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
-    """Describe each parameter by everything that must be equal on all ranks before it is planned."""
+    """Describe all properties of each parameter that must be equal on all ranks."""
     params = params_of(groups)
     slots = _device_slots(params)
     return [
@@ -208,7 +188,7 @@ def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
-    """Describe who owns each parameter. If ranks differ in this alone, their cost functions do."""
+    """Describe each parameter's owners; if only this differs, cost functions do."""
     return [
         f"{name} {owned_by_text(pieces)}"
         for name, pieces in zip(param_names(groups), plan.pieces, strict=True)
@@ -216,5 +196,5 @@ def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
 
 
 def describe_costs(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
-    """Describe the cost of each parameter, on which another plan of them may depend."""
+    """Describe each parameter's cost."""
     return [f"{name} costs {cost}" for name, cost in zip(param_names(groups), plan.costs, strict=True)]

@@ -1,11 +1,10 @@
-"""The rows of all buckets: who owns which, and where parameters are cut. Pure arithmetic, no torch.
+"""The rows and cuts of all buckets. Pure arithmetic, no torch.
 
 Note [Even twice]
-    A rank waits for the fullest row of a bucket, and for the rank that owns most of the model. Owners
-    chosen bucket by bucket make the first even. They are taken only if the whole model stays about as even
-    as it can be; else owners are chosen for the whole model as if there were no buckets. A bucket whose
-    parameters may be cut, and whose fullest row is far above the mean, is cut in equal rows. These come
-    last, on the least loaded ranks.
+    Ranks wait for the fullest row of a bucket, and for the rank that owns most of the model. Owners chosen
+    bucket by bucket even out the first. They are taken if the model stays about as even as possible; else
+    owners are chosen for the whole model. A bucket far from even, whose parameters may be cut, gets equal
+    rows; these are assigned last, to the least loaded ranks.
 """
 
 from collections.abc import Sequence
@@ -24,16 +23,9 @@ TOLERATED = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The numbers of what is planned together, by index of parameters.
+    """The input of one plan: numbers by parameter index, ``alignments`` (elements) by bucket.
 
-    Args:
-        numels: elements of each parameter.
-        item_nbytes: bytes of an element of each parameter.
-        costs: of owning each parameter, in the unit of the loads; a piece costs its share.
-        steps: for each parameter, the elements between two places where it may be cut; 0 if it may not be.
-        groups: the parameters of each parameter group.
-        buckets: the parameters of each bucket; every parameter is in exactly one.
-        alignments: for each bucket, parameters start at multiples of so many elements.
+    ``steps`` are the elements between possible cuts, 0 for none. ``groups`` and ``buckets`` list indices.
     """
 
     numels: Sequence[int]
@@ -60,7 +52,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Owners of parameters in buckets that are not cut (0 for others), of cut rows, and the largest load."""
+    """Owners of parameters (0 in cut buckets) and of cut rows, and the largest load."""
 
     owners: list[int]
     row_owners: dict[int, list[int]]
@@ -68,7 +60,7 @@ class _Choice:
 
 
 def choose_rows(planned: Planned, loads: Sequence[float]) -> list[Layout]:
-    """Choose the rows of every bucket, with what each rank owns already. See Note [Even twice]."""
+    """Return every bucket's layout, given each rank's load: Note [Even twice]."""
     cut = _cut_rows(planned, len(loads))
     chosen = _bucket_by_bucket(planned, cut, loads)
     mean = (sum(loads) + sum(planned.costs)) / len(loads)
@@ -91,7 +83,7 @@ def _with_owners(numels: Sequence[int], rows: Sequence[Row], owners: Sequence[in
 
 
 def _cut_rows(planned: Planned, num_ranks: int) -> _CutRows:
-    """Divide the buckets that are better cut. Their rows have the numbers 0, 1, 2, … for owners."""
+    """Cut the buckets that gain; rows have owner numbers 0, 1, 2, …."""
     if num_ranks == 1 or not any(planned.steps):
         return {}
     min_nbytes = min_row_nbytes(sum(planned.nbytes_of(range(len(planned.numels)))))
@@ -120,7 +112,7 @@ def _bucket_by_bucket(planned: Planned, cut: _CutRows, loads: Sequence[float]) -
 
 
 def _group_by_group(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> _Choice:
-    """Choose owners of whole parameters as `assign_owners` does, as if there were no buckets."""
+    """Choose owners for the whole model, ignoring buckets."""
     in_cut = {index for number in cut for index in planned.buckets[number]}
     members = [[index for index in group if index not in in_cut] for group in planned.groups]
     by_group = assign_owners([[planned.costs[i] for i in group] for group in members], len(loads), loads)
@@ -134,7 +126,7 @@ def _group_by_group(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> 
 
 
 def _row_owners(planned: Planned, cut: _CutRows, ranks: RankLoads) -> dict[int, list[int]]:
-    """Give the rows of each bucket that is cut to the least loaded ranks, and add to their loads."""
+    """Assign cut rows to the least loaded ranks, and update the loads."""
     owners: dict[int, list[int]] = {}
     for number, rows in cut.items():
         bucket, taken = planned.buckets[number], ranks.take(len(rows))

@@ -1,1 +1,1 @@
-"""What the plan leads to: parameters in buckets, and the gathers that bring them to every rank."""
+"""The buckets of a plan, and the gathers that bring their parameters to every rank."""

@@ -1,16 +1,12 @@
-"""Which parameters belong to the units of a model, as the parameters themselves tell.
+"""The registration of a model's units, an attribute of their parameters, which lead the optimizer to it.
 
-An optimizer is given parameters, and no model. If they are freed, it has to know who keeps their values. So
-each parameter of a unit has an attribute, the `UnitsClaim` of its model. A registry beside the parameters
-would do for that, but only an attribute makes ``pickle`` and ``copy`` of a freed parameter raise.
+The attribute also makes ``pickle`` and ``copy`` of a freed parameter raise.
 
 Note [An optimizer that comes later]
-    A model may be wrapped before its optimizer is built. Then an optimizer that is never stepped stands in.
-    The constructor of the real one finds the claim, plans owners that suit its class, and makes buckets for
-    them; a former bucket that is as planned is used again. The others are gathered one by one, in the dtype
-    that owners keep; each rank copies the rows that it is to keep, and the bucket is freed. Until everything
-    is checked the former rows stay, so a constructor that raises changes nothing. Over a mesh each replica
-    moves its own, and all fail together, and agree, before any rank has changed something.
+    Before the optimizer is built, one that never steps holds the rows. The real constructor plans owners for
+    its own class and reuses buckets whose plan did not change. Other buckets are gathered one by one, in the
+    owners' dtype, for each rank to copy its new rows. Old rows stay until all checks pass, so a constructor
+    that raises changes nothing; a mesh's replicas agree before any rank does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,19 +32,10 @@ _CLAIM = "_zero_optim_claim"
 
 
 class UnitsClaim:
-    """The parameters of the units of one model, and who keeps them.
+    """One model's units: parameters with unit numbers, buckets by unit, and the ranks that hold the rows.
 
-    Args:
-        units: the parameters, each with the number of its unit.
-        num_units: how many units there are.
-        taken_over: called with an optimizer that has taken them over.
-
-    Attributes:
-        buckets: those of each unit. These lists stay; what is in them changes with the optimizer.
-        forms: how they keep the parameters.
-        group: the ranks that keep the rows; None before anybody does.
-        everyone: with a mesh, the ranks of all replicas; None without one.
-        is_open: an optimizer may come and take them over.
+    ``group`` is None before an optimizer holds the rows, ``everyone`` without a mesh. ``is_open``: a later
+    optimizer may take the units over; ``taken_over`` is called with it.
     """
 
     def __init__(self, units: dict[Tensor, int], num_units: int, taken_over: Callable[[Any], None]) -> None:
@@ -68,19 +55,19 @@ class UnitsClaim:
         )
 
     def mark(self) -> None:
-        """Have the parameters tell of this claim."""
+        """Set this registration as an attribute of the parameters."""
         for param in self.units:
             setattr(param, _CLAIM, self)
 
     def unmark(self, params: Iterable[Tensor]) -> None:
-        """Have some parameters tell nothing any more."""
+        """Remove the registration from some parameters."""
         for param in params:
             if getattr(param, _CLAIM, None) is self:
                 for name in (_CLAIM, STRIDES_WHEN_WHOLE, DTYPE_AS_KEPT):
                     vars(param).pop(name, None)
 
     def place(self, buckets: Iterable[UnitBucket], group: RankGroup) -> None:
-        """Take note of the buckets that hold the units from now on, and of the ranks that share them."""
+        """Store the buckets of the units, and the ranks that share them."""
         self.group = group
         for of_unit in self.buckets:
             of_unit.clear()
@@ -90,7 +77,7 @@ class UnitsClaim:
     # ------------------------------------------------------------------ an optimizer that comes later
 
     def check(self, params: Sequence[Tensor], group: RankGroup) -> None:
-        """Refuse an optimizer with these parameters and ranks that cannot take the units over."""
+        """Raise if an optimizer with these parameters and ranks cannot take the units over."""
         if self.group is None:  # nobody keeps them yet
             return
         if not self.is_open:
@@ -122,10 +109,7 @@ class UnitsClaim:
                 bucket.refresh()
 
     def fill(self, buckets: Sequence[UnitBucket]) -> None:
-        """Copy the rows that this rank is to keep into buckets that are new; all ranks call; communicates.
-
-        The parameters are freed when it returns, and are still those of the former buckets.
-        """
+        """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""
         assert self.group is not None
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         for of_unit in self.buckets:
@@ -139,11 +123,11 @@ class UnitsClaim:
                             bucket_of[param].take_in({param: value})
 
     def failing_together(self) -> Any:  # noqa: ANN401 - a context
-        """Give a context that fails on the ranks of all replicas alike; inside, only replicas communicate."""
+        """Return a context that raises on all ranks of a mesh if one raises."""
         return nullcontext() if self.everyone is None else failing_together(self.everyone)
 
     def agree(self, groups: Sequence[ParamGroup], about: Sequence[str], plan: Plan) -> None:
-        """Check that the replicas of a mesh have equal optimizers; all ranks of it call."""
+        """Check that the replicas of a mesh have equal optimizers; all their ranks call."""
         if self.everyone is not None:
             described = [*describe_params(groups), *describe_options(groups), *about]
             items = [*described, *describe_owners(groups, plan)]
@@ -156,12 +140,9 @@ class UnitsClaim:
         group: RankGroup,
         params: Sequence[Tensor],
     ) -> Callable[[Any], None] | None:
-        """Have other buckets hold the units, filled by `fill` if somebody held them before; all ranks call.
+        """Move the units to other buckets; return the callback for the new optimizer. All ranks call.
 
-        Communicates if the optimizer lacks parameters: they become whole, for good.
-
-        Returns:
-            What is to be called with the optimizer when it is built.
+        Parameters that the optimizer lacks become whole for good, which communicates.
         """
         was_open = self.is_open
         if was_open:
@@ -190,7 +171,7 @@ class UnitsClaim:
 
 @contextmanager
 def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Tensor, Tensor]]:
-    """Give the values of a bucket as its owners keep them, then free it; all ranks enter; communicates."""
+    """Yield a bucket's values in the owners' dtype, then free it; all ranks enter; communicates."""
     bucket.free()
     if bucket.is_rounded:
         wide = WideBucket(bucket)
@@ -205,19 +186,19 @@ def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Te
 
 
 def reusable_buckets(claim: UnitsClaim | None) -> list[UnitBucket]:
-    """List buckets that the next optimizer may use again; none if rows have to move to other files."""
+    """List the buckets that the next optimizer may reuse; none if rows must move to other files."""
     if claim is None or not claim.is_open or claim.forms.keeping is not None:
         return []
     return list(chain.from_iterable(claim.buckets))
 
 
 def first_claim(params: object) -> UnitsClaim | None:
-    """Return the claim of the first of an optimizer's parameters that has one; what is wrong is ignored."""
+    """Return the first registration in an optimizer's arguments, which may be invalid, or None."""
     return next(filter(None, (getattr(param, _CLAIM, None) for param in _tensors_in(params))), None)
 
 
 def group_of_claim(params: object) -> dist.ProcessGroup | None:
-    """Return the process group of the fully sharded model that some parameters belong to, if any."""
+    """Return the process group of the parameters' fully sharded model, or None."""
     claim = first_claim(params)
     return None if claim is None or claim.group is None else claim.group.process_group
 
@@ -233,7 +214,7 @@ def _tensors_in(params: object) -> Iterator[Tensor]:
 
 
 def claim_of(params: Iterable[Tensor]) -> UnitsClaim | None:
-    """Return the claim of some parameters, if any belongs to a unit; raises if they are of several models."""
+    """Return the parameters' registration, or None; raises if they belong to several models."""
     found = {id(claim): claim for param in params if (claim := getattr(param, _CLAIM, None)) is not None}
     if len(found) > 1:
         raise ValueError(

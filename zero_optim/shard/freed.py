@@ -1,7 +1,4 @@
-"""What parameters show while they are freed, and whether somebody has written to it.
-
-See Note [Freed in place] in `zero_optim.shard.units`. Nothing here communicates.
-"""
+"""The data of freed parameters, and checks for writes to it: Note [Freed in place]. No communication."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +10,7 @@ from zero_optim.compat.streams import is_asynchronous
 
 
 class ShownWhenFreed:
-    """What the parameters of one bucket show while they are freed: an element for each, NaN, expanded."""
+    """The data of one bucket's freed parameters: one NaN element each, expanded."""
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._params = params
@@ -25,16 +22,16 @@ class ShownWhenFreed:
         self._versions: list[int] = []  # of the parameters when they were freed
 
     def note_versions(self) -> None:
-        """Note the versions that the parameters have now: what comes later is somebody's write."""
+        """Store the parameters' versions; later changes are the user's writes."""
         self._versions = _versions(self._params)
 
     def was_written(self) -> bool:
-        """Whether somebody has written to a parameter since `note_versions`; of some writes it tells once."""
+        """Whether a parameter was written to since `note_versions`; a write to ``.data`` is reported once."""
         # Some writes in place do not notice that the elements have one place in memory.
         return self._versions != _versions(self._params) or self._has_other_values()
 
     def _has_other_values(self) -> bool:
-        """Whether somebody has written to ``param.data``, which changes no version; unknown of a device."""
+        """Whether ``param.data`` was written to, which changes no version; not checked on a device."""
         octets = self._elements.view(torch.uint8)
         # On an asynchronous device the CPU would have to wait.
         if is_asynchronous(octets.device) or torch.equal(octets, self._octets):
@@ -43,7 +40,7 @@ class ShownWhenFreed:
         return True
 
     def is_viewed_by(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of what a parameter shows."""
+        """Whether a tensor is a view of a freed parameter's data."""
         address = tensor.data_ptr()
         return any(address == shown.data_ptr() for shown in self.tensors)
 
@@ -53,11 +50,11 @@ def _versions(params: list[Tensor]) -> list[int]:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether a tensor is what a freed parameter shows; not known of a single element."""
+    """Whether a tensor is the data of a freed parameter; False for a single element."""
     return tensor.layout is torch.strided and tensor.numel() > 1 and not any(tensor.stride())
 
 
 def shown_when_freed(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make what a freed parameter of some form shows."""
+    """Return the data of a freed parameter of this shape."""
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))

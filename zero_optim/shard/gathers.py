@@ -1,27 +1,22 @@
 """Gathers: the owners broadcast their rows of each bucket to all ranks.
 
-All functions that take a group or lanes communicate, and all ranks call them in the same order of buckets.
+Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
 
 Note [A lane an owner]
-    A gloo group runs its operations in the order in which they were issued, few at a time, so broadcasts of
-    several owners on one group are half duplex for much of the time. With a group for each owner a gather
-    of 55 MB between two ranks takes 240 ms over 1 Gbit/s instead of 390 to 440 (the wire alone needs 233),
-    and 0.8 to 0.9 of the time over loopback. Below 1 MiB in all nothing is gained, and groups take threads
-    and file descriptors. So the first gather that is larger and has several owners takes lanes; all ranks
-    decide alike, by the plan. An overlapped step has lanes of its own, as its thread gathers in another
-    order. Other backends have one communicator for all traffic of a device: Note [Rows at once] in
-    `zero_optim.comm.collectives`.
+    A gloo group runs operations in order, few at a time, so several owners' broadcasts on it are often half
+    duplex. With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s
+    instead of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 1 MiB lanes
+    gain nothing and cost threads and file descriptors; the first larger gather of several owners creates
+    them. An overlapped step has its own lanes, as its thread gathers in another order. Other backends have
+    one communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`.
 
 Note [Small buckets]
-    To send small rows of one owner as one message gains nothing. What cost time was a limit on the *number*
-    of gathers under way: with four small buckets between two large ones a gather took 300 ms instead of
-    240. So the limit is one of memory, and where parameters are views of their bucket there is none.
+    Merging an owner's small rows gained nothing; limiting the *number* of pending gathers cost time (300
+    instead of 240 ms with four small buckets between two large ones). So only memory is limited.
 
 Note [Step, then gather]
-    Ordinary steps step everything, then gather everything. To gather one bucket while the next is stepped
-    gained nothing for fused steps (1.00 to 1.04 of the time over 1 Gbit/s and loopback, AdamW, 13.8 M
-    parameters): the step is 9 of 240 ms, and the rank with a long row in the first bucket starts late all
-    the same.
+    Gathering one bucket while stepping the next gained nothing for fused steps (1.00 to 1.04 of the time,
+    AdamW, 13.8 M parameters): the step takes 9 of 240 ms.
 """
 
 import threading
@@ -48,11 +43,10 @@ LANES_FROM_NBYTES = 2**20
 
 
 class UnderWay:
-    """Gathers that were started and may not have ended, by the parameters that they bring.
+    """Pending gathers by parameter.
 
-    On an accelerator a gather is kept until it is known to be over, as each stream that reads parameters
-    has to wait for it. Two threads may use this at once: one steps buckets during the backward pass, which
-    meanwhile may run a forward pass again (checkpointing) that waits for parameters.
+    On an accelerator a gather stays until it is over, as each reading stream must wait. Two threads may use
+    this: one steps during backward, while checkpointing runs a forward pass.
     """
 
     def __init__(self) -> None:
@@ -61,7 +55,7 @@ class UnderWay:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> "tuple[type[UnderWay], tuple[()]]":
-        """Copy and pickle without the gathers: they write to the parameters that they were started for."""
+        """Copy and pickle without the gathers, which write to the original parameters."""
         return UnderWay, ()
 
     def __bool__(self) -> bool:
@@ -69,18 +63,18 @@ class UnderWay:
 
     @property
     def is_unclaimed(self) -> bool:
-        """Whether there is a gather that nobody has waited for yet."""
+        """Whether a gather has not been waited for yet."""
         return any(pending.is_unclaimed for pending in self._gathers)
 
     def add(self, params: Iterable[Tensor], pending: Pending) -> None:
-        """Add a gather that was started."""
+        """Add a started gather."""
         with self._lock:
             self._gathers.append(pending)
             for param in params:
                 self._awaited.setdefault(param, []).append(pending)
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
-        """Wait, with the current stream, until some parameters have their new values."""
+        """Make the current stream wait for some parameters' new values."""
         with self._lock:
             for param in params:
                 left = [pending for pending in self._awaited.pop(param, ()) if not pending.wait()]
@@ -90,7 +84,7 @@ class UnderWay:
                 self._gathers.clear()
 
     def wait(self) -> None:
-        """Wait for all gathers, in the order in which they were started, with the current stream."""
+        """Make the current stream wait for all gathers, in order of their start."""
         with self._lock:
             left: deque[Pending] = deque()
             num_over = 0
@@ -105,13 +99,13 @@ class UnderWay:
                 self._forget_all_but(left)
 
     def abandon(self) -> None:
-        """Drop all of them: the backend keeps what they use until it has done with it."""
+        """Drop all gathers; the backend keeps their memory until it is done."""
         with self._lock:
             self._gathers.clear()
             self._awaited.clear()
 
     def _forget_all_but(self, left: Iterable[Pending]) -> None:
-        """Drop the others, which are over: else each parameter would keep one for every step."""
+        """Drop finished gathers, or parameters would keep one for every step."""
         ids = {id(pending) for pending in left}
         awaited = self._awaited.items() if ids else ()
         of_params = ((param, [one for one in some if id(one) in ids]) for param, some in awaited)
@@ -136,16 +130,7 @@ def start_gather(
 ) -> Pending:
     """Start the gather of one bucket: a broadcast for each owner, in one launch where the backend can.
 
-    Args:
-        lanes: groups of the same ranks. Owner r sends on lane r modulo their number: one gloo group is not
-            reliably full duplex, several are.
-        bucket: the bucket.
-        stamps: sent with it, None for none.
-        start_rows: starts to send the rows; None for `start_broadcasts`.
-
-    Returns:
-        The gather. After its ``wait()`` the parameters have their new values, on an accelerator for the
-        stream that waited. Until then nothing may write to a parameter of the bucket.
+    Owner r uses lane r modulo their number. Nothing may write to the parameters before ``wait()``.
     """
     flat = bucket.fill()
     take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
@@ -162,16 +147,7 @@ def gather_into(
     *,
     start_rows: StartRows | None = None,
 ) -> Pending:
-    """Start the broadcasts of rows that fill a flat tensor, which the bucket takes over when they have come.
-
-    Args:
-        flat: as `ParamBucket.fill` returns it.
-        bucket: the bucket.
-        lanes: see `start_gather`.
-        rows: parts of the flat tensor, each with the rank of a lane that sends it.
-        take: reads the stamps that came; None for none.
-        start_rows: see `start_gather`.
-    """
+    """Start the broadcasts that fill ``flat``; the wait settles the bucket, and ``take`` reads stamps."""
     works = (start_rows or start_broadcasts)(lanes, rows, bucket.label)
 
     def end() -> None:
@@ -185,7 +161,7 @@ def gather_into(
 def start_broadcasts(
     lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
 ) -> list[Waitable]:
-    """Broadcast rows, each from its rank on the lane of that rank; arguments as in `gather_into`."""
+    """Broadcast each (rank, row) on the lane of that rank."""
     works: list[Waitable] = []
     for number, lane in enumerate(lanes):
         works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)
@@ -193,12 +169,9 @@ def start_broadcasts(
 
 
 class Gathers:
-    """The gathers of one optimizer.
+    """One optimizer's gathers and their stamps (None in a group of one).
 
-    Attributes:
-        under_way: gathers that were started and may not have ended, those of overlapped steps too.
-        readers: sets of parameters whose gathers a step leaves under way, as modules wait for them.
-        stamps: what ranks tell each other in the gathers of a step; None in a group of one.
+    A step leaves the gathers of ``readers`` pending, as modules wait for them.
     """
 
     def __init__(self, stamps: Stamps | None = None) -> None:
@@ -208,14 +181,11 @@ class Gathers:
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner]; the same on every rank
 
     def __reduce__(self) -> "tuple[type[Gathers], tuple[Stamps | None]]":
-        """Copy and pickle as new: readers wait for this object's gathers; a copy takes lanes of its own."""
+        """Copy and pickle as new: modules wait for the original's gathers; a copy needs its own lanes."""
         return Gathers, (self.stamps,)
 
     def let_go(self, *, waits: bool) -> None:
-        """Wait for the gathers under way, or abandon them, and let the lanes go.
-
-        No error where a rank has died, and did not send.
-        """
+        """Wait for pending gathers or abandon them, then release the lanes; no error if a rank died."""
         lanes, self._lanes = self._lanes, None
         try:
             if waits:
@@ -232,17 +202,16 @@ class Gathers:
             self.stamps.check_failures()
 
     def start(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
-        """Start the gathers of buckets in a step, and wait for none."""
+        """Start the gathers of buckets in a step, without waiting."""
         with self._lent(group, buckets) as lanes:
             for bucket in buckets:
                 lanes_of = _lanes_for(bucket, group, lanes)
                 self.under_way.add(bucket.params, start_gather(lanes_of, bucket, self.stamps))
 
     def run(self, group: RankGroup, buckets: Sequence[ParamBucket], *, in_step: bool = False) -> None:
-        """Gather buckets, and wait for all; ``in_step`` sends the stamps too.
+        """Gather buckets and wait; ``in_step`` sends stamps.
 
-        As many as memory allows are under way at once: an owner with little in the first buckets need not
-        wait for those with much.
+        As many run at once as memory allows, so an owner of short rows need not wait for the others.
         """
         stamps = self.stamps if in_step else None
         under_way: deque[tuple[int, Pending]] = deque()
@@ -261,7 +230,7 @@ class Gathers:
 
     @contextmanager
     def _lent(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> Iterator[Sequence[RankGroup]]:
-        """Yield the lanes, if there are any; where the body fails, nobody else gets them."""
+        """Yield the lanes, if any; if the body fails, nobody else may use them."""
         if self._lanes is None and _gains_by_lanes(group, buckets):
             self._lanes = gloo_lanes_beside(group)
         lanes = self._lanes
@@ -274,7 +243,7 @@ class Gathers:
 
 
 def _gains_by_lanes(group: RankGroup, buckets: Sequence[ParamBucket]) -> bool:
-    """Whether the gather of some buckets is quicker on lanes; the same on every rank."""
+    """Whether lanes make a gather of these buckets faster; the same on every rank."""
     sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
     if group.size == 1 or sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
         return False

@@ -1,9 +1,9 @@
-"""What a rank owns, kept elsewhere than in ordinary memory. Nothing here communicates.
+"""Storage for a rank's rows in mapped files. No communication.
 
 Note [A budget]
-    A rank's rows of the parameters, their reduced gradients, state, masters and averages are in mapped
-    files (`zero_optim.shard.mapped`). At most ``budget`` bytes of them are resident, as they are used in
-    portions, each written out before the next. Tensors smaller than a page stay in ordinary memory.
+    A rank's rows, gradients, state, masters and averages lie in mapped files (`zero_optim.shard.mapped`),
+    except tensors smaller than a page. They are used in portions, each written out before the next, so that
+    at most ``budget`` bytes are resident.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,48 +18,48 @@ Item = TypeVar("Item")
 
 
 class RowKeeping(Protocol):
-    """Keeps the rows and gradients that a rank owns elsewhere than the parameters are."""
+    """Stores a rank's rows and gradients apart from the parameters."""
 
     def anew(self) -> "RowKeeping":
-        """Make one for another optimizer."""
+        """Return an empty one for another optimizer."""
 
     def reserve_rows(self, nbytes: Iterable[int]) -> None:
-        """Make sure that there is room for rows of so many bytes."""
+        """Reserve space for rows of these bytes."""
 
     def new_row(self, values: Tensor) -> Tensor:
-        """Make a row, 1-D, with some values."""
+        """Allocate a 1-D row with these values."""
 
     def write(self, row: Tensor, values: Tensor) -> None:
         """Copy values to a row."""
 
     def read(self, row: Tensor, target: Tensor) -> None:
-        """Copy a row to where the parameters are."""
+        """Copy a row to the parameters' device."""
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors back that were used."""
+        """Store tensors again after use."""
 
     def brought(self, values: Tensor) -> Tensor:
-        """Return values from where the parameters are for comparison with rows."""
+        """Return values of the parameters' device where they can be compared with rows."""
 
     def copies(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Copy tensors to where they are kept."""
+        """Return stored copies of tensors."""
 
     def add(self, kept: Tensor, tensor: Tensor) -> None:
-        """Add a tensor to one that is kept."""
+        """Add a tensor to a stored one."""
 
     def wait(self) -> None:
-        """Wait on the CPU until what is kept can be read and written."""
+        """Block the CPU until stored tensors can be read and written."""
 
 
 class Keeping:
-    """Keeps tensors in mapped files, of which ``budget`` bytes may be resident; see Note [A budget]."""
+    """Stores tensors in mapped files: Note [A budget]."""
 
     def __init__(self, memory: MappedMemory, budget: int) -> None:
         self._memory = memory
         self.budget = budget
 
     def anew(self) -> "Keeping":
-        """Make one with the same budget, and files of its own in the same folder."""
+        """Return one with the same budget and folder."""
         return Keeping(self._memory.anew(), self.budget)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -71,7 +71,7 @@ class Keeping:
         self._memory.reserve(nbytes)
 
     def reserve_rows(self, nbytes: Iterable[int]) -> None:
-        """Reserve what `new_row` will take for rows of so many bytes; an OSError if the disk has less."""
+        """See `RowKeeping`; OSError if the disk has less."""
         self._memory.reserve(sum(in_pages(max(1, each)) for each in nbytes))
 
     def _is_kept(self, tensor: Tensor) -> bool:
@@ -81,19 +81,19 @@ class Keeping:
     # ------------------------------------------------------------------ rows
 
     def new_row(self, values: Tensor) -> Tensor:
-        """Make a row, 1-D, with some values."""
+        """See `RowKeeping`."""
         row = self._memory.empty_like(values)
         self.write(row, values)
         return row
 
     def write(self, row: Tensor, values: Tensor) -> None:
-        """Copy values to a row, and write it out."""
+        """See `RowKeeping`; writes the row out."""
         for start, stop in self._steps_through(row):
             row[start:stop].copy_(values[start:stop])
             self._memory.write_out([row[start:stop]])
 
     def read(self, row: Tensor, target: Tensor) -> None:
-        """Copy a row to ordinary memory."""
+        """See `RowKeeping`."""
         for start, stop in self._steps_through(row):
             target[start:stop].copy_(row[start:stop])
             self._memory.drop([row[start:stop]])
@@ -104,16 +104,16 @@ class Keeping:
             yield start, min(row.numel(), start + step)
 
     def brought(self, values: Tensor) -> Tensor:
-        """Return values as they are: ordinary memory can be compared with rows."""
+        """See `RowKeeping`."""
         return values
 
     def wait(self) -> None:
-        """Return at once: calls here have done their work."""
+        """See `RowKeeping`; all methods are synchronous."""
 
     # ------------------------------------------------------------------ other tensors
 
     def copies(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Copy tensors to the files, one after the other, small ones to ordinary memory."""
+        """See `RowKeeping`; small tensors stay in ordinary memory."""
         made: list[Tensor] = []
         try:
             for tensor in tensors:
@@ -129,7 +129,7 @@ class Keeping:
             self._memory.write_out(made)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Write tensors out that were used, after those elsewhere have moved here, as the same objects."""
+        """Write used tensors out; those elsewhere move here first, as the same objects."""
         used = [tensor for tensor in tensors if self._is_kept(tensor)]
         for tensor in used:
             if not self._memory.holds(tensor):
@@ -137,16 +137,16 @@ class Keeping:
         self._memory.write_out(used)
 
     def add(self, kept: Tensor, tensor: Tensor) -> None:
-        """Add a tensor to one that is kept."""
+        """See `RowKeeping`."""
         kept.add_(tensor)
         self.keep([kept])
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors back that were only read."""
+        """Drop the pages of tensors that were only read."""
         self._memory.drop(tensors)
 
     def portions(self, items: Sequence[tuple[Item, int]]) -> Iterator[list[Item]]:
-        """Divide items, each with its bytes, in lists within the budget, in order; a larger one is alone."""
+        """Split (item, bytes) pairs, in order, into lists within the budget; a larger item is alone."""
         portion: list[Item] = []
         total = 0
         for item, nbytes in items:
@@ -167,10 +167,7 @@ def nbytes_of(tensor: Tensor) -> int:
 def gradients_in_portions(
     keeping: Keeping | None, tensors: Sequence[Tensor], *, are_read: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Yield gradients in lists, as many as may be resident; one list if they are in ordinary memory.
-
-    ``are_read``: they will only be read.
-    """
+    """Yield lists of gradients within the budget, one without files; ``are_read``: they stay unchanged."""
     if keeping is None:
         yield list(tensors)
         return

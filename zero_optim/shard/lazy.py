@@ -1,4 +1,4 @@
-"""Lazy gathers: in the forward pass each module waits for its own parameters, just before it needs them."""
+"""Lazy gathers: each module waits for its own parameters in its forward pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,16 +15,11 @@ if TYPE_CHECKING:
 
 
 class LazyGather:
-    """Hooks that make the modules of a model wait for the gathers of their own parameters.
+    """Forward hooks that make each module wait for the gathers of its own parameters.
 
-    Some modules read the parameters of a child that they never call, as ``nn.MultiheadAttention`` does. So
-    the first forward pass waits for everything, and shows which modules are called. The nearest called
-    module above waits for the parameters of one that is not. Without gradients a pass waits for everything:
-    PyTorch's Transformer layers then skip calls of their modules.
-
-    Args:
-        model: its modules get hooks.
-        sharding: steps leave its gathers under way, except those of parameters that the model does not have.
+    Some modules read a child's parameters without calling it (``nn.MultiheadAttention``). So the first
+    forward pass waits for everything and records calls; then an uncalled module's nearest called ancestor
+    waits. A pass without gradients waits for everything, as PyTorch's Transformer layers skip calls in it.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
@@ -42,7 +37,7 @@ class LazyGather:
         sharding.gathers.readers.append(self._params)
 
     def remove(self) -> None:
-        """Wait for the gathers under way, and remove the hooks: steps wait for their gathers again."""
+        """Wait for pending gathers and remove the hooks; steps wait for their gathers again."""
         self._under_way.wait()
         if self._handles:
             self._gathers.readers.remove(self._params)
@@ -50,11 +45,11 @@ class LazyGather:
             self._handles.pop().remove()
 
     def wait(self, *_: object) -> None:
-        """Wait for everything that is under way; also the hook of state dicts, hence the arguments."""
+        """Wait for all gathers; also a state-dict hook, hence the arguments."""
         self._under_way.wait()
 
     def wait_for(self, module: nn.Module) -> None:
-        """Wait for what a module needs in the forward pass that it begins."""
+        """Wait for the parameters that a module's forward pass needs."""
         if self._needs is None:
             self._called.add(module)
         if not self._under_way:
@@ -75,7 +70,7 @@ class LazyGather:
             self._assign(self._root, self._root, self._needs)
 
     def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
-        """Note which called module waits for the parameters of a module and of those below it."""
+        """Assign parameters of a module and its children to the called module that waits for them."""
         caller = module if module in self._called else caller
         needs[caller].extend(module.parameters(recurse=False))
         for child in module.children():
@@ -84,19 +79,19 @@ class LazyGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ForwardWait:
-    """The hook in front of a module's forward pass."""
+    """A forward pre-hook."""
 
     gather: LazyGather
     module: nn.Module
 
     @eager
     def __call__(self, *_: object) -> None:
-        """Wait for what the module needs."""
+        """Wait for the module's parameters."""
         self.gather.wait_for(self.module)
 
 
 def check_reader(model: object, params: Iterable[Tensor]) -> None:
-    """Refuse what is no module, or has none of the optimizer's parameters; None passes."""
+    """Raise unless ``model`` is None or a module with some of the optimizer's parameters."""
     if model is None:
         return
     if not isinstance(model, nn.Module):
@@ -112,7 +107,7 @@ def check_reader(model: object, params: Iterable[Tensor]) -> None:
 
 
 def wait_for_gathers(model: nn.Module) -> None:
-    """Wait for all that the forward pass of a model would wait for, to read parameters before it."""
+    """Wait for all gathers that a model's forward pass would wait for."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, _ForwardWait):

@@ -1,4 +1,4 @@
-"""Makes the buckets of plans. Nothing here communicates."""
+"""Makes a plan's buckets. No communication."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
@@ -15,7 +15,7 @@ from zero_optim.shard.units import UnitBucket
 
 
 class BucketMaker:
-    """Makes the buckets of one plan after the other, with rooms for stamps; `forms`: how units are kept."""
+    """Makes the buckets of successive plans, with header space for stamps."""
 
     def __init__(self, as_views: bool, units: Mapping[Tensor, int], forms: UnitForms) -> None:
         self.units = units
@@ -28,7 +28,7 @@ class BucketMaker:
     def make(
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
     ) -> list[ParamBucket]:
-        """Make the buckets of a plan, or take those that `make_units` has made of it."""
+        """Make a plan's buckets, except those that `make_units` made."""
         layouts, self._layouts_before = self._layouts_before or self._layouts(group, params, plan), []
         made: list[ParamBucket] = []
         for bucket, layout, label in zip(plan.buckets, layouts, labels, strict=True):
@@ -49,10 +49,7 @@ class BucketMaker:
         plan: Plan,
         former: Iterable[UnitBucket] = (),
     ) -> list[UnitBucket]:
-        """Make the buckets of a plan that hold units, for `make`, which comes next.
-
-        Former buckets are used again where they are as planned.
-        """
+        """Make a plan's unit buckets; former ones with an equal plan are reused."""
         made = []
         there = {bucket.params[0]: bucket for bucket in former}
         self._layouts_before = self._layouts(group, params, plan)

@@ -1,17 +1,14 @@
-"""Memory in files: CPU tensors whose bytes the system reads and writes when they are used. No communication.
+"""CPU tensors in mapped files. No communication.
 
 Note [Pages that are dropped]
-    `MappedMemory.write_out` has changed pages written to the file (``msync``) and takes them out of this
-    process (``madvise``, MADV_DONTNEED); the next use reads them again. The mapping is shared, so nothing
-    is lost. The page cache may keep a copy, which is given up as soon as memory is wanted. Linux does this;
-    elsewhere it is refused. The blocks of a file are reserved when it is made (``posix_fallocate``): else a
-    full disk would show at a write to memory, as SIGBUS. A file has no name, and is gone with the process.
-    glibc keeps freed memory for later, which in a step was more than anything else, so whenever pages are
-    dropped it is asked to return what is free.
+    `MappedMemory.write_out` writes changed pages to the file (``msync``) and unmaps them (``madvise``,
+    MADV_DONTNEED, on Linux only); the mapping is shared, so the next use reads them again.
+    ``posix_fallocate`` reserves each file's blocks, or a full disk would show as SIGBUS. Files have no name
+    and end with the process. glibc keeps freed memory, more than all else in a step, so it is trimmed too.
 
 Note [Memory that comes back]
-    Each tensor has a storage of its own, which holds a view of the file. When the storage is dropped, its
-    place can be taken again. So a gradient that a user still holds keeps its values.
+    Each tensor's own storage holds a view of the file, whose place is reused when the storage is dropped. So
+    a gradient that the user holds keeps its values.
 """
 
 import ctypes
@@ -37,19 +34,19 @@ _LEAST_FILE_NBYTES = 2**24
 
 
 def why_not_here() -> str | None:
-    """Return why this system cannot drop pages; None if it can."""
+    """Return why this system cannot drop pages, or None."""
     if sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED"):
         return None
     return f"pages of mapped files can be dropped on Linux only, and this is {sys.platform}"
 
 
 def in_pages(nbytes: int) -> int:
-    """Round a number of bytes up to pages."""
+    """Round bytes up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 class _File:
-    """A file without a name, mapped as a whole; its size is a multiple of a page."""
+    """A nameless, mapped file of whole pages."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -60,7 +57,7 @@ class _File:
         self.used = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Take pages that were never used; returns their offset, None if there are not enough."""
+        """Return the offset of unused pages, or None."""
         if self.used + nbytes > self.nbytes:
             return None
         offset, self.used = self.used, self.used + nbytes
@@ -69,18 +66,14 @@ class _File:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Range:
-    """Bytes of a file, whole pages."""
+    """A range of a file's pages."""
 
     start: int
     stop: int
 
 
 class MappedMemory:
-    """Tensors in files of a folder; see Note [Pages that are dropped].
-
-    Args:
-        folder: an existing folder on the disk to use.
-    """
+    """Tensors in files of an existing folder; see Note [Pages that are dropped]."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,11 +83,11 @@ class MappedMemory:
         self._free: dict[int, list[tuple[_File, int]]] = {}  # by bytes; see Note [Memory that comes back]
 
     def anew(self) -> "MappedMemory":
-        """Make one for the same folder, with files of its own."""
+        """Return one for the same folder, with new files."""
         return MappedMemory(self._folder)
 
     def reserve(self, nbytes: int) -> None:
-        """Make a file for so many bytes, so that taking them cannot fail; an OSError if the disk has less."""
+        """Create a file of this size, so that `take` cannot fail; OSError if the disk has less."""
         if nbytes > 0:
             self._add_file(in_pages(nbytes))
 
@@ -115,7 +108,7 @@ class MappedMemory:
         return file
 
     def take(self, nbytes: int) -> Tensor:
-        """Return memory that nobody uses: bytes, 1-D, of any values. It comes back when it is dropped."""
+        """Return uninitialized uint8 memory, 1-D; reused when its storage is dropped."""
         size = in_pages(max(1, nbytes))
         with self._lock:  # gradients are taken over on other threads
             free = self._free.setdefault(size, [])
@@ -135,7 +128,7 @@ class MappedMemory:
         return file, offset
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make a tensor in the form of another one, without gaps, of any values."""
+        """Return an uninitialized dense tensor like another."""
         made = self.take(tensor.numel() * tensor.element_size()).view(tensor.dtype)
         return made.as_strided(tensor.shape, dense_strides(tensor.detach()))
 
@@ -152,17 +145,14 @@ class MappedMemory:
     # ------------------------------------------------------------------ pages
 
     def write_out(self, tensors: Iterable[Tensor]) -> None:
-        """Write changed pages of tensors to the files, and drop them; waits for the disk.
-
-        Tensors that are elsewhere are left alone.
-        """
+        """Write changed pages to the files and drop them; waits for the disk, ignores other tensors."""
         used = list(self._pages(tensors))
         for file, pages in used:
             file.map.flush(pages.start, pages.stop - pages.start)
         self._drop(used)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Drop the pages of tensors that were only read; does not wait for the disk."""
+        """Drop the pages of unchanged tensors."""
         self._drop(list(self._pages(tensors)))
 
     def _drop(self, used: Sequence[tuple[_File, _Range]]) -> None:
@@ -172,7 +162,7 @@ class MappedMemory:
             self._trim(0)
 
     def _pages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_File, _Range]]:
-        """Yield the pages of tensors, those next to each other together."""
+        """Yield the page ranges of tensors, neighbours joined."""
         by_file: dict[int, list[_Range]] = {}
         for tensor in tensors:
             file = self._file_of(tensor)
@@ -188,7 +178,7 @@ class MappedMemory:
 
 
 def _joined(ranges: list[_Range]) -> Iterator[_Range]:
-    """Join ranges that touch or overlap, given in ascending order."""
+    """Join ascending ranges that touch or overlap."""
     current = ranges[0]
     for following in ranges[1:]:
         if following.start > current.stop:

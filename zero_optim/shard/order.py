@@ -1,8 +1,6 @@
-"""Whether ranks have unnamed parameters in one order, by their values: shapes do not tell those alike apart.
+"""A check, by values, that ranks have unnamed parameters of equal shape in one order.
 
-If two ranks start with the same values in another order, they mean different parameters by the same place.
-Where ranks start with different values, nothing can be said. Equal values, such as zeros, cannot be told
-apart.
+It cannot tell where ranks have different initial values, or equal ones such as zeros.
 """
 
 import hashlib
@@ -25,14 +23,14 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only their values tell apart: their indices by kind, and all digests."""
+    """Unnamed parameters that only values distinguish: indices by kind, and digests."""
 
     kinds: list[list[int]]
     digests: bytes
 
     @classmethod
     def among(cls, groups: Sequence[ParamGroup], apart: Collection[Tensor]) -> "Alike":
-        """Find them by 64 elements of each that is not in ``apart``; the CPU waits for these."""
+        """Find them and digest 64 elements of each not in ``apart``; the CPU waits."""
         params = params_of(groups)
         unnamed = [param for group in groups if "param_names" not in group for param in group["params"]]
         is_read = set(unnamed).difference(apart)
@@ -44,10 +42,7 @@ class Alike(NamedTuple):
         return cls(kinds, _digests([params[index] for indices in kinds for index in indices]))
 
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
-        """Refuse them if some ranks have the same values in another order; all ranks call.
-
-        One small collective, and another one where the ranks start with different values.
-        """
+        """Raise if ranks have the same values in another order; all ranks call; communicates."""
         if not self.kinds or len(set(group.all_gather_fixed(hashlib.sha256(self.digests).digest()))) == 1:
             return
         names = param_names(groups)
@@ -68,7 +63,7 @@ class Alike(NamedTuple):
 
 
 def _digests(params: Sequence[Tensor]) -> bytes:
-    """Make a digest of some elements of each parameter."""
+    """Return digests of some elements of each parameter."""
     read = []
     for param in params:
         elements = memory_of(param).view(-1, param.element_size())

@@ -1,21 +1,16 @@
-"""The places of parameters in a flat tensor, and the form that they have there. Nothing here communicates.
+"""The positions and forms of parameters in a flat tensor. No communication.
 
 Note [A storage for each parameter]
-    Savers such as safetensors' treat parameters with one storage as tied, and ``torch.save(param)`` writes
-    the whole storage. So each parameter of a bucket has its own, exactly as long as its slice of the flat
-    tensor: it comes from DLPack, in bytes, as DLPack does not know every dtype, and keeps the flat tensor's
-    memory alive. Autograd cannot see that a gather into the flat tensor changes a parameter, so
-    `ParamBucket.settle` tells it.
-
-    Such a storage cannot be resized. It can move to shared memory (``share_memory_``, or when it is sent to
-    another process): PyTorch puts other memory into the same storage, the parameter stays there, and
-    gathers copy it. On CUDA the block belongs to the flat tensor and is reused when the last parameter is
-    gone; ``record_stream`` of a parameter does nothing, and it can hardly be sent to another process
-    (``parameters_as_bucket_view=False``).
+    Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
+    storage. So each parameter has its own, exactly its slice of the flat tensor, from DLPack (in bytes, as it
+    lacks some dtypes), which keeps the flat tensor alive. Autograd cannot see a gather change the parameter;
+    `ParamBucket.settle` tells it. The storage cannot be resized. Moved to shared memory, the parameter gets
+    other memory, and gathers copy it. On CUDA its ``record_stream`` does nothing, and it can hardly be sent
+    to a process (``parameters_as_bucket_view=False`` avoids this).
 
 Note [Memory that is touched late]
-    Padding is sent, so it is zeroed. To zero the whole flat tensor would have all of it resident beside the
-    parameters that are about to move in, one after the other, while each gives back the memory that it had.
+    Padding is zeroed, as it is sent. Zeroing the whole flat tensor would make it resident beside the
+    parameters that move in.
 """
 
 from collections.abc import Sequence
@@ -30,7 +25,7 @@ from zero_optim.plan.memory import dense_strides
 
 
 class Form(NamedTuple):
-    """The form of a parameter when it was planned, the same on every rank."""
+    """A parameter's shape, strides, dtype and device when planned, the same on every rank."""
 
     dtype: torch.dtype
     device: torch.device
@@ -43,11 +38,11 @@ class Form(NamedTuple):
         return cls(param.dtype, param.device, param.shape, dense_strides(param))
 
     def fits(self, param: Tensor) -> bool:
-        """Whether a parameter can be copied to its place; its strides may differ by now."""
+        """Whether a parameter can be copied to its position; strides may differ."""
         return (self.dtype, self.device, self.size) == (param.dtype, param.device, param.shape)
 
     def check(self, param: Tensor) -> None:
-        """Refuse a parameter that no longer fits."""
+        """Raise if a parameter no longer fits."""
         if not self.fits(param):
             raise RuntimeError(
                 f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the "
@@ -57,19 +52,19 @@ class Form(NamedTuple):
 
 
 def views_in(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """View each parameter's place in ``flat`` with the parameter's shape and memory format."""
+    """View each parameter's slice of ``flat`` with its shape and strides."""
     starts = layout.offsets()
     return [flat.as_strided(form.size, form.stride, at) for form, at in zip(forms, starts, strict=True)]
 
 
 def with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """Like `views_in`, but each view has its own storage. See Note [A storage for each parameter]."""
+    """Like `views_in`, each view with its own storage: Note [A storage for each parameter]."""
     octets, size = flat.view(torch.uint8), flat.element_size()
     return [_over(octets[at * size :], form) for form, at in zip(forms, layout.offsets(), strict=True)]
 
 
 def _over(octets: Tensor, form: Form) -> Tensor:
-    """Make a tensor over the first of some bytes, with a storage that ends where the tensor does."""
+    """Make a tensor over the first bytes of ``octets``, whose storage ends with it."""
     empty = torch.empty(0, dtype=form.dtype, device=form.device)
     nbytes = form.size.numel() * empty.element_size()
     if nbytes == 0:
@@ -79,7 +74,7 @@ def _over(octets: Tensor, form: Form) -> Tensor:
 
 
 def can_be_views(params: Sequence[Tensor]) -> bool:
-    """Whether parameters may move into a flat tensor, and each can have its own storage there."""
+    """Whether parameters can become views of a flat tensor with own storages."""
     device = params[0].device
     if device.type == "cpu" and any(param.is_shared() for param in params):  # type: ignore[no-untyped-call]
         return False  # other processes use them where they are
@@ -91,10 +86,7 @@ def can_be_views(params: Sequence[Tensor]) -> bool:
 
 
 def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
-    """Zero what belongs to no parameter in elements ``[start, start + len(flat))`` of a bucket's flat tensor.
-
-    ``flat`` is all of it, or one row.
-    """
+    """Zero the padding of a whole flat tensor, or of the row that begins at ``start``."""
     at, stop = start, start + flat.numel()
     for row in layout.rows:
         for extent in row.extents if start <= row.start and row.stop <= stop else ():

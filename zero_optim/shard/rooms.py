@@ -1,11 +1,9 @@
-"""Rooms for stamps in the buckets of a plan, so that every rank is heard. Nothing here communicates.
+"""Header space for stamps in a plan's buckets. No communication.
 
 Note [Every rank is heard]
-    Each row has room for a stamp, except one that lies within one parameter. A rank that owns nothing,
-    nothing that trains, or such rows alone has a room behind the rows of one bucket, and broadcasts these
-    32 bytes by itself, beside the owners' broadcasts. One sum or all-gather for all such ranks would be one
-    collective, but on gloo more messages, one after the other. Where all ranks have room in their rows, as
-    in most plans, nothing is added.
+    Each row has space for a stamp, except one within a single parameter. A rank without such a row that
+    trains gets space behind one bucket's rows, and broadcasts these 32 bytes beside the owners; on gloo an
+    all-gather would take more messages. Most plans need no extra space.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +24,10 @@ def layouts_with_rooms(
     compute_dtypes: Mapping[Tensor, torch.dtype],
     heard: set[int],
 ) -> list[Layout]:
-    """Return the layouts of a plan with rooms, by bucket; the same on every rank.
+    """Return the plan's layouts with header space, by bucket; the same on every rank.
 
-    Args:
-        plan: the plan; ranks agree on which of its parameters are frozen.
-        params: of the plan.
-        size: number of ranks. One alone has no stamps, and its layouts stay as they are.
-        units: the parameters of units, each with the number of its unit.
-        compute_dtypes: of those that travel in another dtype than their own, which is wider.
-        heard: ranks with room in a bucket that is gathered after each step; those of this plan are added.
+    A single rank needs none. ``compute_dtypes``: parameters that travel in a narrower dtype. ``heard``: ranks
+    with space in a bucket gathered after each step, extended by this plan's.
     """
     firsts = [params[bucket.params[0]] for bucket in plan.buckets]
     layouts = [bucket.layout for bucket in plan.buckets]

@@ -1,4 +1,4 @@
-"""Who owns each parameter, and the buckets of an optimizer.
+"""The owners of parameters, and an optimizer's buckets.
 
 `Sharding.plan`, `gather` and `gather_all` communicate; all ranks call them.
 """
@@ -58,17 +58,9 @@ WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
-    Args:
-        num_owners: the first so many ranks own; None for all of the group.
-        gathers: of the sharding before, so that modules that wait for them go on doing so.
-        own_options: names of options that ranks need not have in common, see `zero_optim.health.stamps`.
-        units: parameters that are whole only while their unit is in use, with the number of the unit.
-
-    Attributes:
-        pieces: of each parameter, the rows that each of its owners has.
-        whole_because: why parameters may not be cut, where that was asked.
-        loads: the cost of what each rank owns.
-        buckets: in the order of gathers, the same on every rank; see Note [Order of gathers] in `plan.plan`.
+    The first ``num_owners`` ranks own. ``gathers`` come from the former sharding, as modules wait for them.
+    Ranks may differ in ``own_options``. ``loads`` are ranks' costs. `buckets` are in the order of gathers,
+    the same on every rank: Note [Order of gathers] in `plan.plan`.
     """
 
     def __init__(
@@ -97,7 +89,7 @@ class Sharding:
 
     @property
     def under_way(self) -> UnderWay:
-        """Gathers that were started and may not have ended."""
+        """Pending gathers."""
         return self.gathers.under_way
 
     def plan(
@@ -108,18 +100,11 @@ class Sharding:
         about: Sequence[str],
         why_whole: WhyWhole | None,
     ) -> Plan:
-        """Plan groups, and check that all ranks have the same plan; all ranks call. `add` carries it out.
+        """Return the plan of new groups for `add`, equal on all ranks, which all call.
 
-        Args:
-            groups: all public groups.
-            costs: the cost function of each group to plan.
-            before: groups that have been planned already.
-            about: further descriptions to agree on.
-            why_whole: asked before cuts, on all ranks. None cuts nothing, and evens out the model alone.
-
-        Raises:
-            ValueError: on every rank, a parameter cannot be sharded; or TypeError.
-            RankMismatchError: on every rank, the ranks were given different things.
+        ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model. Raises
+        on every rank: TypeError or ValueError for unshardable parameters, RankMismatchError for unequal
+        arguments.
         """
         new, units = groups[before:], self._maker.units
         reasons: Sequence[str | None] = []
@@ -157,7 +142,7 @@ class Sharding:
         reasons: Sequence[str | None],
         why_whole: WhyWhole,
     ) -> Plan:
-        """Plan anew until all ranks say that what is cut may be; all ranks call, with the same plan."""
+        """Plan again until all ranks accept every cut; all ranks call."""
         whole_because: list[str | None] = [None] * len(plan.pieces)
         while plan.is_cut:
             borne = said_by_all(self._group, [reason is None for reason in reasons])
@@ -174,12 +159,12 @@ class Sharding:
         return replace(plan, whole_because=tuple(whole_because))
 
     def let_go(self, *, waits: bool) -> None:
-        """Let the process group go, after the gathers; see `Gathers.let_go`."""
+        """Release the process group after the gathers; see `Gathers.let_go`."""
         self.gathers.let_go(waits=waits)
         self._group = self._group.let_go()
 
     def become(self, rank: int) -> None:
-        """Plan as a rank of a group with as many ranks as owners; -1 owns nothing. Called before `add`."""
+        """Plan as this rank of ``num_owners``; -1 owns nothing. Comes before `add`."""
         self._group = replace(self._group.let_go(), rank=rank, size=len(self.loads))
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
@@ -188,7 +173,7 @@ class Sharding:
         return {param: piece for param, piece in zip(params, mine, strict=True) if piece is not None}
 
     def piece_here(self, param: Tensor) -> Piece | None:
-        """Return the rows of a parameter that this rank owns; None if it owns none."""
+        """Return this rank's rows of a parameter, or None."""
         return piece_of(self.pieces[param], self._group.rank)
 
     def is_cut(self, param: Tensor) -> bool:
@@ -201,16 +186,16 @@ class Sharding:
         return any(bucket.layout.is_cut for bucket in self.buckets)
 
     def cut_params(self) -> list[Tensor]:
-        """List the parameters that are cut. Free where there are none: steps ask this."""
+        """List the cut parameters; free without cuts, as every step calls it."""
         cut = [bucket.params for bucket in self.buckets if bucket.layout.is_cut]
         return [param for params in cut for param in params if self.is_cut(param)]
 
     def first_owner(self, param: Tensor) -> int:
-        """Return the rank that owns a parameter, or its first rows."""
+        """Return the rank that owns a parameter's first rows."""
         return self.pieces[param][0].owner
 
     def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> None:
-        """Carry out a plan: note its owners, and make its buckets. The names are for messages."""
+        """Store a plan's owners and make its buckets."""
         self.pieces.update(zip(params, plan.pieces, strict=True))
         refused = zip(params, plan.whole_because, strict=True) if plan.whole_because else ()
         self.whole_because.update((param, reason) for param, reason in refused if reason is not None)
@@ -229,7 +214,7 @@ class Sharding:
     def make_unit_buckets(
         self, params: Sequence[Tensor], plan: Plan, former: Iterable[UnitBucket] = ()
     ) -> list[UnitBucket]:
-        """Make the buckets of units of a plan, for `add`, which comes next; see `BucketMaker.make_units`."""
+        """Make a plan's unit buckets for the next `add`."""
         return self._maker.make_units(self._group, params, plan, former)
 
     def unit_buckets(self) -> list[UnitBucket]:
@@ -243,13 +228,10 @@ class Sharding:
 
     @eager
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
-        """Wait for gathers, then take over what the user did to parameters, see `ParamBucket.refresh`.
+        """Wait for gathers, then take over the user's changes: `ParamBucket.refresh`.
 
-        Called in `step` or in a comm hook only; see Note [Moving parameters] in `storage`.
-
-        Raises:
-            RuntimeError: a parameter does not fit any more; all others were refreshed.
-            ValueError: the user put a parameter into a group without ``add_param_group()``.
+        For `step` and comm hooks only: Note [Moving parameters] in `storage`. RuntimeError, after refreshing
+        the rest, if a parameter no longer fits; ValueError for one added without ``add_param_group()``.
         """
         self.under_way.wait()
         self.take_over()
@@ -259,7 +241,7 @@ class Sharding:
             self._checked = places
 
     def take_over(self) -> None:
-        """Take over what the user did to parameters, as `refresh`, but wait for nothing."""
+        """Like `refresh`, without waiting."""
         with ExitStack() as stack:  # which calls them all, then raises
             for bucket in self.buckets:
                 stack.callback(bucket.refresh)
@@ -272,14 +254,10 @@ class Sharding:
 
     @eager
     def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:
-        """Gather the parameters after a call that has changed them; all ranks call.
+        """Gather the parameters that a call changed; all ranks call.
 
-        Buckets in which no parameter has ever trained are left out, unless ``frozen_too``. When one begins to
-        train, the ranks check that it does on all of them.
-
-        Raises:
-            RankMismatchError: on every rank, ranks differ in their call or their options.
-            Exception: where the call has not failed, what it raised on another rank.
+        Skips buckets that never trained, unless ``frozen_too``; a bucket must start training on all ranks.
+        RankMismatchError if calls or options differ; another rank's failure is raised too.
         """
         active = self.active()
         if active != self._active:
@@ -307,16 +285,16 @@ class Sharding:
             self.gathers.stamps.settle(self._group.during("agree"), call, with_last=with_last)
 
     def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Have the next gathers carry the stamps of a call; waits for those of the call before."""
+        """Let the next gathers send a call's stamps, after waiting for the last call's."""
         if self.gathers.stamps is not None:
             self.under_way.wait()
             self.gathers.stamps.begin(groups, call)
 
     @eager
     def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Look at the stamps of calls, see `Stamps.settle`; all ranks call.
+        """Check stamps as `Stamps.settle`; all ranks call.
 
-        ``with_last`` looks at those of the last call too, unless the CPU would wait for a device.
+        ``with_last`` includes the last call, unless the CPU would wait for a device.
         """
         if self.gathers.stamps is not None:
             if with_last:
@@ -324,7 +302,7 @@ class Sharding:
             self.gathers.stamps.settle(group, call, with_last=with_last and not self._is_asynchronous)
 
     def end_step(self) -> None:
-        """Wait for the gathers that no module waits for, then raise if the call failed on another rank."""
+        """Wait for gathers that no module waits for; raise if the call failed on another rank."""
         self._wait_for_unread()
         self.gathers.check_failures()
 
@@ -337,29 +315,29 @@ class Sharding:
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Whether the CPU would wait for a device to read what came with a gather."""
+        """Whether reading stamps would make the CPU wait for a device."""
         return any(is_asynchronous(bucket.device) for bucket in self.buckets)
 
     def active(self) -> list[bool]:
-        """Return for each bucket whether a parameter in it trains, or trained at an earlier gather."""
+        """Return for each bucket whether it trains, or did at an earlier gather."""
         return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
 
     def number_of(self, param: Tensor) -> int | None:
-        """Return the number of the bucket that has a parameter; None without one."""
+        """Return the number of a parameter's bucket, or None."""
         return self._numbers.get(param)
 
     def buckets_of(self, params: Iterable[Tensor]) -> list[ParamBucket]:
-        """List the buckets that have some parameters, in the order of gathers."""
+        """List the buckets of some parameters, in the order of gathers."""
         return [self.buckets[number] for number in sorted({self._numbers[param] for param in params})]
 
     @eager
     def gather_all(self) -> None:
-        """Gather all parameters that are in no unit, also frozen ones; all ranks call."""
+        """Gather all parameters outside units, frozen ones too; all ranks call."""
         self.gathers.run(self._group.during("gather"), _freed_or_gathered(self.buckets))
 
 
 def _freed_or_gathered(buckets: Sequence[ParamBucket]) -> list[ParamBucket]:
-    """Free the parameters of units, which are gathered when they are used; return the other buckets."""
+    """Free units, which are gathered at use; return the other buckets."""
     rest = []
     for bucket in buckets:
         if isinstance(bucket, UnitBucket):

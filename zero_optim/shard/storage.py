@@ -1,18 +1,14 @@
-"""A bucket of parameters and its flat tensor. Nothing here communicates.
+"""A bucket of parameters and its flat tensor. No communication.
 
-A `Bucket` keeps its parameters inside its flat tensor (`InFlat`), so that a gather writes to them without a
-copy. Where that is not possible or not wanted, the parameters stay where they are, and each gather copies
-through a flat tensor of its own. A gather calls `fill`, which returns a flat tensor with this rank's
-current row. When the other rows have come it calls `settle`, which brings them to the parameters.
+`fill` returns the flat tensor with this rank's row, and `settle` hands all rows to the parameters. They lie
+in the flat tensor if possible (`InFlat`); else each gather copies through a temporary one.
 
 Note [Moving parameters]
-    To move a parameter is to give it another storage. Code on another thread or stream that reads it at
-    that moment would go on reading memory that has been released. So what the user replaced is moved only
-    in `step` and in a comm hook, which the backward pass itself calls. A backward pass that goes on finds
-    the same values: autograd saves a leaf as the tensor object, which has its new storage by then; of a
-    view it saves the old storage, which nobody writes to any more. Where a class replaces ``param.data`` in
-    its own step, a gather moves the parameter, on the thread and the stream that stepped it; the backward
-    pass must not read it any more then.
+    Moving a parameter gives it another storage; another thread or stream would then read released memory. So
+    replaced parameters move only in `step` and in comm hooks, which the backward pass itself calls. That pass
+    finds the same values: autograd saves a leaf as the tensor object, and a view by its old storage, which
+    nobody writes. If a class replaces ``param.data`` in its own step, a gather moves the parameter on that
+    thread and stream; the backward pass must not read it then.
 """
 
 import itertools
@@ -31,72 +27,63 @@ from zero_optim.shard.places import Form, can_be_views, views_in, with_own_stora
 
 
 class ParamBucket(Protocol):
-    """The parameters of one bucket, and their flat tensor."""
+    """The parameters of one bucket and their flat tensor."""
 
     params: list[Tensor]
     label: str  # names it in messages
 
     @property
     def layout(self) -> Layout:
-        """Where each lies in the flat tensor."""
+        """The positions of the parameters in the flat tensor."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the flat tensor is, wherever the user may have put the parameters since."""
+        """The flat tensor's device, even if parameters moved."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """The size of the flat tensor, padding included."""
+        """Bytes of the flat tensor with padding."""
         ...
 
     @property
     def nbytes_to_gather(self) -> int:
-        """Memory that a gather takes while it is under way."""
+        """Extra bytes of a pending gather."""
         ...
 
     def refresh(self) -> None:
-        """Take over what the user did to the parameters since the last step; all that fit.
-
-        Raises:
-            RuntimeError: a parameter has another dtype, device or shape than when the bucket was made.
-        """
+        """Take over the user's changes; RuntimeError if a dtype, device or shape changed."""
         ...
 
     def fill(self) -> Tensor:
-        """Return the flat tensor, 1-D, with the current values in this rank's row.
+        """Return the flat tensor, 1-D, with this rank's current row.
 
-        Raises nothing, since the other ranks wait. A parameter that does not fit is left to `refresh`.
+        Never raises, since other ranks wait; `refresh` reports a parameter that does not fit.
         """
         ...
 
     def settle(self, flat: Tensor) -> None:
-        """Give what other ranks own of the parameters the values in ``flat``."""
+        """Copy other ranks' rows of ``flat`` to the parameters."""
         ...
 
 
 def rows_of(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
-    """Split a flat tensor into (owner, 1-D view), by rank, without empty rows; then rooms behind the rows."""
+    """Split a flat tensor into (owner, 1-D view): nonempty rows, then header space behind them."""
     rows = [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
     return rows + [(room.owner, flat[room.start : room.stop]) for room in layout.rooms_behind]
 
 
 def is_active(bucket: ParamBucket) -> bool:
-    """Whether a step may change the bucket: a parameter in it trains or has a gradient."""
+    """Whether a parameter of the bucket trains or has a gradient."""
     return any(p.requires_grad or p.grad is not None for p in bucket.params)
 
 
 class InFlat:
-    """The memory of parameters that lie in one flat tensor, each with its own storage there.
-
-    Attributes:
-        flat: the flat tensor.
-        shared: parameters that have moved to shared memory, which gathers copy.
-    """
+    """Parameters inside one flat tensor with own storages; gathers copy those in ``shared`` memory."""
 
     def __init__(self, params: Sequence[Tensor], forms: Sequence[Form], layout: Layout) -> None:
-        """Move the parameters in, one after the other. Each gives its old storage back."""
+        """Move the parameters in one by one, each releasing its old storage."""
         self.flat = torch.empty(layout.numel, dtype=forms[0].dtype, device=forms[0].device)
         self.shared: set[int] = set()
         zero_padding(self.flat, layout)
@@ -107,7 +94,7 @@ class InFlat:
             self._take_in(index)
 
     def take_in_moved(self) -> list[int]:
-        """Move the parameters in whose ``data`` was replaced, all that fit; list those that do not."""
+        """Move parameters with replaced ``data`` back in; list those that do not fit."""
         here = zip(self._params, self._addresses, strict=True)
         moved = [index for index, (param, address) in enumerate(here) if param.data_ptr() != address]
         fits = [self._forms[index].fits(self._params[index]) for index in moved]
@@ -126,7 +113,7 @@ class InFlat:
         param.data = view
 
     def give_back(self, index: int) -> None:
-        """Give a parameter's memory back to the system, unless somebody keeps a view of it."""
+        """Return a parameter's memory to the system, unless a view of it exists."""
         view = self._views[index]
         is_here = view.data_ptr() == self._addresses[index]  # and not in shared memory
         if is_here and not is_seen_by_others(view):
@@ -136,14 +123,8 @@ class InFlat:
 class Bucket:
     """The parameters of a bucket that are always whole on every rank.
 
-    Args:
-        params: the parameters. With ``as_views`` tensors in the flat tensor replace their ``data``, with
-        the same
-            values, shape and strides (dense strides if a parameter had gaps).
-        layout: where each lies in the flat tensor. rank: this group rank. label: names the bucket in
-        messages. as_views: move the parameters into a flat tensor if possible. It is not possible for
-        parameters in shared
-            memory, nor on a device without DLPack. Ranks may differ in this: what is sent is the same.
+    ``as_views`` moves them into a flat tensor, with dense strides; those in shared memory, or on devices
+    without DLPack, stay where they are. Ranks may differ in this.
     """
 
     def __init__(
@@ -161,7 +142,7 @@ class Bucket:
         self._memory = InFlat(params, self._forms, layout) if as_views and can_be_views(params) else None
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
-        """Copy and pickle by making a new bucket of the copied parameters."""
+        """Copy and pickle as a new bucket of the copied parameters."""
         make = partial(Bucket, as_views=self.is_in_place)
         return make, (self.params, self.layout, self._rank, self.label)
 
@@ -202,7 +183,7 @@ class Bucket:
         return flat
 
     def settle(self, flat: Tensor) -> None:
-        """See `ParamBucket`. Where the values are there already, this tells autograd that they changed."""
+        """See `ParamBucket`; tells autograd about values that changed in place."""
         others = self._others
         if self._memory is not None:
             changed = dict.fromkeys(index for index, _ in others)
@@ -212,15 +193,12 @@ class Bucket:
         self._copy(flat, others, into_params=True)
 
     def give_back(self, index: int) -> None:
-        """Give the memory that a parameter had back to the system, once it has left this bucket for good.
-
-        The bucket must not be gathered any more.
-        """
+        """Return a removed parameter's memory to the system; no gather may follow."""
         if self._memory is not None:
             self._memory.give_back(index)
 
     def _copy(self, flat: Tensor, parts: Sequence[tuple[int, Piece]], *, into_params: bool) -> None:
-        """Copy between rows of parameters and their places, all in one call."""
+        """Copy between parameters' rows and the flat tensor in one call."""
         if not parts:
             return
         views = views_in(flat, self._forms, self.layout)
@@ -231,5 +209,5 @@ class Bucket:
 
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:
-    """View rows of a tensor; a write counts as one to the tensor."""
+    """View rows of a tensor; a write changes the tensor's version."""
     return tensor if is_whole(piece, tensor.shape) else tensor.detach()[piece.start : piece.stop]

@@ -1,10 +1,10 @@
-"""What of a fully sharded model refuses to be copied. Nothing here communicates."""
+"""A base class for parts of a fully sharded model that must not be copied. No communication."""
 
 from typing import NoReturn
 
 
 class Uncopied:
-    """Part of a fully sharded model or its optimizer: a copy would gather in the place of the original."""
+    """Refuses copies, which would gather in the original's place."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""How the parameters of units are kept, and what a rank keeps of one. Nothing here communicates."""
+"""How and where a unit's parameters are stored. No communication."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from zero_optim.shard.unit_memory import FreePages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptRows:
-    """What a rank keeps of a parameter of a unit."""
+    """This rank's part of a unit's parameter."""
 
     stride: tuple[int, ...]  # of the parameter when it is whole, in elements
     rows: Tensor | None  # in memory that stays; None if it owns none
@@ -21,7 +21,7 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitForms:
-    """How the parameters of units are kept."""
+    """Compute dtypes, free pages and storage of units."""
 
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
     keeping: RowKeeping | None = None  # None for memory where the parameters are
@@ -29,18 +29,18 @@ class UnitForms:
 
     @property
     def files(self) -> Keeping | None:
-        """Keeps them in files, if something does."""
+        """The storage in files, or None."""
         return self.keeping if isinstance(self.keeping, Keeping) else None
 
     @property
     def on_host(self) -> HostKeeping | None:
-        """Keeps them on the host, for a model on an accelerator, if something does."""
+        """The storage on the host of an accelerator's model, or None."""
         return self.keeping if isinstance(self.keeping, HostKeeping) else None
 
     def describe(self) -> str:
-        """Describe where they are kept, for ranks to compare."""
+        """Describe the storage as text for ranks to compare."""
         return "None" if self.keeping is None else '"cpu"' if self.on_host else "an Offload"
 
     def anew(self) -> "UnitForms":
-        """Return the same for another optimizer, with files of its own."""
+        """Return the same for another optimizer, with new files."""
         return self if self.keeping is None else replace(self, keeping=self.keeping.anew())

@@ -1,18 +1,15 @@
-"""How the buckets of units are gathered: from their owners, or inside a replica from what it holds.
+"""Gathers of unit buckets: from their owners, or inside a replica from copies.
 
 Note [Held by a replica]
-    With state over all ranks of a mesh (Note [Whose state it is] in `zero_optim.comm.mesh`) a parameter's
-    owner may be in another replica, across the slow network. So each rank keeps its own row, and copies of
-    the rows of its *column*, the ranks with its number in the other replicas; units are gathered from these
-    inside the replica. With R replicas of S ranks a rank holds 1/S of the parameters, and the state of
-    1/(R S).
+    With state sharded over a whole mesh (Note [Whose state it is] in `zero_optim.comm.mesh`) an owner may be
+    across the slow network. So a rank also holds copies of its *column*'s rows (the ranks with its number in
+    other replicas), and units are gathered inside the replica. With R replicas of S ranks it holds 1/S of the
+    parameters and the state of 1/(R S).
 
-    Steps, loads and writes change rows on their owners alone. The first gather behind that *renews* the
-    copies: each owner broadcasts its rows in its column, for all units at once, and each renewal is waited
-    for when its unit is gathered. All ranks must begin it at the same gather. They all see loads, writes and
-    calls of ``step()``; one that left a step out would not renew, so what a reduced backward pass may have
-    led to is renewed too. Copies have the stamps of their owners as they were when they were sent: so a
-    bucket tells of the last call only in the pass in which it was renewed.
+    The first gather after a change of rows *renews* all copies: owners broadcast in their columns, and each
+    unit's gather waits for its own. All ranks must renew at the same gather, and one may have left a
+    ``step()`` out, so every reduced backward pass causes a renewal too. Copies carry their renewal's stamps,
+    so a bucket reports the last call only in that pass.
 """
 
 from collections import deque
@@ -46,21 +43,21 @@ class UnitGathers(Protocol):
         stamps: UnitStamps | None = None,
         purpose: Purpose = Purpose.REQUEST,
     ) -> Pending:
-        """Start the gather of a bucket, with stamps if there are any; all ranks call, in one order."""
+        """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
         ...
 
     def check(self) -> None:
-        """Raise RankMismatchError if ranks gather different things: Note [Marks of units] in `unit_marks`."""
+        """Raise RankMismatchError if ranks gather different buckets: Note [Marks of units]."""
         ...
 
     def abandon(self) -> None:
-        """Let nobody use the lanes any more: ranks have started different gathers on them."""
+        """Give up the lanes, on which ranks started different gathers."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GathersFromOwners:
-    """Gathers among all ranks, each of which sends what it owns."""
+    """Gathers among all ranks from the owners."""
 
     group: RankGroup
     lanes: Lease  # for gathers alone
@@ -89,7 +86,7 @@ class GathersFromOwners:
 
 
 class _Column:
-    """What this rank holds of one bucket for its replica; `renewed_in`: the pass of its last renewal."""
+    """This rank's copies of one bucket; ``renewed_in`` is the pass of the last renewal."""
 
     def __init__(self, bucket: UnitBucket, mesh: RankMesh, keeping: RowKeeping | None) -> None:
         self.bucket = bucket
@@ -108,16 +105,13 @@ class _Column:
         return sum(copy.nbytes for copy in self._copies.values())
 
     def is_due(self, num_reduced: int) -> bool:
-        """Whether rows may have changed since they were renewed; see `renew`."""
+        """Whether rows may have changed since the last renewal."""
         return self._seen != (self.bucket.num_changes, num_reduced)
 
     def renew(
         self, across: Sequence[RankGroup], mesh: RankMesh, num_reduced: int, stamps: UnitStamps
     ) -> None:
-        """Start to renew the copies on lanes of the column, whose ranks all call.
-
-        So many backward passes were reduced (`num_reduced`) that may have led to a change.
-        """
+        """Start renewing the copies, after this many reduced passes; all ranks of the column call."""
         self.arrive()
         self._seen = (self.bucket.num_changes, num_reduced)
         self.renewed_in = stamps.num_passes
@@ -132,7 +126,7 @@ class _Column:
             self._coming = Pending(works, [row for _, row in rows], partial(self._take, received))
 
     def _own(self, span: Span, stamps: UnitStamps) -> Tensor:
-        """Copy what this rank sends, with its stamp."""
+        """Copy the row that this rank sends, with its stamp."""
         layout = self.bucket.layout
         is_behind = span.start >= layout.end_of_rows
         like = self.bucket.params[0]
@@ -141,13 +135,12 @@ class _Column:
         return row
 
     def _place_for(self, span: Span) -> Tensor:
-        """Give the memory in which to receive a row: the copy itself, unless that is in a file."""
+        """Return a row's receive buffer: the copy itself, unless in a file."""
         if self._keeping is None and span in self._copies:
             return self._copies[span]
         return self.bucket.params[0].new_empty(span.stop - span.start)
 
     def _take(self, received: Mapping[Span, Tensor]) -> None:
-        """Have copies of rows that have come where they are kept."""
         for span, row in received.items():
             if self._keeping is None:
                 self._copies[span] = row
@@ -157,17 +150,17 @@ class _Column:
                 self._copies[span] = self._keeping.new_row(row)
 
     def nbytes_to_keep(self) -> list[int]:
-        """List the bytes of each copy that there will be."""
+        """List the bytes of each future copy."""
         size = self.bucket.params[0].element_size()
         return [(span.stop - span.start) * size for span in self._spans if span.owner != self._rank]
 
     def arrive(self) -> None:
-        """Wait, with the current stream, for the last renewal, unless it is known to be over."""
+        """Make the current stream wait for the last renewal."""
         if self._coming is not None and self._coming.wait():
             self._coming = None
 
     def fill(self) -> Tensor:
-        """Make the flat tensor, with what the column has of it."""
+        """Return the flat tensor with the column's rows."""
         self.arrive()
         flat = self.bucket.fill()
         for span, copy in self._copies.items():
@@ -182,15 +175,9 @@ class _Column:
 class GathersInReplicas:
     """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
 
-    Args:
-        mesh: the ranks.
-        inner: lanes of this replica, for these gathers alone.
-        across: lanes of this rank's column, likewise.
-        units: the name and the buckets of each, by number.
-        stamps: of this rank.
-        trained: parameters that backward passes may lead to a change of.
-        num_reduced: gives how many backward passes were reduced.
-        keeping: keeps the copies of other ranks' rows, on all ranks or none; OSError if the disk is full.
+    The lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` counts
+    reduced backward passes, which may change ``trained``. All ranks or none pass ``keeping`` for the copies;
+    OSError if the disk is full.
     """
 
     def __init__(
@@ -240,7 +227,7 @@ class GathersInReplicas:
         stamps: UnitStamps | None = None,
         purpose: Purpose = Purpose.REQUEST,
     ) -> Pending:
-        """See `UnitGathers.start`. What is no bucket of a unit comes from its owners."""
+        """See `UnitGathers.start`; buckets outside units come from their owners."""
         column = self._columns.get(bucket) if isinstance(bucket, UnitBucket) else None
         if column is None:
             return GathersFromOwners(
@@ -259,7 +246,7 @@ class GathersInReplicas:
         return gather_into(flat, bucket, self._lanes(self._inner), rows, take, start_rows=start_rows)
 
     def _renew(self) -> None:
-        """Start to renew all that may have changed; each is waited for by itself."""
+        """Start all renewals that are due; each is waited for by itself."""
         num_reduced, under_way = self._num_reduced(), deque[_Column]()
         for bucket, column in self._columns.items():
             number = num_reduced if bucket in self._trained else 0
@@ -275,6 +262,6 @@ class GathersInReplicas:
 
 
 def _spans(layout: Layout) -> list[Span]:
-    """List what owners send of a bucket; the same on every rank."""
+    """List the spans that owners send of a bucket; the same on every rank."""
     rows = [Span(row.owner, row.start, row.stop) for row in layout.rows if row.stop > row.start]
     return rows + [Span(room.owner, room.start, room.stop) for room in layout.rooms_behind]

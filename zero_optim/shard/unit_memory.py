@@ -1,24 +1,16 @@
-"""Memory of flat tensors that is there only while a unit is whole. Nothing here communicates.
+"""Memory of flat tensors that exists only while a unit is whole. No communication.
 
 Note [Pages that move]
-    On the CPU a flat tensor has addresses for good. When it is freed, the pages of memory behind them are
-    moved away (``mremap``), to be moved under the next unit that is gathered. What is left shows NaN (zero,
-    for dtypes without NaN): few pages, of a file in memory, mapped again and again. So a view that somebody
-    keeps of a parameter can always be read; a write to it is lost.
+    On the CPU a flat tensor keeps its addresses. Freeing it moves its pages (``mremap``) to the next unit; a
+    few repeated pages of a memory file then show NaN (zero for dtypes without), so kept views stay readable,
+    and writes to them are lost. New pages are zeroed, in 0.4 to 0.9 ms a MiB on a virtual machine, more than
+    all other work of a unit; moving takes 0.03 ms. *Huge pages* (2 MiB) took 0.04 to 0.2 ms a MiB, so tensors
+    are aligned for them.
 
-    A page that comes from the system is zeroed first: on a virtual machine 0.4 to 0.9 ms a MiB, more than all
-    else that is done with a unit. To move pages takes 0.03 ms a MiB. Of *huge pages* (2 MiB) a MiB took 0.04
-    to 0.2 ms to come; so tensors begin where these can, and ask for them.
-
-    A *period* lasts from one moment when no unit is whole to the next, as a step does. While units come and
-    go as in the period before, pages wait that the rest of the period will need; so in a backward pass that
-    gathers no more, memory goes back to the system in time for the gradients. Otherwise nothing waits. At the
-    end of a period, what was not needed in the last two goes back.
-
-    The system counts ranges of addresses with something of their own behind them: a freed unit has up to 32.
-    Where there are too many (``vm.max_map_count``), units show zeros. Linux can move pages and keep the
-    addresses since 5.7 (``MREMAP_DONTUNMAP``). Elsewhere, and on accelerators, the storage is emptied and
-    grown.
+    A *period* lasts from one moment without a whole unit to the next. Free pages wait only if the last period
+    needed them at this point, so memory returns in time for the gradients; at its end goes what two periods
+    did not need. A freed unit takes up to 32 of ``vm.max_map_count`` mappings; without them units show zeros.
+    ``MREMAP_DONTUNMAP`` needs Linux 5.7; elsewhere, and on accelerators, the storage is emptied.
 """
 
 import mmap
@@ -57,10 +49,7 @@ _MOVED = (
 
 
 class UnitMemory:
-    """The memory of one flat tensor, alone in its storage, which PyTorch empties and grows.
-
-    Views of the tensor have to be made before `free`. While it is empty, nobody may read it.
-    """
+    """The memory of one flat tensor, which PyTorch empties and grows. Make views before `free`."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
@@ -68,12 +57,12 @@ class UnitMemory:
         self.is_there = True
 
     def grow(self, *, stays: bool = False) -> None:
-        """Get memory, of any values, unless it is there; if it `stays`, it will not be freed."""
+        """Allocate uninitialized memory unless present; ``stays``: it will never be freed."""
         self.flat.untyped_storage().resize_(self._nbytes)
         self.is_there = True
 
     def free(self) -> None:
-        """Let the memory go, with the values, behind what the current stream does with it so far."""
+        """Release the memory after the current stream's work."""
         if self.is_there:
             record_use(self.flat)  # perhaps it came on another stream, to which the memory goes back
         self.flat.untyped_storage().resize_(0)
@@ -81,7 +70,7 @@ class UnitMemory:
 
 
 class PagedMemory(UnitMemory):
-    """The memory of one flat tensor of the CPU: Note [Pages that move]. OSError if there are no addresses."""
+    """The memory of one CPU flat tensor: Note [Pages that move]. OSError without addresses."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pages: "FreePages") -> None:
         nbytes = numel * torch.empty((), dtype=dtype).element_size()
@@ -99,7 +88,7 @@ class PagedMemory(UnitMemory):
         pages.show_freed(self._start, self._room, nan=self._shows_nan)
 
     def grow(self, *, stays: bool = False) -> None:
-        """See `UnitMemory`; RuntimeError if somebody has put other memory into the storage."""
+        """See `UnitMemory`; RuntimeError if the storage got other memory."""
         if not self.is_there:
             self._check()
             self._pages.take(self._start, self._room, stays=stays)
@@ -119,7 +108,7 @@ class PagedMemory(UnitMemory):
 
 
 class _Period:
-    """How many bytes are in use after each change, from nothing to nothing: Note [Pages that move]."""
+    """The bytes in use after each change of a period."""
 
     def __init__(self, before: Sequence[int] = (), most_before: int = 0) -> None:
         self.in_use: list[int] = []
@@ -130,7 +119,7 @@ class _Period:
         self._is_alike = True
 
     def change(self, nbytes: int) -> None:
-        """Take note that more is in use now, or, if negative, less."""
+        """Add to the bytes in use."""
         number = len(self.in_use)
         self._now += nbytes
         self._most = max(self._most, self._now)
@@ -140,11 +129,11 @@ class _Period:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is in use any more."""
+        """Whether nothing is in use."""
         return not self._now
 
     def may_wait(self) -> int:
-        """Return how many bytes of pages may wait, behind the last change."""
+        """Return how many free bytes may wait after the last change."""
         if self.is_over:
             return min(self._most, self._most_before)
         if self._is_alike:
@@ -152,12 +141,12 @@ class _Period:
         return 0
 
     def next(self) -> "_Period":
-        """Begin the period that follows."""
+        """Return the following period."""
         return _Period(self.in_use, self._most)
 
 
 class FreePages:
-    """Pages that wait for the next flat tensor, and those that show NaN: Note [Pages that move]."""
+    """Free pages for the next flat tensor, and pages of NaN: Note [Pages that move]."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -174,7 +163,7 @@ class FreePages:
         return FreePages, ()
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> UnitMemory:
-        """Make the memory of a flat tensor."""
+        """Create the memory of a flat tensor."""
         if device.type == "cpu" and not is_asynchronous(device) and numel:
             with self._lock:
                 if not self._is_asked:
@@ -194,7 +183,7 @@ class FreePages:
             weakref.finalize(self, _unmap, self._system.munmap, self._waiting).atexit = False
 
     def take(self, start: int, nbytes: int, *, stays: bool = False) -> None:
-        """Have whole pages at some addresses, of any values; MemoryError if the system gives none."""
+        """Map uninitialized pages at these addresses; MemoryError if the system gives none."""
         assert self._system is not None
         if stays:
             self._system.new_pages(start, nbytes)
@@ -214,7 +203,7 @@ class FreePages:
             self._keep_at_most(self._period.may_wait())
 
     def give(self, start: int, nbytes: int) -> None:
-        """Take the pages at some addresses away; there are fresh ones, without memory, in their place."""
+        """Move the pages at these addresses away, and map fresh ones without memory."""
         assert self._system is not None
         with self._lock:
             self._period.change(-nbytes)
@@ -229,7 +218,7 @@ class FreePages:
                 self._period = self._period.next()
 
     def _keep_at_most(self, nbytes: int) -> None:
-        """Return what is more to the system, the smallest pieces first: the others can be divided."""
+        """Return excess pages to the system, the smallest pieces first, as others can be divided."""
         assert self._system is not None
         while self.nbytes_waiting > nbytes:
             there, source = self._waiting.pop(0)
@@ -237,7 +226,7 @@ class FreePages:
             self.nbytes_waiting -= there
 
     def show_freed(self, start: int, nbytes: int, *, nan: bool) -> None:
-        """Have some addresses, at which there are fresh pages, show NaN; zeros without `nan`."""
+        """Make fresh pages show NaN, or zeros without ``nan``."""
         if not nan:
             return
         assert self._system is not None
@@ -252,7 +241,7 @@ class FreePages:
 
 
 def _is_nan_by_octets(dtype: torch.dtype) -> bool:
-    """Whether bytes of ones are NaN, as with most dtypes that have NaN."""
+    """Whether bytes of ones are NaN, as in most dtypes with NaN."""
     one = torch.empty((), dtype=dtype).element_size()
     value = torch.full((one,), 0xFF, dtype=torch.uint8).view(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64

@@ -1,4 +1,4 @@
-"""The memory of a unit's bucket: its flat tensor, and the row that a rank keeps. No communication."""
+"""The flat tensor of a unit's bucket, and this rank's row. No communication."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,13 +13,10 @@ from zero_optim.shard.unit_memory import FreePages
 
 
 class UnitFlat:
-    """A flat tensor with one storage for ever, which loses its memory and gets some again. It begins without.
+    """A flat tensor that keeps one storage while its memory comes and goes.
 
-    Attributes:
-        views: the parameters in it.
-        span: where the row of this rank is.
-        own: this row, a view.
-        stays: it keeps its memory from now on, as it is what this rank keeps for good. Set by its `UnitRow`.
+    ``views`` are the parameters in it, ``own`` is this rank's row. `UnitRow` sets ``stays`` if it is never
+    freed.
     """
 
     def __init__(
@@ -47,26 +44,26 @@ class UnitFlat:
 
     @property
     def nbytes(self) -> int:
-        """The size while it has memory."""
+        """Bytes while it has memory."""
         return self.layout.numel * self.tensor.element_size()
 
     @property
     def nbytes_live(self) -> int:
-        """Its bytes right now, beside what this rank keeps: all, or none."""
+        """Its current bytes beside the row."""
         return self.nbytes if self._memory.is_there and not self.stays else 0
 
     def stay(self) -> None:
-        """Get memory for good, with zeros in the padding; the rest has any values."""
+        """Allocate memory for good; padding is zeroed."""
         self._memory.grow(stays=True)
         zero_padding(self.tensor, self.layout)
 
     def grow(self) -> None:
-        """Get memory, with any values in it."""
+        """Allocate uninitialized memory."""
         if not self.stays:
             self._memory.grow()
 
     def empty(self) -> None:
-        """Give up the memory, with the values."""
+        """Release the memory and its values."""
         if not self.stays:
             self._memory.free()
 
@@ -79,7 +76,7 @@ class UnitFlat:
 
 
 class Place(NamedTuple):
-    """What this rank owns of one parameter."""
+    """This rank's part of one parameter."""
 
     param: int  # index in the bucket
     first: int  # of its rows that are here
@@ -87,13 +84,10 @@ class Place(NamedTuple):
 
 
 class UnitRow:
-    """What one rank keeps of a unit's bucket. It gets memory when it is needed first.
+    """One rank's row of a unit's bucket, ``values`` (1-D), allocated at first use.
 
-    If it is everything, and is kept in memory in the dtype that is computed with, it is the flat tensor. That
-    is never emptied then.
-
-    Attributes:
-        values: the row, 1-D; empty before it is needed.
+    A row that is the whole bucket, in memory and in the compute dtype, is the flat tensor itself, never
+    emptied.
     """
 
     def __init__(self, flat: UnitFlat, dtype: torch.dtype, keeping: RowKeeping | None) -> None:
@@ -106,7 +100,7 @@ class UnitRow:
 
     @property
     def numel(self) -> int:
-        """How many elements it has, padding included, before it has memory too."""
+        """Number of elements with padding, also before allocation."""
         return self._flat.own.numel()
 
     @property
@@ -115,7 +109,7 @@ class UnitRow:
         return self._flat.tensor.dtype != self.values.dtype
 
     def make(self) -> None:
-        """Get memory, if there is none yet, with zeros in the padding."""
+        """Allocate the row if needed; padding is zeroed."""
         if self._is_made:
             return
         self._is_made = True
@@ -130,7 +124,7 @@ class UnitRow:
             self.values = self._keeping.new_row(row.zero_())
 
     def places(self) -> Iterator[Place]:
-        """List what this rank owns of parameters, to be read or written."""
+        """List this rank's parts of parameters, as views."""
         if self._keeping is not None:
             self._keeping.wait()
         layout, span = self._flat.layout, self._flat.span
@@ -148,7 +142,7 @@ class UnitRow:
 
     @torch.no_grad()
     def take_in(self, whole: Sequence[Tensor | None]) -> None:
-        """Copy what this rank owns out of whole parameters; None is passed over."""
+        """Copy this rank's part out of whole parameters; skips None."""
         self.make()
         for index, first, place in self.places():
             values = whole[index]
@@ -159,24 +153,21 @@ class UnitRow:
                     self._keeping.keep([place])
 
     def read(self, target: Tensor) -> None:
-        """Copy it to another tensor of its length, 1-D, of any dtype."""
+        """Copy the row to a 1-D tensor of its length and any dtype."""
         if self._keeping is None:
             target.copy_(self.values)
         else:
             self._keeping.read(self.values, target)
 
     def write(self, values: Tensor) -> None:
-        """Copy a tensor of its length to it."""
+        """Copy a tensor of its length to the row."""
         if self._keeping is None:
             self.values.copy_(values)
         else:
             self._keeping.write(self.values, values)
 
     def take_written(self) -> None:
-        """Take over what was written to its elements in the flat tensor.
-
-        Where these have another dtype, an element that is still this one's, rounded, changes nothing.
-        """
+        """Copy written elements of the flat tensor to the row, except those equal to the rounded row."""
         written = self._flat.own
         if self.is_rounded:
             written = written if self._keeping is None else self._keeping.brought(written)

@@ -1,41 +1,28 @@
-"""A unit's bucket: parameters that are whole only while their unit is in use. Nothing here communicates.
-
-A rank keeps its own row of the bucket for good, in memory of its own. The flat tensor that holds all rows is
-there only while the parameters are *whole*; the rest of the time they are *freed*.
+"""A unit's bucket: parameters are *whole* while their unit is in use, else *freed*. No communication.
 
 Note [Freed in place]
-    Autograd saves a parameter as the tensor object, but a view of it, such as ``weight.t()``, by its storage.
-    If the parameter were only given other data, the old storage would live until the backward pass is over. A
-    new storage at the second gather would not be what the backward pass reads. So there is one flat tensor
-    for ever, with one storage, which loses its memory when it is freed, and gets some again when it is
-    filled. All parameters are ordinary views of it. On the CPU the addresses stay, and show NaN meanwhile:
-    Note [Pages that move] in `zero_optim.shard.unit_memory`. On an accelerator the storage is emptied, and
-    PyTorch does not check reads of an empty storage.
-
-    So a freed parameter shows other data, of its shape: one element, NaN (zero for dtypes without NaN),
-    expanded. A write in place raises, as several elements have one place in memory. Only if the parameters
-    were stepped or loaded in between does `settle` tell autograd that they changed.
+    Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
+    ``data`` alone would keep the old storage until the backward pass ends, which would not read what the
+    second gather wrote. So one storage stays, whose memory comes and goes, and parameters are views of it. On
+    the CPU it shows NaN: Note [Pages that move] in `zero_optim.shard.unit_memory`. PyTorch does not check
+    reads of a storage emptied on an accelerator. So a freed parameter shows one expanded NaN (zero for dtypes
+    without), and a write in place raises. `settle` changes the version only after a step or load.
 
 Note [Views that somebody keeps]
-    A view of a whole parameter that a user keeps shows NaN on the CPU while the unit is freed, and the values
-    of then when it is whole again. A write to it meanwhile is lost; if autograd counts it as a write to the
-    parameter, the next gather or step raises. On an accelerator it has no memory meanwhile: many operators
-    raise, others read address 0. Nothing can stand in between: only a mode for all operators, which takes
-    some µs for each, runs before an operator; and counting who refers to the storage does not tell such views
-    from those that autograd saved. What autograd reads is guarded (`zero_optim.ddp.full.saved_reads`).
+    A user's view shows NaN on the CPU while the unit is freed; writes are lost, and if autograd counts them
+    the next gather or step raises. On an accelerator many operators raise on it, others read address 0. Only
+    a mode for all operators could guard this, at some µs each; counting storage references does not tell
+    these views from autograd's, which `zero_optim.ddp.full.saved_reads` guards.
 
 Note [Kept in one dtype, computed with in another]
-    A bucket may have a compute dtype. Then the row has the dtype and the values that the parameters had, not
-    rounded. The flat tensor has the compute dtype: each owner rounds its row into it. So have the parameters,
-    whole and freed alike, since autograd would lose the node that adds up a parameter's gradient if its dtype
-    went to and fro. The optimizer steps the rows. What was written to whole parameters is taken over as
-    masters take it over (Note [Masters and their parameters] in `zero_optim.step.leaves`). Whoever needs all
-    values as they are kept makes a `WideBucket`.
+    With a compute dtype the row keeps the original dtype and values; owners round it into the flat tensor.
+    Freed parameters have the compute dtype too: a change would lose autograd's node that accumulates the
+    gradient. Writes to whole parameters count as for masters (Note [Masters and their parameters] in
+    `zero_optim.step.leaves`). A `WideBucket` has the unrounded values.
 
 Note [Freed one by one]
-    A bucket begins without memory, and its parameters are left as they are. Then `take_in` copies the rows
-    that this rank keeps out of one parameter after the other, and `let_go` releases the memory that it had.
-    So whoever makes buckets never needs a second copy of the model, nor even of a unit.
+    `take_in` copies this rank's rows out of one parameter after the other, and `let_go` releases that memory,
+    so a new bucket needs no second copy of its unit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -70,23 +57,11 @@ _PINNED = (
 
 
 class UnitBucket(Uncopied):
-    """A `ParamBucket` whose parameters can be freed; see Note [Freed in place].
+    """A `ParamBucket` whose parameters can be freed: Note [Freed in place]. Starts empty.
 
-    It begins empty, and is used when all parameters were taken in and let go: Note [Freed one by one].
-
-    Args:
-        params: the parameters.
-        layout: where each lies in the flat tensor.
-        rank: this group rank.
-        label: names the bucket in messages.
-        unit_forms: how its parameters are kept; None for their own dtype and ordinary memory.
-
-    Attributes:
-        is_whole: the parameters can be read.
-        coming: the gather that makes them whole, if one is under way.
-        is_left: state dicts are to show the parameters as they are, whole or freed.
-        num_pins: how many users need them whole until they say that they are done; nothing may change them.
-        num_changes: how often the rows may have got other values.
+    ``coming`` is the pending gather. ``is_left``: state dicts show the parameters as they are. While
+    ``num_pins`` users need them whole, nothing may change them. ``num_changes`` counts possible changes of
+    the rows.
     """
 
     def __init__(
@@ -118,7 +93,7 @@ class UnitBucket(Uncopied):
 
     @property
     def row(self) -> Tensor:
-        """What this rank keeps for good: its row of the flat tensor, 1-D; see `UnitRow`."""
+        """This rank's permanent row of the flat tensor, 1-D; see `UnitRow`."""
         return self._own.values
 
     @property
@@ -128,7 +103,7 @@ class UnitBucket(Uncopied):
 
     @property
     def nbytes(self) -> int:
-        """The size of the flat tensor while the parameters are whole."""
+        """Bytes of the flat tensor while whole."""
         return self._flat.nbytes
 
     @property
@@ -138,40 +113,40 @@ class UnitBucket(Uncopied):
 
     @property
     def nbytes_of_row(self) -> int:
-        """The size of what this rank keeps."""
+        """Bytes of this rank's row."""
         return self._own.numel * self.row.element_size()
 
     @property
     def nbytes_live(self) -> int:
-        """Bytes of the flat tensor right now, beside the row: all, or none."""
+        """Current bytes of the flat tensor beside the row."""
         return self._flat.nbytes_live
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the parameters have another dtype than what this rank keeps of them."""
+        """Whether parameters and row have different dtypes."""
         return self._own.is_rounded
 
     @property
     def storage_id(self) -> int:
-        """What tells the flat tensor's storage from others, also while it has no memory."""
+        """An id of the flat tensor's storage, valid without memory."""
         return int(private.cdata(self._flat.tensor.untyped_storage()))
 
     def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of the flat tensor, so that it dies when this is freed."""
+        """Whether a tensor is a view of the flat tensor that dies when it is freed."""
         return self._flat.is_viewed_by(tensor)
 
     def shows_freed(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of what a parameter shows while it is freed."""
+        """Whether a tensor is a view of a freed parameter's data."""
         return self._freed.is_viewed_by(tensor)
 
     # ------------------------------------------------------------------ rows
 
     def take_in(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Copy what this rank owns into its row, out of whole values of some parameters."""
+        """Copy this rank's part of whole values into its row."""
         self._own.take_in([values.get(param) for param in self.params])
 
     def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
-        """Have some parameters, by default all, show NaN from now on; the memory they had is released."""
+        """Make some parameters, by default all, show NaN and release their memory."""
         for param, form, nan in zip(self.params, self._flat.forms, self._freed.tensors, strict=True):
             if params is None or param in params:
                 setattr(param, STRIDES_WHEN_WHOLE, form.stride)
@@ -181,23 +156,23 @@ class UnitBucket(Uncopied):
         self._freed.note_versions()
 
     def has_new_place(self) -> None:
-        """Take note that its parameters were in other buckets: autograd is told when they are whole again."""
+        """Note that the parameters came from other buckets, for autograd."""
         self._has_changed = True
 
     def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """List the parameters of which this rank owns rows, each with these rows, views of `row`."""
+        """Yield each parameter of which this rank owns rows, with these rows as views of `row`."""
         self._own.make()
         for place in self._own.places():
             yield self.params[place.param], place.rows
 
     def all_kept(self) -> Iterator[tuple[Tensor, KeptRows]]:
-        """List all parameters, each with what this rank keeps of it."""
+        """Yield every parameter with this rank's part of it."""
         own = dict(self.kept())
         for param, form in zip(self.params, self._flat.forms, strict=True):
             yield param, KeptRows(form.stride, own.get(param))
 
     def row_as_sent(self) -> Tensor:
-        """Copy this rank's row, in the dtype of the flat tensor."""
+        """Return a copy of this rank's row in the flat tensor's dtype."""
         row = self._flat.tensor.new_empty(self._own.numel)
         self._own.read(row)
         return row
@@ -207,17 +182,13 @@ class UnitBucket(Uncopied):
         return self._flat.views_of(flat)
 
     def flat_as_kept(self) -> Tensor:
-        """Make a flat tensor in the dtype that rows are kept in, with this rank's row; the rest is zero."""
+        """Return a flat tensor in the row's dtype, zero but for this rank's row."""
         flat = self._flat.tensor.new_zeros(self.layout.numel, dtype=self.row.dtype)
         self._own.read(flat[self._flat.span])
         return flat
 
     def take_over(self, flat: Tensor) -> None:
-        """Take this rank's row out of what `flat_as_kept` made, and free the parameters.
-
-        Raises:
-            RuntimeError: somebody needs them whole. Nothing has changed.
-        """
+        """Copy this rank's row out of a `flat_as_kept` and free the parameters; RuntimeError if pinned."""
         self.check_unpinned()
         self._own.write(flat[self._flat.span])
         self.has_changed()
@@ -225,12 +196,12 @@ class UnitBucket(Uncopied):
     # ------------------------------------------------------------------ steps and writes
 
     def check_unpinned(self) -> None:
-        """Raise RuntimeError if somebody needs the parameters whole: nothing may change them."""
+        """Raise RuntimeError if somebody needs the parameters whole and unchanged."""
         if self.num_pins:
             raise RuntimeError(_PINNED.format(name=self.label))
 
     def refresh(self) -> None:
-        """Check, before a step, that nobody has given a parameter other memory, or needs it whole."""
+        """Raise, before a step, if a parameter is pinned or was given other memory."""
         self.check_unpinned()
         self._check_untouched()
 
@@ -243,7 +214,7 @@ class UnitBucket(Uncopied):
             raise RuntimeError(_WRITE.format(name=self.label))
 
     def has_changed(self) -> None:
-        """Take note that rows have other values than the parameters, and free these."""
+        """Note that the rows changed, and free the parameters."""
         if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
             return
         self._has_changed = True
@@ -252,16 +223,12 @@ class UnitBucket(Uncopied):
         self.pass_over()
 
     def pass_over(self) -> None:
-        """Take note that versions may have changed in a step, which counts as a write to parameters."""
+        """Accept the versions that a step changed, which are no writes by the user."""
         self._freed.note_versions()
 
     @torch.no_grad()
     def take_written(self) -> None:
-        """Take this rank's row out of the whole parameters, which the user has written to.
-
-        Raises:
-            RuntimeError: a parameter was given another dtype, device or shape.
-        """
+        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed."""
         assert self.is_whole
         self.num_changes += 1
         for param, form, view in zip(self.params, self._flat.forms, self._flat.views, strict=True):
@@ -274,7 +241,7 @@ class UnitBucket(Uncopied):
     # ------------------------------------------------------------------ whole and freed
 
     def fill(self) -> Tensor:
-        """See `ParamBucket`: give the flat tensor memory, with this rank's row in it."""
+        """Allocate the flat tensor and copy this rank's row into it."""
         self._check_untouched()
         if self._came is not None:  # what stays: this stream will write a stamp there
             self._came.wait()
@@ -285,7 +252,7 @@ class UnitBucket(Uncopied):
         return self._flat.tensor
 
     def settle(self, flat: Tensor) -> None:
-        """Show the parameters whole, once the flat tensor has all rows."""
+        """Make the parameters whole after all rows have come."""
         assert flat is self._flat.tensor
         self._show(self._flat.views)
         self.is_whole = True
@@ -296,7 +263,7 @@ class UnitBucket(Uncopied):
             self._has_changed = False
 
     def arrive(self) -> None:
-        """Wait, with the current stream, for the gather, also where another stream has waited for it."""
+        """Make the current stream wait for the gather, even if another has."""
         if self.coming is not None:
             self.coming.wait()
         elif self._came is not None and self.is_whole and current_stream(self.device) != self._came_on:
@@ -304,7 +271,7 @@ class UnitBucket(Uncopied):
             record_use(self._flat.tensor)  # which may be freed while this stream still reads it
 
     def free(self) -> None:
-        """Give up the flat tensor's memory, after the gather under way; the parameters show NaN."""
+        """Wait for the gather, then free the parameters and the flat tensor's memory."""
         self.arrive()
         if not self.is_whole:
             return
@@ -321,11 +288,7 @@ class UnitBucket(Uncopied):
 
 
 class WideBucket:
-    """The values of a `UnitBucket` in the dtype that owners keep, for a state dict or a load.
-
-    It is gathered like a bucket, in memory of its own. The parameters of the model stay as they are. After
-    the gather `values` has, for each parameter, what stands for it.
-    """
+    """A `UnitBucket`'s values in the owners' dtype, gathered apart for a state dict or a load."""
 
     def __init__(self, bucket: UnitBucket) -> None:
         self._bucket = bucket
@@ -340,16 +303,16 @@ class WideBucket:
         self._bucket.refresh()
 
     def fill(self) -> Tensor:
-        """Make the flat tensor, with this rank's row; raises as `UnitBucket.refresh`."""
+        """Return the flat tensor with this rank's row; raises as `UnitBucket.refresh`."""
         self.refresh()
         self._flat = self._bucket.flat_as_kept()
         return self._flat
 
     def settle(self, flat: Tensor) -> None:
-        """Show the values, once the flat tensor has all rows."""
+        """Set `values` after all rows have come."""
         self.values = dict(zip(self.params, self._bucket.views(flat), strict=True))
 
     def take_over(self) -> None:
-        """Have the owner of each row keep what was written to the values; the parameters are freed."""
+        """Copy written values into the owners' rows; the parameters are freed."""
         assert self._flat is not None  # it was filled
         self._bucket.take_over(self._flat)
