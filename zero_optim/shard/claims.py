@@ -1,14 +1,12 @@
-"""The registration of a model's units, stored as an attribute of their parameters.
+"""The registration of a model's units, an attribute of their parameters, which lead the optimizer to it.
 
-An optimizer receives parameters and no model, so the parameters must lead to it. An attribute, unlike a
-registry beside them, also makes ``pickle`` and ``copy`` of a freed parameter raise.
+The attribute also makes ``pickle`` and ``copy`` of a freed parameter raise.
 
 Note [An optimizer that comes later]
-    If a model is wrapped first, an optimizer that never steps holds its rows. The real constructor plans
-    owners for its own class and reuses buckets whose plan did not change. It gathers the other buckets one by
-    one, in the owners' dtype; each rank copies its new rows, and the bucket is freed. The old rows stay until
-    all checks pass, so a constructor that raises changes nothing. The replicas of a mesh agree, and fail
-    together, before any rank changes something.
+    Before the optimizer is built, one that never steps holds the rows. The real constructor plans owners for
+    its own class and reuses buckets whose plan did not change. Other buckets are gathered one by one, in the
+    owners' dtype, for each rank to copy its new rows. Old rows stay until all checks pass, so a constructor
+    that raises changes nothing; a mesh's replicas agree before any rank does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,10 +32,10 @@ _CLAIM = "_zero_optim_claim"
 
 
 class UnitsClaim:
-    """The parameters of one model's units, their buckets by unit, and the ranks that hold the rows.
+    """One model's units: parameters with unit numbers, buckets by unit, and the ranks that hold the rows.
 
     ``group`` is None before an optimizer holds the rows, ``everyone`` without a mesh. ``is_open``: a later
-    optimizer may take the units over; ``taken_over`` is then called with it.
+    optimizer may take the units over; ``taken_over`` is called with it.
     """
 
     def __init__(self, units: dict[Tensor, int], num_units: int, taken_over: Callable[[Any], None]) -> None:
@@ -69,7 +67,7 @@ class UnitsClaim:
                     vars(param).pop(name, None)
 
     def place(self, buckets: Iterable[UnitBucket], group: RankGroup) -> None:
-        """Store the buckets that now hold the units, and the ranks that share them."""
+        """Store the buckets of the units, and the ranks that share them."""
         self.group = group
         for of_unit in self.buckets:
             of_unit.clear()
@@ -111,10 +109,7 @@ class UnitsClaim:
                 bucket.refresh()
 
     def fill(self, buckets: Sequence[UnitBucket]) -> None:
-        """Copy this rank's rows into new buckets; all ranks call; communicates.
-
-        Afterwards the parameters are freed and still belong to the former buckets.
-        """
+        """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""
         assert self.group is not None
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         for of_unit in self.buckets:
@@ -128,7 +123,7 @@ class UnitsClaim:
                             bucket_of[param].take_in({param: value})
 
     def failing_together(self) -> Any:  # noqa: ANN401 - a context
-        """Return a context that raises on all ranks of a mesh if it raises on one."""
+        """Return a context that raises on all ranks of a mesh if one raises."""
         return nullcontext() if self.everyone is None else failing_together(self.everyone)
 
     def agree(self, groups: Sequence[ParamGroup], about: Sequence[str], plan: Plan) -> None:
@@ -145,7 +140,7 @@ class UnitsClaim:
         group: RankGroup,
         params: Sequence[Tensor],
     ) -> Callable[[Any], None] | None:
-        """Assign the units to other buckets; return the callback for the new optimizer. All ranks call.
+        """Move the units to other buckets; return the callback for the new optimizer. All ranks call.
 
         Parameters that the optimizer lacks become whole for good, which communicates.
         """
@@ -198,12 +193,12 @@ def reusable_buckets(claim: UnitsClaim | None) -> list[UnitBucket]:
 
 
 def first_claim(params: object) -> UnitsClaim | None:
-    """Return the first registration among an optimizer's parameters, ignoring invalid arguments."""
+    """Return the first registration in an optimizer's arguments, which may be invalid, or None."""
     return next(filter(None, (getattr(param, _CLAIM, None) for param in _tensors_in(params))), None)
 
 
 def group_of_claim(params: object) -> dist.ProcessGroup | None:
-    """Return the process group of the fully sharded model that owns the parameters, if any."""
+    """Return the process group of the parameters' fully sharded model, or None."""
     claim = first_claim(params)
     return None if claim is None or claim.group is None else claim.group.process_group
 
@@ -219,7 +214,7 @@ def _tensors_in(params: object) -> Iterator[Tensor]:
 
 
 def claim_of(params: Iterable[Tensor]) -> UnitsClaim | None:
-    """Return the registration of some parameters, if any; raises if they belong to several models."""
+    """Return the parameters' registration, or None; raises if they belong to several models."""
     found = {id(claim): claim for param in params if (claim := getattr(param, _CLAIM, None)) is not None}
     if len(found) > 1:
         raise ValueError(

@@ -1,7 +1,4 @@
-"""The data of freed parameters, and checks for writes to it. No communication.
-
-See Note [Freed in place] in `zero_optim.shard.units`.
-"""
+"""The data of freed parameters, and checks for writes to it: Note [Freed in place]. No communication."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +10,7 @@ from zero_optim.compat.streams import is_asynchronous
 
 
 class ShownWhenFreed:
-    """The data of one bucket's freed parameters: one NaN element for each, expanded to its shape."""
+    """The data of one bucket's freed parameters: one NaN element each, expanded."""
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._params = params
@@ -25,7 +22,7 @@ class ShownWhenFreed:
         self._versions: list[int] = []  # of the parameters when they were freed
 
     def note_versions(self) -> None:
-        """Store the parameters' versions; a later change is a write by the user."""
+        """Store the parameters' versions; later changes are the user's writes."""
         self._versions = _versions(self._params)
 
     def was_written(self) -> bool:

@@ -3,23 +3,20 @@
 Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
 
 Note [A lane an owner]
-    A gloo group runs operations in issue order, few at a time, so broadcasts of several owners on one group
-    are often half duplex. With a lane (a group of its own) for each owner, a gather of 55 MB between two
-    ranks takes 240 ms over 1 Gbit/s instead of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time
-    over loopback. Below 1 MiB lanes gain nothing and cost threads and file descriptors, so the first larger
-    gather with several owners creates them; the plan decides, alike on all ranks. An overlapped step has its
-    own lanes, as its thread gathers in another order. Other backends have one communicator for a device: Note
-    [Rows at once] in `zero_optim.comm.collectives`.
+    A gloo group runs operations in order, few at a time, so several owners' broadcasts on it are often half
+    duplex. With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s
+    instead of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 1 MiB lanes
+    gain nothing and cost threads and file descriptors; the first larger gather of several owners creates
+    them. An overlapped step has its own lanes, as its thread gathers in another order. Other backends have
+    one communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`.
 
 Note [Small buckets]
-    Merging an owner's small rows into one message gained nothing. A limit on the *number* of pending gathers
-    cost time: 300 instead of 240 ms with four small buckets between two large ones. So only memory is
-    limited, and not where parameters are views of their bucket.
+    Merging an owner's small rows gained nothing; limiting the *number* of pending gathers cost time (300
+    instead of 240 ms with four small buckets between two large ones). So only memory is limited.
 
 Note [Step, then gather]
     Gathering one bucket while stepping the next gained nothing for fused steps (1.00 to 1.04 of the time,
-    AdamW, 13.8 M parameters): the step takes 9 of 240 ms, and the first bucket's longest row still starts
-    late.
+    AdamW, 13.8 M parameters): the step takes 9 of 240 ms.
 """
 
 import threading
@@ -48,8 +45,8 @@ LANES_FROM_NBYTES = 2**20
 class UnderWay:
     """Pending gathers by parameter.
 
-    An accelerator's gather stays until it is known to be over, as each stream that reads must wait for it.
-    Two threads may use this: one steps in the backward pass, while checkpointing runs a forward pass again.
+    On an accelerator a gather stays until it is over, as each reading stream must wait. Two threads may use
+    this: one steps during backward, while checkpointing runs a forward pass.
     """
 
     def __init__(self) -> None:
@@ -77,7 +74,7 @@ class UnderWay:
                 self._awaited.setdefault(param, []).append(pending)
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
-        """Make the current stream wait until some parameters have their new values."""
+        """Make the current stream wait for some parameters' new values."""
         with self._lock:
             for param in params:
                 left = [pending for pending in self._awaited.pop(param, ()) if not pending.wait()]
@@ -87,7 +84,7 @@ class UnderWay:
                 self._gathers.clear()
 
     def wait(self) -> None:
-        """Make the current stream wait for all gathers, in the order of their start."""
+        """Make the current stream wait for all gathers, in order of their start."""
         with self._lock:
             left: deque[Pending] = deque()
             num_over = 0
@@ -108,7 +105,7 @@ class UnderWay:
             self._awaited.clear()
 
     def _forget_all_but(self, left: Iterable[Pending]) -> None:
-        """Drop finished gathers, or each parameter would keep one for every step."""
+        """Drop finished gathers, or parameters would keep one for every step."""
         ids = {id(pending) for pending in left}
         awaited = self._awaited.items() if ids else ()
         of_params = ((param, [one for one in some if id(one) in ids]) for param, some in awaited)
@@ -133,7 +130,7 @@ def start_gather(
 ) -> Pending:
     """Start the gather of one bucket: a broadcast for each owner, in one launch where the backend can.
 
-    Owner r sends on lane r modulo their number. Nothing may write to the parameters before ``wait()``.
+    Owner r uses lane r modulo their number. Nothing may write to the parameters before ``wait()``.
     """
     flat = bucket.fill()
     take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
@@ -164,7 +161,7 @@ def gather_into(
 def start_broadcasts(
     lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
 ) -> list[Waitable]:
-    """Broadcast each (rank, row) from its rank, on the lane of that rank."""
+    """Broadcast each (rank, row) on the lane of that rank."""
     works: list[Waitable] = []
     for number, lane in enumerate(lanes):
         works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)
@@ -172,9 +169,9 @@ def start_broadcasts(
 
 
 class Gathers:
-    """The gathers of one optimizer, and the stamps that they send (None in a group of one).
+    """One optimizer's gathers and their stamps (None in a group of one).
 
-    ``readers`` holds the parameters whose gathers a step leaves pending, as modules wait for them.
+    A step leaves the gathers of ``readers`` pending, as modules wait for them.
     """
 
     def __init__(self, stamps: Stamps | None = None) -> None:
@@ -184,11 +181,11 @@ class Gathers:
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner]; the same on every rank
 
     def __reduce__(self) -> "tuple[type[Gathers], tuple[Stamps | None]]":
-        """Copy and pickle as new: modules wait for the original's gathers, and a copy takes its own lanes."""
+        """Copy and pickle as new: modules wait for the original's gathers; a copy needs its own lanes."""
         return Gathers, (self.stamps,)
 
     def let_go(self, *, waits: bool) -> None:
-        """Wait for pending gathers or abandon them, then release the lanes; no error if a rank has died."""
+        """Wait for pending gathers or abandon them, then release the lanes; no error if a rank died."""
         lanes, self._lanes = self._lanes, None
         try:
             if waits:
@@ -212,9 +209,9 @@ class Gathers:
                 self.under_way.add(bucket.params, start_gather(lanes_of, bucket, self.stamps))
 
     def run(self, group: RankGroup, buckets: Sequence[ParamBucket], *, in_step: bool = False) -> None:
-        """Gather buckets and wait for all; ``in_step`` sends the stamps too.
+        """Gather buckets and wait; ``in_step`` sends stamps.
 
-        As many run at once as memory allows, so an owner of short first rows need not wait for the others.
+        As many run at once as memory allows, so an owner of short rows need not wait for the others.
         """
         stamps = self.stamps if in_step else None
         under_way: deque[tuple[int, Pending]] = deque()

@@ -1,9 +1,9 @@
 """Storage for a rank's rows in mapped files. No communication.
 
 Note [A budget]
-    A rank's rows of parameters, gradients, state, masters and averages lie in mapped files
-    (`zero_optim.shard.mapped`). They are used in portions, each written out before the next, so at most
-    ``budget`` bytes are resident. Tensors smaller than a page stay in ordinary memory.
+    A rank's rows, gradients, state, masters and averages lie in mapped files (`zero_optim.shard.mapped`),
+    except tensors smaller than a page. They are used in portions, each written out before the next, so that
+    at most ``budget`` bytes are resident.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ class RowKeeping(Protocol):
         """Return an empty one for another optimizer."""
 
     def reserve_rows(self, nbytes: Iterable[int]) -> None:
-        """Reserve space for rows of this many bytes."""
+        """Reserve space for rows of these bytes."""
 
     def new_row(self, values: Tensor) -> Tensor:
         """Allocate a 1-D row with these values."""
@@ -52,14 +52,14 @@ class RowKeeping(Protocol):
 
 
 class Keeping:
-    """Stores tensors in mapped files with at most ``budget`` resident bytes; see Note [A budget]."""
+    """Stores tensors in mapped files: Note [A budget]."""
 
     def __init__(self, memory: MappedMemory, budget: int) -> None:
         self._memory = memory
         self.budget = budget
 
     def anew(self) -> "Keeping":
-        """Return one with the same budget and folder, and new files."""
+        """Return one with the same budget and folder."""
         return Keeping(self._memory.anew(), self.budget)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -71,7 +71,7 @@ class Keeping:
         self._memory.reserve(nbytes)
 
     def reserve_rows(self, nbytes: Iterable[int]) -> None:
-        """Reserve files for rows of this many bytes; OSError if the disk has less."""
+        """See `RowKeeping`; OSError if the disk has less."""
         self._memory.reserve(sum(in_pages(max(1, each)) for each in nbytes))
 
     def _is_kept(self, tensor: Tensor) -> bool:
@@ -81,19 +81,19 @@ class Keeping:
     # ------------------------------------------------------------------ rows
 
     def new_row(self, values: Tensor) -> Tensor:
-        """Allocate a 1-D row with these values."""
+        """See `RowKeeping`."""
         row = self._memory.empty_like(values)
         self.write(row, values)
         return row
 
     def write(self, row: Tensor, values: Tensor) -> None:
-        """Copy values to a row, and write it out."""
+        """See `RowKeeping`; writes the row out."""
         for start, stop in self._steps_through(row):
             row[start:stop].copy_(values[start:stop])
             self._memory.write_out([row[start:stop]])
 
     def read(self, row: Tensor, target: Tensor) -> None:
-        """Copy a row to ordinary memory."""
+        """See `RowKeeping`."""
         for start, stop in self._steps_through(row):
             target[start:stop].copy_(row[start:stop])
             self._memory.drop([row[start:stop]])
@@ -104,16 +104,16 @@ class Keeping:
             yield start, min(row.numel(), start + step)
 
     def brought(self, values: Tensor) -> Tensor:
-        """Return the values, which lie in ordinary memory already."""
+        """See `RowKeeping`."""
         return values
 
     def wait(self) -> None:
-        """Do nothing: all methods are synchronous."""
+        """See `RowKeeping`; all methods are synchronous."""
 
     # ------------------------------------------------------------------ other tensors
 
     def copies(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Copy tensors to the files one by one, small ones to ordinary memory."""
+        """See `RowKeeping`; small tensors stay in ordinary memory."""
         made: list[Tensor] = []
         try:
             for tensor in tensors:
@@ -137,7 +137,7 @@ class Keeping:
         self._memory.write_out(used)
 
     def add(self, kept: Tensor, tensor: Tensor) -> None:
-        """Add a tensor to a stored one."""
+        """See `RowKeeping`."""
         kept.add_(tensor)
         self.keep([kept])
 
@@ -167,7 +167,7 @@ def nbytes_of(tensor: Tensor) -> int:
 def gradients_in_portions(
     keeping: Keeping | None, tensors: Sequence[Tensor], *, are_read: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Yield lists of gradients within the budget; one list for ordinary memory. ``are_read``: only read."""
+    """Yield lists of gradients within the budget, one without files; ``are_read``: they stay unchanged."""
     if keeping is None:
         yield list(tensors)
         return

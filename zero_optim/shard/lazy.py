@@ -1,4 +1,4 @@
-"""Lazy gathers: in the forward pass each module waits for its own parameters just before it needs them."""
+"""Lazy gathers: each module waits for its own parameters in its forward pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 class LazyGather:
     """Forward hooks that make each module wait for the gathers of its own parameters.
 
-    Some modules read parameters of a child that they never call (``nn.MultiheadAttention``). So the first
-    forward pass waits for everything and records the calls; then the nearest called ancestor waits for an
-    uncalled module. A pass without gradients waits for everything: PyTorch's Transformer layers skip calls in
-    it.
+    Some modules read a child's parameters without calling it (``nn.MultiheadAttention``). So the first
+    forward pass waits for everything and records calls; then an uncalled module's nearest called ancestor
+    waits. A pass without gradients waits for everything, as PyTorch's Transformer layers skip calls in it.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
@@ -71,7 +70,7 @@ class LazyGather:
             self._assign(self._root, self._root, self._needs)
 
     def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
-        """Assign the parameters of a module and its children to the called module that waits for them."""
+        """Assign parameters of a module and its children to the called module that waits for them."""
         caller = module if module in self._called else caller
         needs[caller].extend(module.parameters(recurse=False))
         for child in module.children():

@@ -1,4 +1,4 @@
-"""The construction of a plan's buckets. No communication."""
+"""Makes a plan's buckets. No communication."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
@@ -15,7 +15,7 @@ from zero_optim.shard.units import UnitBucket
 
 
 class BucketMaker:
-    """Makes the buckets of successive plans, with header space for stamps; ``forms`` describes units."""
+    """Makes the buckets of successive plans, with header space for stamps."""
 
     def __init__(self, as_views: bool, units: Mapping[Tensor, int], forms: UnitForms) -> None:
         self.units = units
@@ -28,7 +28,7 @@ class BucketMaker:
     def make(
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
     ) -> list[ParamBucket]:
-        """Make the buckets of a plan; buckets of `make_units` are used as they are."""
+        """Make a plan's buckets, except those that `make_units` made."""
         layouts, self._layouts_before = self._layouts_before or self._layouts(group, params, plan), []
         made: list[ParamBucket] = []
         for bucket, layout, label in zip(plan.buckets, layouts, labels, strict=True):
@@ -49,7 +49,7 @@ class BucketMaker:
         plan: Plan,
         former: Iterable[UnitBucket] = (),
     ) -> list[UnitBucket]:
-        """Make a plan's unit buckets, for the next `make`; former buckets with an equal plan are reused."""
+        """Make a plan's unit buckets; former ones with an equal plan are reused."""
         made = []
         there = {bucket.params[0]: bucket for bucket in former}
         self._layouts_before = self._layouts(group, params, plan)

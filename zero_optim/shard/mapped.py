@@ -2,14 +2,13 @@
 
 Note [Pages that are dropped]
     `MappedMemory.write_out` writes changed pages to the file (``msync``) and unmaps them (``madvise``,
-    MADV_DONTNEED); the next use reads them again. Only Linux does this. The mapping is shared, so nothing is
-    lost. ``posix_fallocate`` reserves each file's blocks, or a full disk would show as SIGBUS at a write.
-    Files have no name and end with the process. glibc keeps freed memory, more than all else in a step, so
-    dropping pages also asks glibc to return it.
+    MADV_DONTNEED, on Linux only); the mapping is shared, so the next use reads them again.
+    ``posix_fallocate`` reserves each file's blocks, or a full disk would show as SIGBUS. Files have no name
+    and end with the process. glibc keeps freed memory, more than all else in a step, so it is trimmed too.
 
 Note [Memory that comes back]
-    Each tensor has its own storage, which holds a view of the file. Its place is reused when that storage is
-    dropped, so a gradient that the user holds keeps its values.
+    Each tensor's own storage holds a view of the file, whose place is reused when the storage is dropped. So
+    a gradient that the user holds keeps its values.
 """
 
 import ctypes
@@ -47,7 +46,7 @@ def in_pages(nbytes: int) -> int:
 
 
 class _File:
-    """A nameless, fully mapped file of whole pages."""
+    """A nameless, mapped file of whole pages."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -58,7 +57,7 @@ class _File:
         self.used = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of unused pages, None if there are not enough."""
+        """Return the offset of unused pages, or None."""
         if self.used + nbytes > self.nbytes:
             return None
         offset, self.used = self.used, self.used + nbytes
@@ -67,7 +66,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Range:
-    """A range of whole pages in a file."""
+    """A range of a file's pages."""
 
     start: int
     stop: int
@@ -88,7 +87,7 @@ class MappedMemory:
         return MappedMemory(self._folder)
 
     def reserve(self, nbytes: int) -> None:
-        """Create a file of this many bytes, so that `take` cannot fail; OSError if the disk has less."""
+        """Create a file of this size, so that `take` cannot fail; OSError if the disk has less."""
         if nbytes > 0:
             self._add_file(in_pages(nbytes))
 
@@ -109,7 +108,7 @@ class MappedMemory:
         return file
 
     def take(self, nbytes: int) -> Tensor:
-        """Return uninitialized uint8 memory, 1-D; it is reused when its storage is dropped."""
+        """Return uninitialized uint8 memory, 1-D; reused when its storage is dropped."""
         size = in_pages(max(1, nbytes))
         with self._lock:  # gradients are taken over on other threads
             free = self._free.setdefault(size, [])
@@ -129,7 +128,7 @@ class MappedMemory:
         return file, offset
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return an uninitialized dense tensor with another's shape, dtype and memory format."""
+        """Return an uninitialized dense tensor like another."""
         made = self.take(tensor.numel() * tensor.element_size()).view(tensor.dtype)
         return made.as_strided(tensor.shape, dense_strides(tensor.detach()))
 
@@ -153,7 +152,7 @@ class MappedMemory:
         self._drop(used)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Drop the pages of tensors that were only read, without waiting for the disk."""
+        """Drop the pages of unchanged tensors."""
         self._drop(list(self._pages(tensors)))
 
     def _drop(self, used: Sequence[tuple[_File, _Range]]) -> None:

@@ -1,7 +1,6 @@
 """A check, by values, that ranks have unnamed parameters of equal shape in one order.
 
-Otherwise ranks would pair different parameters. Ranks with different initial values, and equal values such as
-zeros, cannot be checked.
+It cannot tell where ranks have different initial values, or equal ones such as zeros.
 """
 
 import hashlib
@@ -24,14 +23,14 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only values distinguish: their indices by kind, and their digests."""
+    """Unnamed parameters that only values distinguish: indices by kind, and digests."""
 
     kinds: list[list[int]]
     digests: bytes
 
     @classmethod
     def among(cls, groups: Sequence[ParamGroup], apart: Collection[Tensor]) -> "Alike":
-        """Find them and digest 64 elements of each that is not in ``apart``; the CPU waits."""
+        """Find them and digest 64 elements of each not in ``apart``; the CPU waits."""
         params = params_of(groups)
         unnamed = [param for group in groups if "param_names" not in group for param in group["params"]]
         is_read = set(unnamed).difference(apart)
@@ -43,10 +42,7 @@ class Alike(NamedTuple):
         return cls(kinds, _digests([params[index] for indices in kinds for index in indices]))
 
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
-        """Raise if ranks have the same values in another order; all ranks call.
-
-        One small collective, and a second one where initial values differ.
-        """
+        """Raise if ranks have the same values in another order; all ranks call; communicates."""
         if not self.kinds or len(set(group.all_gather_fixed(hashlib.sha256(self.digests).digest()))) == 1:
             return
         names = param_names(groups)

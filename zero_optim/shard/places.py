@@ -1,18 +1,16 @@
-"""The positions of parameters in a flat tensor, and their shape and strides there. No communication.
+"""The positions and forms of parameters in a flat tensor. No communication.
 
 Note [A storage for each parameter]
     Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
-    storage. So each parameter has its own storage, exactly its slice of the flat tensor. DLPack makes it, in
-    bytes, as it lacks some dtypes; it keeps the flat tensor alive. Autograd cannot see a gather change the
-    parameter, so `ParamBucket.settle` tells it.
-
-    Such a storage cannot be resized. In shared memory PyTorch replaces its memory, and gathers copy that
-    parameter. On CUDA ``record_stream`` of it does nothing, the block is reused when the last parameter is
-    gone, and sending it to a process mostly fails (``parameters_as_bucket_view=False`` avoids all this).
+    storage. So each parameter has its own, exactly its slice of the flat tensor, from DLPack (in bytes, as it
+    lacks some dtypes), which keeps the flat tensor alive. Autograd cannot see a gather change the parameter;
+    `ParamBucket.settle` tells it. The storage cannot be resized. Moved to shared memory, the parameter gets
+    other memory, and gathers copy it. On CUDA its ``record_stream`` does nothing, and it can hardly be sent
+    to a process (``parameters_as_bucket_view=False`` avoids this).
 
 Note [Memory that is touched late]
-    Padding is sent, so it is zeroed. Zeroing the whole flat tensor would make it resident beside the
-    parameters that are about to move in one by one.
+    Padding is zeroed, as it is sent. Zeroing the whole flat tensor would make it resident beside the
+    parameters that move in.
 """
 
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from zero_optim.plan.memory import dense_strides
 
 
 class Form(NamedTuple):
-    """Shape, strides, dtype and device of a parameter when it was planned, the same on every rank."""
+    """A parameter's shape, strides, dtype and device when planned, the same on every rank."""
 
     dtype: torch.dtype
     device: torch.device
@@ -54,7 +52,7 @@ class Form(NamedTuple):
 
 
 def views_in(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """View each parameter's slice of ``flat`` with its shape and memory format."""
+    """View each parameter's slice of ``flat`` with its shape and strides."""
     starts = layout.offsets()
     return [flat.as_strided(form.size, form.stride, at) for form, at in zip(forms, starts, strict=True)]
 
@@ -76,7 +74,7 @@ def _over(octets: Tensor, form: Form) -> Tensor:
 
 
 def can_be_views(params: Sequence[Tensor]) -> bool:
-    """Whether parameters may become views of a flat tensor, each with its own storage."""
+    """Whether parameters can become views of a flat tensor with own storages."""
     device = params[0].device
     if device.type == "cpu" and any(param.is_shared() for param in params):  # type: ignore[no-untyped-call]
         return False  # other processes use them where they are
@@ -88,7 +86,7 @@ def can_be_views(params: Sequence[Tensor]) -> bool:
 
 
 def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
-    """Zero the padding in a whole flat tensor, or in its row that begins at element ``start``."""
+    """Zero the padding of a whole flat tensor, or of the row that begins at ``start``."""
     at, stop = start, start + flat.numel()
     for row in layout.rows:
         for extent in row.extents if start <= row.start and row.stop <= stop else ():

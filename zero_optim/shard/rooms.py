@@ -1,10 +1,9 @@
 """Header space for stamps in a plan's buckets. No communication.
 
 Note [Every rank is heard]
-    Each row has space for a stamp, except one that lies within one parameter. A rank that has no such row
-    with trainable parameters gets space behind the rows of one bucket, and broadcasts these 32 bytes beside
-    the owners' broadcasts. One all-gather for all such ranks would be more messages, one after the other, on
-    gloo. Most plans need no extra space.
+    Each row has space for a stamp, except one within a single parameter. A rank without such a row that
+    trains gets space behind one bucket's rows, and broadcasts these 32 bytes beside the owners; on gloo an
+    all-gather would take more messages. Most plans need no extra space.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +26,8 @@ def layouts_with_rooms(
 ) -> list[Layout]:
     """Return the plan's layouts with header space, by bucket; the same on every rank.
 
-    One rank alone has no stamps. ``compute_dtypes`` lists parameters that travel in a narrower dtype;
-    ``heard`` are the ranks that have space in a bucket gathered after each step, to which this plan's are
-    added.
+    A single rank needs none. ``compute_dtypes``: parameters that travel in a narrower dtype. ``heard``: ranks
+    with space in a bucket gathered after each step, extended by this plan's.
     """
     firsts = [params[bucket.params[0]] for bucket in plan.buckets]
     layouts = [bucket.layout for bucket in plan.buckets]

@@ -58,10 +58,9 @@ WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
-    ``num_owners``: the first ranks that own, None for all. ``gathers`` come from the former sharding, so that
-    modules still wait for them. Ranks may differ in ``own_options``. ``whole_because`` says why parameters
-    are not cut, ``loads`` what each rank's parameters cost. `buckets` are in the order of gathers, the same
-    on every rank: Note [Order of gathers] in `plan.plan`.
+    The first ``num_owners`` ranks own. ``gathers`` come from the former sharding, as modules wait for them.
+    Ranks may differ in ``own_options``. ``loads`` are ranks' costs. `buckets` are in the order of gathers,
+    the same on every rank: Note [Order of gathers] in `plan.plan`.
     """
 
     def __init__(
@@ -101,10 +100,10 @@ class Sharding:
         about: Sequence[str],
         why_whole: WhyWhole | None,
     ) -> Plan:
-        """Return the plan of new groups, checked to be equal on all ranks, for `add`; all ranks call.
+        """Return the plan of new groups for `add`, equal on all ranks, which all call.
 
-        ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model. On
-        every rank raises TypeError or ValueError for unshardable parameters, RankMismatchError for unequal
+        ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model. Raises
+        on every rank: TypeError or ValueError for unshardable parameters, RankMismatchError for unequal
         arguments.
         """
         new, units = groups[before:], self._maker.units
@@ -143,7 +142,7 @@ class Sharding:
         reasons: Sequence[str | None],
         why_whole: WhyWhole,
     ) -> Plan:
-        """Plan again until all ranks accept every cut; all ranks call, with the same plan."""
+        """Plan again until all ranks accept every cut; all ranks call."""
         whole_because: list[str | None] = [None] * len(plan.pieces)
         while plan.is_cut:
             borne = said_by_all(self._group, [reason is None for reason in reasons])
@@ -165,7 +164,7 @@ class Sharding:
         self._group = self._group.let_go()
 
     def become(self, rank: int) -> None:
-        """Plan as this rank of a group of ``num_owners`` ranks; -1 owns nothing. Comes before `add`."""
+        """Plan as this rank of ``num_owners``; -1 owns nothing. Comes before `add`."""
         self._group = replace(self._group.let_go(), rank=rank, size=len(self.loads))
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
@@ -196,7 +195,7 @@ class Sharding:
         return self.pieces[param][0].owner
 
     def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> None:
-        """Apply a plan: store its owners and make its buckets. Messages use the names."""
+        """Store a plan's owners and make its buckets."""
         self.pieces.update(zip(params, plan.pieces, strict=True))
         refused = zip(params, plan.whole_because, strict=True) if plan.whole_because else ()
         self.whole_because.update((param, reason) for param, reason in refused if reason is not None)
@@ -215,7 +214,7 @@ class Sharding:
     def make_unit_buckets(
         self, params: Sequence[Tensor], plan: Plan, former: Iterable[UnitBucket] = ()
     ) -> list[UnitBucket]:
-        """Make a plan's unit buckets for the next `add`; see `BucketMaker.make_units`."""
+        """Make a plan's unit buckets for the next `add`."""
         return self._maker.make_units(self._group, params, plan, former)
 
     def unit_buckets(self) -> list[UnitBucket]:
@@ -229,11 +228,10 @@ class Sharding:
 
     @eager
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
-        """Wait for gathers, then take over the user's changes to parameters: `ParamBucket.refresh`.
+        """Wait for gathers, then take over the user's changes: `ParamBucket.refresh`.
 
-        For `step` and comm hooks only: Note [Moving parameters] in `storage`. RuntimeError for a parameter
-        that no longer fits, after refreshing the others; ValueError for one added without
-        ``add_param_group()``.
+        For `step` and comm hooks only: Note [Moving parameters] in `storage`. RuntimeError, after refreshing
+        the rest, if a parameter no longer fits; ValueError for one added without ``add_param_group()``.
         """
         self.under_way.wait()
         self.take_over()
@@ -258,8 +256,8 @@ class Sharding:
     def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:
         """Gather the parameters that a call changed; all ranks call.
 
-        Skips buckets that never trained, unless ``frozen_too``; ranks check that a bucket starts training on
-        all. RankMismatchError if calls or options differ; another rank's failure is raised too.
+        Skips buckets that never trained, unless ``frozen_too``; a bucket must start training on all ranks.
+        RankMismatchError if calls or options differ; another rank's failure is raised too.
         """
         active = self.active()
         if active != self._active:
@@ -287,14 +285,14 @@ class Sharding:
             self.gathers.stamps.settle(self._group.during("agree"), call, with_last=with_last)
 
     def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Let the next gathers send a call's stamps; waits for those of the last call."""
+        """Let the next gathers send a call's stamps, after waiting for the last call's."""
         if self.gathers.stamps is not None:
             self.under_way.wait()
             self.gathers.stamps.begin(groups, call)
 
     @eager
     def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Check the calls' stamps as `Stamps.settle`; all ranks call.
+        """Check stamps as `Stamps.settle`; all ranks call.
 
         ``with_last`` includes the last call, unless the CPU would wait for a device.
         """
@@ -304,7 +302,7 @@ class Sharding:
             self.gathers.stamps.settle(group, call, with_last=with_last and not self._is_asynchronous)
 
     def end_step(self) -> None:
-        """Wait for the gathers that no module waits for; raise if the call failed on another rank."""
+        """Wait for gathers that no module waits for; raise if the call failed on another rank."""
         self._wait_for_unread()
         self.gathers.check_failures()
 
@@ -317,7 +315,7 @@ class Sharding:
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Whether the CPU would wait for a device to read stamps."""
+        """Whether reading stamps would make the CPU wait for a device."""
         return any(is_asynchronous(bucket.device) for bucket in self.buckets)
 
     def active(self) -> list[bool]:

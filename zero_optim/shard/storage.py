@@ -1,15 +1,14 @@
 """A bucket of parameters and its flat tensor. No communication.
 
-A `Bucket` keeps its parameters inside its flat tensor (`InFlat`) if possible, so that gathers need no copy;
-else each gather copies through a temporary one. `fill` returns the flat tensor with this rank's row; `settle`
-hands all rows to the parameters.
+`fill` returns the flat tensor with this rank's row, and `settle` hands all rows to the parameters. They lie
+in the flat tensor if possible (`InFlat`); else each gather copies through a temporary one.
 
 Note [Moving parameters]
-    Moving a parameter gives it another storage; another thread or stream that reads it then would read
-    released memory. So replaced parameters move only in `step` and in comm hooks, which the backward pass
-    itself calls. That pass still finds the same values: autograd saves a leaf as the tensor object, and a
-    view by its old storage, which nobody writes. If a class replaces ``param.data`` in its own step, a gather
-    moves the parameter on that thread and stream; the backward pass must not read it then.
+    Moving a parameter gives it another storage; another thread or stream would then read released memory. So
+    replaced parameters move only in `step` and in comm hooks, which the backward pass itself calls. That pass
+    finds the same values: autograd saves a leaf as the tensor object, and a view by its old storage, which
+    nobody writes. If a class replaces ``param.data`` in its own step, a gather moves the parameter on that
+    thread and stream; the backward pass must not read it then.
 """
 
 import itertools
@@ -40,7 +39,7 @@ class ParamBucket(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The flat tensor's device, even if the user moved parameters since."""
+        """The flat tensor's device, even if parameters moved."""
         ...
 
     @property
@@ -50,17 +49,17 @@ class ParamBucket(Protocol):
 
     @property
     def nbytes_to_gather(self) -> int:
-        """Extra bytes that a pending gather takes."""
+        """Extra bytes of a pending gather."""
         ...
 
     def refresh(self) -> None:
-        """Take over the user's changes to parameters; RuntimeError if dtype, device or shape changed."""
+        """Take over the user's changes; RuntimeError if a dtype, device or shape changed."""
         ...
 
     def fill(self) -> Tensor:
         """Return the flat tensor, 1-D, with this rank's current row.
 
-        Never raises, since the other ranks wait; `refresh` reports a parameter that does not fit.
+        Never raises, since other ranks wait; `refresh` reports a parameter that does not fit.
         """
         ...
 
@@ -70,13 +69,13 @@ class ParamBucket(Protocol):
 
 
 def rows_of(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
-    """Split a flat tensor into (owner, 1-D view): nonempty rows by rank, then header space behind them."""
+    """Split a flat tensor into (owner, 1-D view): nonempty rows, then header space behind them."""
     rows = [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
     return rows + [(room.owner, flat[room.start : room.stop]) for room in layout.rooms_behind]
 
 
 def is_active(bucket: ParamBucket) -> bool:
-    """Whether a step may change the bucket: a parameter trains or has a gradient."""
+    """Whether a parameter of the bucket trains or has a gradient."""
     return any(p.requires_grad or p.grad is not None for p in bucket.params)
 
 
@@ -84,7 +83,7 @@ class InFlat:
     """Parameters inside one flat tensor with own storages; gathers copy those in ``shared`` memory."""
 
     def __init__(self, params: Sequence[Tensor], forms: Sequence[Form], layout: Layout) -> None:
-        """Move the parameters in one by one; each releases its old storage."""
+        """Move the parameters in one by one, each releasing its old storage."""
         self.flat = torch.empty(layout.numel, dtype=forms[0].dtype, device=forms[0].device)
         self.shared: set[int] = set()
         zero_padding(self.flat, layout)
@@ -114,7 +113,7 @@ class InFlat:
         param.data = view
 
     def give_back(self, index: int) -> None:
-        """Return a parameter's memory to the system, unless somebody keeps a view of it."""
+        """Return a parameter's memory to the system, unless a view of it exists."""
         view = self._views[index]
         is_here = view.data_ptr() == self._addresses[index]  # and not in shared memory
         if is_here and not is_seen_by_others(view):
@@ -124,8 +123,8 @@ class InFlat:
 class Bucket:
     """The parameters of a bucket that are always whole on every rank.
 
-    ``as_views`` moves them into a flat tensor, with the same values, shape and dense strides; parameters in
-    shared memory, and on devices without DLPack, stay where they are. Ranks may differ in this.
+    ``as_views`` moves them into a flat tensor, with dense strides; those in shared memory, or on devices
+    without DLPack, stay where they are. Ranks may differ in this.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class Bucket:
         self._copy(flat, others, into_params=True)
 
     def give_back(self, index: int) -> None:
-        """Return the memory of a removed parameter to the system; the bucket must not be gathered again."""
+        """Return a removed parameter's memory to the system; no gather may follow."""
         if self._memory is not None:
             self._memory.give_back(index)
 

@@ -2,14 +2,14 @@
 
 Note [Held by a replica]
     With state sharded over a whole mesh (Note [Whose state it is] in `zero_optim.comm.mesh`) an owner may be
-    across the slow network. So each rank also holds copies of the rows of its *column*: the ranks with its
-    number in other replicas. With R replicas of S ranks it holds 1/S of the parameters and the state of 1/(R
-    S), and units are gathered inside the replica.
+    across the slow network. So a rank also holds copies of its *column*'s rows (the ranks with its number in
+    other replicas), and units are gathered inside the replica. With R replicas of S ranks it holds 1/S of the
+    parameters and the state of 1/(R S).
 
-    Steps, loads and writes change rows on owners only. The next gather *renews* all copies: owners broadcast
-    in their columns, and each unit's gather waits for its own. All ranks must renew at the same gather. A
-    rank may have left a ``step()`` out, so every reduced backward pass causes a renewal too. Copies carry the
-    stamps of their renewal; a bucket thus reports the last call only in that pass.
+    The first gather after a change of rows *renews* all copies: owners broadcast in their columns, and each
+    unit's gather waits for its own. All ranks must renew at the same gather, and one may have left a
+    ``step()`` out, so every reduced backward pass causes a renewal too. Copies carry their renewal's stamps,
+    so a bucket reports the last call only in that pass.
 """
 
 from collections import deque
@@ -51,7 +51,7 @@ class UnitGathers(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Give the lanes up after ranks started different gathers on them."""
+        """Give up the lanes, on which ranks started different gathers."""
         ...
 
 
@@ -135,13 +135,12 @@ class _Column:
         return row
 
     def _place_for(self, span: Span) -> Tensor:
-        """Return the receive buffer of a row: the copy itself, unless it lies in a file."""
+        """Return a row's receive buffer: the copy itself, unless in a file."""
         if self._keeping is None and span in self._copies:
             return self._copies[span]
         return self.bucket.params[0].new_empty(span.stop - span.start)
 
     def _take(self, received: Mapping[Span, Tensor]) -> None:
-        """Store received rows."""
         for span, row in received.items():
             if self._keeping is None:
                 self._copies[span] = row
@@ -176,9 +175,9 @@ class _Column:
 class GathersInReplicas:
     """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
 
-    The lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` returns
-    the number of reduced backward passes, which may change ``trained``. All ranks or none pass ``keeping``,
-    which stores the copies; OSError if the disk is full.
+    The lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` counts
+    reduced backward passes, which may change ``trained``. All ranks or none pass ``keeping`` for the copies;
+    OSError if the disk is full.
     """
 
     def __init__(

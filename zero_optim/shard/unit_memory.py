@@ -1,19 +1,16 @@
 """Memory of flat tensors that exists only while a unit is whole. No communication.
 
 Note [Pages that move]
-    On the CPU a flat tensor keeps its addresses. Freeing it moves its pages away (``mremap``), for the next
-    unit. The addresses then show NaN (zero for dtypes without NaN) from a few repeated pages of a memory
-    file. So kept views stay readable, and writes to them are lost.
-
-    New pages are zeroed: 0.4 to 0.9 ms a MiB on a virtual machine, more than all other work of a unit. Moving
-    takes 0.03 ms a MiB. A MiB of *huge pages* (2 MiB) took 0.04 to 0.2 ms, so tensors are aligned for them
-    and ask for them.
+    On the CPU a flat tensor keeps its addresses. Freeing it moves its pages (``mremap``) to the next unit; a
+    few repeated pages of a memory file then show NaN (zero for dtypes without), so kept views stay readable,
+    and writes to them are lost. New pages are zeroed, in 0.4 to 0.9 ms a MiB on a virtual machine, more than
+    all other work of a unit; moving takes 0.03 ms. *Huge pages* (2 MiB) took 0.04 to 0.2 ms a MiB, so tensors
+    are aligned for them.
 
     A *period* lasts from one moment without a whole unit to the next. Free pages wait only if the last period
-    needed them at this point, so memory returns in time for the gradients. What the last two periods did not
-    need is returned at their end. A freed unit takes up to 32 of the system's mappings; beyond
-    ``vm.max_map_count`` units show zeros. ``MREMAP_DONTUNMAP`` needs Linux 5.7; elsewhere, and on
-    accelerators, the storage is emptied and grown.
+    needed them at this point, so memory returns in time for the gradients; at its end goes what two periods
+    did not need. A freed unit takes up to 32 of ``vm.max_map_count`` mappings; without them units show zeros.
+    ``MREMAP_DONTUNMAP`` needs Linux 5.7; elsewhere, and on accelerators, the storage is emptied.
 """
 
 import mmap
@@ -52,10 +49,7 @@ _MOVED = (
 
 
 class UnitMemory:
-    """The memory of one flat tensor, which PyTorch empties and grows.
-
-    Make views before `free`; nobody may read the empty tensor.
-    """
+    """The memory of one flat tensor, which PyTorch empties and grows. Make views before `free`."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
@@ -63,12 +57,12 @@ class UnitMemory:
         self.is_there = True
 
     def grow(self, *, stays: bool = False) -> None:
-        """Allocate uninitialized memory unless present; with ``stays`` it will never be freed."""
+        """Allocate uninitialized memory unless present; ``stays``: it will never be freed."""
         self.flat.untyped_storage().resize_(self._nbytes)
         self.is_there = True
 
     def free(self) -> None:
-        """Release the memory and its values after the current stream's work."""
+        """Release the memory after the current stream's work."""
         if self.is_there:
             record_use(self.flat)  # perhaps it came on another stream, to which the memory goes back
         self.flat.untyped_storage().resize_(0)
@@ -76,7 +70,7 @@ class UnitMemory:
 
 
 class PagedMemory(UnitMemory):
-    """The memory of one CPU flat tensor: Note [Pages that move]. OSError if there are no addresses."""
+    """The memory of one CPU flat tensor: Note [Pages that move]. OSError without addresses."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pages: "FreePages") -> None:
         nbytes = numel * torch.empty((), dtype=dtype).element_size()
@@ -114,7 +108,7 @@ class PagedMemory(UnitMemory):
 
 
 class _Period:
-    """The bytes in use after each change of one period: Note [Pages that move]."""
+    """The bytes in use after each change of a period."""
 
     def __init__(self, before: Sequence[int] = (), most_before: int = 0) -> None:
         self.in_use: list[int] = []
@@ -125,7 +119,7 @@ class _Period:
         self._is_alike = True
 
     def change(self, nbytes: int) -> None:
-        """Add to the bytes in use; negative if fewer."""
+        """Add to the bytes in use."""
         number = len(self.in_use)
         self._now += nbytes
         self._most = max(self._most, self._now)
@@ -152,7 +146,7 @@ class _Period:
 
 
 class FreePages:
-    """Free pages for the next flat tensor, and the pages that show NaN: Note [Pages that move]."""
+    """Free pages for the next flat tensor, and pages of NaN: Note [Pages that move]."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -209,7 +203,7 @@ class FreePages:
             self._keep_at_most(self._period.may_wait())
 
     def give(self, start: int, nbytes: int) -> None:
-        """Move the pages at these addresses away; fresh ones without memory replace them."""
+        """Move the pages at these addresses away, and map fresh ones without memory."""
         assert self._system is not None
         with self._lock:
             self._period.change(-nbytes)
@@ -247,7 +241,7 @@ class FreePages:
 
 
 def _is_nan_by_octets(dtype: torch.dtype) -> bool:
-    """Whether bytes of ones are NaN, true of most dtypes with NaN."""
+    """Whether bytes of ones are NaN, as in most dtypes with NaN."""
     one = torch.empty((), dtype=dtype).element_size()
     value = torch.full((one,), 0xFF, dtype=torch.uint8).view(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64

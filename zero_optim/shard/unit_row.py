@@ -13,7 +13,7 @@ from zero_optim.shard.unit_memory import FreePages
 
 
 class UnitFlat:
-    """A flat tensor that keeps one storage while its memory comes and goes; starts without memory.
+    """A flat tensor that keeps one storage while its memory comes and goes.
 
     ``views`` are the parameters in it, ``own`` is this rank's row. `UnitRow` sets ``stays`` if it is never
     freed.
@@ -86,7 +86,7 @@ class Place(NamedTuple):
 class UnitRow:
     """One rank's row of a unit's bucket, ``values`` (1-D), allocated at first use.
 
-    A row that is the whole bucket, in the compute dtype and in memory, is the flat tensor itself, never
+    A row that is the whole bucket, in memory and in the compute dtype, is the flat tensor itself, never
     emptied.
     """
 

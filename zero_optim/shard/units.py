@@ -1,31 +1,28 @@
 """A unit's bucket: parameters are *whole* while their unit is in use, else *freed*. No communication.
 
 Note [Freed in place]
-    Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. With only
-    new ``data``, the old storage would live until the backward pass ends, and that pass would not read the
-    values of the second gather. So one flat tensor keeps one storage, whose memory comes and goes; parameters
-    are ordinary views. On the CPU the addresses stay and show NaN: Note [Pages that move] in
-    `zero_optim.shard.unit_memory`. PyTorch does not check reads of a storage emptied on an accelerator. So a
-    freed parameter shows one expanded NaN (zero for dtypes without NaN), and a write in place raises.
-    `settle` changes the version only after a step or load.
+    Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
+    ``data`` alone would keep the old storage until the backward pass ends, which would not read what the
+    second gather wrote. So one storage stays, whose memory comes and goes, and parameters are views of it. On
+    the CPU it shows NaN: Note [Pages that move] in `zero_optim.shard.unit_memory`. PyTorch does not check
+    reads of a storage emptied on an accelerator. So a freed parameter shows one expanded NaN (zero for dtypes
+    without), and a write in place raises. `settle` changes the version only after a step or load.
 
 Note [Views that somebody keeps]
-    A user's view of a whole parameter shows NaN on the CPU while the unit is freed; writes are lost. If
-    autograd counts such a write, the next gather or step raises. On an accelerator many operators raise on
-    it, others read address 0. Only a mode for all operators could guard this, at some µs each; counting
-    storage references does not tell these views from autograd's. `zero_optim.ddp.full.saved_reads` guards
-    what autograd reads.
+    A user's view shows NaN on the CPU while the unit is freed; writes are lost, and if autograd counts them
+    the next gather or step raises. On an accelerator many operators raise on it, others read address 0. Only
+    a mode for all operators could guard this, at some µs each; counting storage references does not tell
+    these views from autograd's, which `zero_optim.ddp.full.saved_reads` guards.
 
 Note [Kept in one dtype, computed with in another]
-    With a compute dtype the row keeps the original dtype and values, and owners round it into the flat
-    tensor. The parameters have the compute dtype, freed too: changing it would lose autograd's node that
-    accumulates the gradient. The optimizer steps the rows. Writes to whole parameters count as for masters
-    (Note [Masters and their parameters] in `zero_optim.step.leaves`). A `WideBucket` has the unrounded
-    values.
+    With a compute dtype the row keeps the original dtype and values; owners round it into the flat tensor.
+    Freed parameters have the compute dtype too: a change would lose autograd's node that accumulates the
+    gradient. Writes to whole parameters count as for masters (Note [Masters and their parameters] in
+    `zero_optim.step.leaves`). A `WideBucket` has the unrounded values.
 
 Note [Freed one by one]
-    A new bucket has no memory and leaves its parameters alone. `take_in` copies this rank's rows out of one
-    parameter after the other, and `let_go` releases that memory, so nobody needs a second copy of a unit.
+    `take_in` copies this rank's rows out of one parameter after the other, and `let_go` releases that memory,
+    so a new bucket needs no second copy of its unit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,11 +57,11 @@ _PINNED = (
 
 
 class UnitBucket(Uncopied):
-    """A `ParamBucket` whose parameters can be freed; see Note [Freed in place].
+    """A `ParamBucket` whose parameters can be freed: Note [Freed in place]. Starts empty.
 
-    It starts empty: Note [Freed one by one]. ``coming`` is the pending gather. ``is_left``: state dicts show
-    the parameters as they are, whole or freed. While ``num_pins`` users need them whole, nothing may change
-    them. ``num_changes`` counts possible changes of the rows.
+    ``coming`` is the pending gather. ``is_left``: state dicts show the parameters as they are. While
+    ``num_pins`` users need them whole, nothing may change them. ``num_changes`` counts possible changes of
+    the rows.
     """
 
     def __init__(
@@ -159,7 +156,7 @@ class UnitBucket(Uncopied):
         self._freed.note_versions()
 
     def has_new_place(self) -> None:
-        """Note that the parameters came from other buckets; autograd learns it when they are whole again."""
+        """Note that the parameters came from other buckets, for autograd."""
         self._has_changed = True
 
     def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -231,10 +228,7 @@ class UnitBucket(Uncopied):
 
     @torch.no_grad()
     def take_written(self) -> None:
-        """Copy the user's writes to whole parameters into the row.
-
-        RuntimeError if a parameter got another dtype, device or shape.
-        """
+        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed."""
         assert self.is_whole
         self.num_changes += 1
         for param, form, view in zip(self.params, self._flat.forms, self._flat.views, strict=True):
@@ -269,7 +263,7 @@ class UnitBucket(Uncopied):
             self._has_changed = False
 
     def arrive(self) -> None:
-        """Make the current stream wait for the gather, even if another stream already waited."""
+        """Make the current stream wait for the gather, even if another has."""
         if self.coming is not None:
             self.coming.wait()
         elif self._came is not None and self.is_whole and current_stream(self.device) != self._came_on:
@@ -294,10 +288,7 @@ class UnitBucket(Uncopied):
 
 
 class WideBucket:
-    """A `UnitBucket`'s values in the owners' dtype, for a state dict or a load.
-
-    It is gathered like a bucket, in its own memory; the parameters stay as they are.
-    """
+    """A `UnitBucket`'s values in the owners' dtype, gathered apart for a state dict or a load."""
 
     def __init__(self, bucket: UnitBucket) -> None:
         self._bucket = bucket
