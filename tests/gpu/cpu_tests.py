@@ -68,12 +68,15 @@ ONE_OR_TWO_RANKS: dict[str, Run] = {
     "parameters: LoRA": (models.trains_adapters, True),
     "parameters: LoRA, checkpointing": (models.trains_adapters, True, "not reentrant"),
     "parameters: LoRA, base on every rank": (models.trains_adapters, False),
-    "parameters: optimizer built later": (made.trains_with_a_later_optimizer, "reentrant"),
-    "parameters: odd ones": (made.trains_odd_ones, False),
-    "parameters: fully_shard": (made.trains_in_place, False),
+    "parameters: optimizer built later": (
+        made.test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before,
+        "reentrant",
+    ),
+    "parameters: odd ones": (made.test_parameters_of_any_form_become_units, False),
+    "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
     "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
-    "parameters: bf16, averages": (precision.averages,),
-    **{f"parameters: {kind}": (models.trains_kind, kind) for kind in models.CASES},
+    "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
+    **{f"parameters: {kind}": (models.test_blocks_are_used_in_any_way, kind) for kind in models.CASES},
     **{
         f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
         for how in ("reentrant", "not reentrant")
@@ -84,8 +87,8 @@ ONE_RANK: dict[str, Run] = {"parameters: save, load, evaluate": (trains_alone, F
 
 TWO_RANKS: dict[str, Run] = {
     "gradients: cut": (gradients.trains_alike, Setting(optimizer=cuts.cut_adamw)),
-    "parameters: bf16, cut": (precision.cuts,),
-    "parameters: units on their way": (parameters.counts_live_bytes, True, 0),
+    "parameters: bf16, cut": (precision.test_cut_parameters_keep_the_bits,),
+    "parameters: units on their way": (parameters.test_only_what_is_used_or_next_is_there, True, 0),
     "parameters: bf16, built later": (trains_as_optimizer_first, ["wrapper", "dtypes"], FOLDER, "AdamW"),
 }
 
@@ -98,10 +101,13 @@ MORE_RANKS: dict[str, Run] = {  # the sums of the reference are made in the orde
 }
 
 MESHES: dict[str, Run] = {  # of two replicas of two ranks
-    **{f"mesh: {way}": (mesh.trains_as_by_hand, way) for way in mesh.WAYS},
+    **{
+        f"mesh: {way}": (mesh.test_gradients_are_summed_inside_a_replica_and_then_across, way)
+        for way in mesh.WAYS
+    },
     **{f"mesh: passes on owners, {way}": (mesh.accumulates, way, "owner") for way in mesh.WAYS},
-    "mesh: clipped, GradScaler": (mesh.clips_and_scales, "fully"),
-    "mesh: unused": (mesh.agrees_about_use, "gradients"),
+    "mesh: clipped, GradScaler": (mesh.test_clipping_and_scaling_are_those_of_the_averages, "fully"),
+    "mesh: unused": (mesh.test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters, "gradients"),
     "mesh: bf16": (trains_as_optimizer_first, ["wrapper", "mesh", "dtypes"], FOLDER, "AdamW"),
 }
 
