@@ -3,6 +3,7 @@
 import inspect
 import multiprocessing
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,13 @@ from pool import Pool, Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option that runs the ranks of all tests on the backend that lies in wait."""
+    """Adds the options that run the ranks of all tests elsewhere than on the CPU over gloo."""
     parser.addoption(
         "--late-seed",
         type=int,
         help="run collectives as late as they may, with delays from this seed; see tests/late_backend.py",
     )
+    parser.addoption("--device", default="cpu", help="where tests put their tensors; see tests/on_device.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,17 +60,22 @@ def no_process_left() -> Iterator[None]:
     assert multiprocessing.active_children() == []
 
 
+def pool_of(config: pytest.Config, context: Any) -> Pool:
+    """A pool as the command line asks for it."""
+    return Pool(context, config.getoption("--late-seed"), config.getoption("--device"))
+
+
 @pytest.fixture(scope="session")
 def pool(no_process_left: None, pytestconfig: pytest.Config) -> Iterator[Pool]:
     """The worker pool; most tests use ``ranks`` instead."""
-    with Pool(late_seed=pytestconfig.getoption("--late-seed")) as pool:
+    with pool_of(pytestconfig, None) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def forked_pool(no_process_left: None, pytestconfig: pytest.Config) -> Iterator[Pool]:
     """A pool for calls that fail: its processes are forked, so that they are replaced quickly."""
-    with Pool(fork_context(), pytestconfig.getoption("--late-seed")) as pool:
+    with pool_of(pytestconfig, fork_context()) as pool:
         yield pool
 
 
@@ -84,37 +91,15 @@ def ranks_2_and_4(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
     return Ranks(pool, request.param)
 
 
-@pytest.fixture
-def ranks1(pool: Pool) -> Ranks:
-    """One rank."""
-    return Ranks(pool, 1)
+def ranks_of(size: int, fixture: str = "pool") -> Any:
+    """A fixture: so many ranks of a pool."""
+
+    @pytest.fixture
+    def ranks(request: pytest.FixtureRequest) -> Ranks:
+        return Ranks(request.getfixturevalue(fixture), size)
+
+    return ranks
 
 
-@pytest.fixture
-def ranks2(pool: Pool) -> Ranks:
-    """Two ranks."""
-    return Ranks(pool, 2)
-
-
-@pytest.fixture
-def ranks3(pool: Pool) -> Ranks:
-    """Three ranks."""
-    return Ranks(pool, 3)
-
-
-@pytest.fixture
-def ranks4(pool: Pool) -> Ranks:
-    """Four ranks."""
-    return Ranks(pool, 4)
-
-
-@pytest.fixture
-def failing2(forked_pool: Pool) -> Ranks:
-    """Two ranks that may fail."""
-    return Ranks(forked_pool, 2)
-
-
-@pytest.fixture
-def failing4(forked_pool: Pool) -> Ranks:
-    """Four ranks that may fail."""
-    return Ranks(forked_pool, 4)
+ranks1, ranks2, ranks3, ranks4 = map(ranks_of, (1, 2, 3, 4))
+failing2, failing4 = ranks_of(2, "forked_pool"), ranks_of(4, "forked_pool")  # that may fail

@@ -104,14 +104,18 @@ class Pool:
         context: how they start: spawned, or forked from a server (see ``forked``). They cannot be forked from
             this process, which has torch's threads.
         late_seed: of the backend that lies in wait, see ``late_backend``; None for gloo.
+        device: type of the device that tests run on, see ``on_device``.
     """
 
-    def __init__(self, context: BaseContext | None = None, late_seed: int | None = None) -> None:
+    def __init__(
+        self, context: BaseContext | None = None, late_seed: int | None = None, device: str = "cpu"
+    ) -> None:
         # Spawned processes hash strings differently, as the ranks of a real run do. So tests notice code that
         # goes through a set in another order on each rank. Forked processes hash equally, but start in
         # milliseconds.
         self._context = context or multiprocessing.get_context("spawn")
         self._late_seed = late_seed
+        self._device = device
         self._folder = tempfile.TemporaryDirectory(prefix="zero-optim-ranks-")
         # Port 0: the system picks a free port, so several test runs can run at the same time.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -163,7 +167,8 @@ class Pool:
                 group_name = f"call-{self._calls}"
                 # The group's timeout is longer than the call's, so a hang is reported with stacks.
                 limit = timeout + 60.0
-                request = Request(call, rank, world_size, group_name, limit, filters, self._late_seed)
+                where = self._late_seed, self._device
+                request = Request(call, rank, world_size, group_name, limit, filters, *where)
                 self._workers[rank].connection.send_bytes(pickle.dumps(request))
             replies = self._collect(ranks, timeout)
             if len(replies) == world_size and not any(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import late_backend
+from on_device import on_device
 from zero_optim.run.host import end_with_parent, use_loopback
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
@@ -50,6 +51,7 @@ class Request:
     group_timeout: float  # seconds
     filters: list[Filter]
     late_seed: int | None  # of the backend that lies in wait; None for gloo
+    device: str  # type of the device that tests run on
 
 
 class Reply:
@@ -143,8 +145,13 @@ def _in_process_group(
     dist.init_process_group(
         backend, store=store, rank=request.rank, world_size=request.world_size, timeout=timeout
     )
+    device = torch.device(request.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", request.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     function, args = pickle.loads(request.call)
-    value = _call(function, args)
+    with on_device(device):
+        value = _call(function, args)
     if stray:  # a failure, which is reported
         return value
     # Groups end when every rank is done: a rank that still connects fails if the other side has closed. So

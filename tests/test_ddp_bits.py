@@ -103,32 +103,6 @@ def test_large_gradients_have_the_bits_of_pytorchs_wrapper(members: int) -> None
         train(Pair.of(Layers(640), process_group=group), 3, members)
 
 
-def final(wrapper: type[TorchDdp], overlap: bool, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
-    """Train a while with the optimizer; gives the parameters."""
-    model = wrapper(Layers(), process_group=group, **options)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, process_group=group)
-    if overlap:
-        model.register_comm_hook(group, zero_step(optimizer))
-    for number in range(5):
-        optimizer.zero_grad()
-        loss_of(model, number).backward()
-        optimizer.step()
-    return [param.detach() for param in model.parameters()]
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("members", [3, 4])
-def test_zero_step_gives_the_bits_of_the_run_without_a_hook(members: int) -> None:
-    group = dist.new_group(list(range(members)))
-    if dist.get_rank() >= members:
-        return
-    for wrapper in (DistributedDataParallel, TorchDdp):
-        for options in ({"bucket_cap_mb": CAP_MB}, {"gradient_as_bucket_view": True}):
-            plain, overlapped = (final(wrapper, flag, group, **options) for flag in (False, True))
-            for got, expected in zip(overlapped, plain, strict=True):
-                assert_same(got, expected, (members, wrapper, options))
-
-
 # ---------------------------------------------------------------------- gradients without a value
 
 

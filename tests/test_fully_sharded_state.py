@@ -175,8 +175,8 @@ def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit() -> None:
     for unit in model.units.units:
         take, bucket = unit.buckets[0].settle, unit.buckets[0]
 
-        def look(flat: torch.Tensor, chosen: Any = None, take: Any = take) -> None:
-            take(flat, chosen)
+        def look(flat: torch.Tensor, take: Any = take) -> None:
+            take(flat)
             live.append(model.units.nbytes_live())
 
         bucket.settle = look

@@ -26,11 +26,10 @@ from zero_optim.compat.streams import HostCopy
 QUICK = (
     "start: no backend, no set_device",
     "parity: AdamW capturable, as views",
-    "parity: masters and averages, packed",
-    "parity: GradScaler, fused",
+    "table: packed | tower | GradScaler | fused, one bucket",
+    "table: gradients | unused | clipped | masters, averages",
     "parity: AdamW fused, cut by rows, float32",
     "DDP: unused parameters",
-    "gradients: unused",
     "parameters: checkpointing, not reentrant, bf16",
     "parameters: order of sums, float32",
     "mesh: fully",

@@ -14,15 +14,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import parallel
 
 import late_backend
-import test_fully_sharded
-import test_lazy_gather
-import test_overlap_training
-import test_parity
-import test_sharded_training
 from ddp_pairs import SMALL_MB, Pair, mlp, mlp_loss
 from forked import fork_context
+from parity import assert_row
+from parity_runs import Row
 from pool import Pool, RankError, Ranks
-from sharded import Setting
 from test_checkpoint import resume, save_at_three
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
@@ -134,12 +130,11 @@ def trains_as_pytorchs_wrapper() -> None:
 
 
 SELECTION: dict[str, tuple[Callable[..., None], tuple[object, ...]]] = {
-    "parity": (test_parity.check_parity, ("adamw", True)),
-    "overlap": (test_overlap_training.check_spellings, ("ours",)),
-    "lazy gathers": (test_lazy_gather.check_training, ("ours", False, True)),
     "DDP": (trains_as_pytorchs_wrapper, ()),
-    "sharded gradients": (test_sharded_training.trains_alike, (Setting(),)),
-    "sharded parameters": (test_fully_sharded.trains_alike, ("", True)),
+    **{
+        stage: (assert_row, (Row(stage, "gpt", "ordinary", "plain"),))
+        for stage in ("views", "lazy", "overlap", "gradients", "fully")
+    },
 }
 
 

@@ -178,22 +178,6 @@ def test_a_hook_after_loading_that_raises_on_one_rank_raises_on_all() -> None:
         sharded.load_state_dict(sharded.state_dict())
 
 
-@on_ranks(2)
-def test_masters_get_the_gradients_a_closure_makes() -> None:
-    params = low_precision(torch.bfloat16)
-    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, master_dtype=torch.float32, lr=0.5)
-    before = [p.detach().clone() for p in params]
-
-    def closure() -> float:
-        for p in params:
-            p.grad = torch.ones_like(p)
-        return 2.0
-
-    assert sharded.step(closure) == 2.0
-    for p, old in zip(params, before, strict=True):
-        assert torch.equal(p, (old.float() - 0.5).to(p.dtype))
-
-
 @on_ranks(2, slow=4)
 @pytest.mark.parametrize("master_dtype", [None, torch.float32], ids=["fp32", "bf16 with masters"])
 def test_averaged_weights_are_those_of_every_step_and_travel_with_the_state(

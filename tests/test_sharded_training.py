@@ -1,20 +1,17 @@
-"""With sharded gradients a loop trains, bit for bit, as with whole ones."""
+"""Which gradients a rank has where they are sharded, and what else `test_parity` does not show of them."""
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks, on_ranks
-from sharded import Setting, assert_same_run, plain_step
-from training import HAS_MUON, assert_same_state
+from sharded import Setting, assert_same_run
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.step.partial import PartialGradient
@@ -67,24 +64,6 @@ def test_gradients_are_those_of_one_process_that_sums_in_the_order_of_ranks(rank
     ranks_2_and_4.run(summed_in_rank_order)
 
 
-def clips_alike(norm_type: float, foreach: bool | None) -> None:
-    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor:
-        optimizer.zero_grad()
-        loss_of(model, number).backward()
-        norm = optimizer.clip_grad_norm_(0.01, norm_type, foreach=foreach)
-        optimizer.step()
-        return norm
-
-    assert_same_run(Setting(), step)
-
-
-@pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, None), (2.0, False), (float("inf"), True)])
-def test_clipping_gives_the_bits_of_whole_gradients(
-    ranks2: Ranks, norm_type: float, foreach: bool | None
-) -> None:
-    ranks2.run(clips_alike, norm_type, foreach)
-
-
 class Scaled:
     """A step with a scaler; one rank finds an infinity in one step."""
 
@@ -109,50 +88,6 @@ class Scaled:
         return scaler.get_scale()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_skips_and_scales_as_with_whole_gradients(unscales: bool) -> None:
-    (whole, one), (sharded, other) = Setting().whole(), Setting().sharded()
-    step, scales = Scaled(unscales), []
-    for number in range(5):
-        scales.append(step(whole, one, number))
-        assert step(sharded, other, number) == scales[-1]
-        for param, want in zip(sharded.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(param, want)
-    assert scales == [64.0, 128.0, 64.0, 64.0, 128.0]
-
-
-@on_ranks(2)
-def test_schedulers_act_as_with_whole_gradients() -> None:
-    schedulers: dict[ZeroRedundancyOptimizer, Any] = {}
-
-    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> list[float]:
-        if optimizer not in schedulers:
-            schedulers[optimizer] = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
-        optimizer.zero_grad()
-        loss_of(model, number).backward()
-        optimizer.step()
-        schedulers[optimizer].step()
-        return [group["lr"] for group in optimizer.param_groups]
-
-    assert_same_run(Setting(), step)
-
-
-@on_ranks(2)
-def test_closures_give_the_bits_of_whole_gradients() -> None:
-    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> float | None:
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = loss_of(model, number)
-            loss.backward()
-            return loss.item()
-
-        return optimizer.step(closure)
-
-    assert_same_run(Setting(), step)
-    assert_same_run(Setting(optimizer=partial(adamw, master_dtype=torch.float64)), step)
-
-
 class Unused(Net):
     """One layer is used by some ranks in some steps, another by nobody."""
 
@@ -171,23 +106,6 @@ class Same(Net):
 
     def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
         return super().forward(x, with_spare=False)
-
-
-def leaves_unused_alone(setting: Setting) -> None:
-    model = assert_same_run(setting)
-    never = getattr(model.module, "never", getattr(model.module, "spare", None))
-    assert never.weight.grad is None
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(Unused, options={"find_unused_parameters": True}),
-        Setting(Same, options={"static_graph": True}),
-    ],
-)
-def test_a_parameter_that_no_rank_used_has_no_gradient_on_any(ranks2: Ranks, setting: Setting) -> None:
-    ranks2.run(leaves_unused_alone, setting)
 
 
 class Words(nn.Module):
@@ -209,54 +127,6 @@ def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.0005)
 
 
-def test_sparse_gradients_give_the_bits_of_whole_ones(ranks2: Ranks) -> None:
-    ranks2.run(trains_alike, Setting(Words, sgd))
-
-
-def two_classes(model: nn.Module) -> ZeroRedundancyOptimizer:
-    matrices = [param for param in model.parameters() if param.dim() == 2]
-    others = [param for param in model.parameters() if param.dim() != 2]
-    for_matrices = torch.optim.Muon if HAS_MUON else torch.optim.Adafactor
-    groups = [
-        {"params": matrices, "optimizer_class": for_matrices, "lr": 0.02},
-        {"params": others, "betas": (0.5, 0.6)},
-    ]
-    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01, bucket_cap_mb=0.001)
-
-
-def test_several_groups_and_classes_give_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(trains_alike, Setting(optimizer=two_classes))
-
-
-class Narrow(Net):
-    """In bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bfloat16()
-
-    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
-        return super().forward(x.bfloat16(), with_spare).float()
-
-
-def keeps_masters_and_averages() -> None:
-    averages: dict[ZeroRedundancyOptimizer, list[Tensor]] = {}
-
-    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
-        plain_step(model, optimizer, number)
-        with optimizer.averaged_weights():
-            averages[optimizer] = [param.detach().clone() for param in model.parameters()]
-
-    model = assert_same_run(Setting(Narrow, partial(adamw, master_dtype=torch.float32, ema_decay=0.9)), step)
-    one, other = averages.values()
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(one, model.parameters(), strict=True))
-
-
-def test_masters_and_averages_give_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(keeps_masters_and_averages)
-
-
 class Checkpointed(Net):
     """Computes some activations twice."""
 
@@ -270,118 +140,6 @@ class Checkpointed(Net):
         hidden = checkpoint(self.spare, hidden, use_reentrant=self.use_reentrant)
         out: Tensor = self.head(hidden)
         return out
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_gives_the_bits_of_whole_gradients(ranks2: Ranks, use_reentrant: bool) -> None:
-    ranks2.run(trains_alike, Setting(partial(Checkpointed, use_reentrant)))
-
-
-def freezes_alike() -> None:
-    def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
-        model.module.spare.requires_grad_(number in (0, 3))
-        optimizer.zero_grad()
-        loss_of(model, number).backward()
-        assert (model.module.spare.weight.grad is None) == (number not in (0, 3))
-        optimizer.step()
-
-    assert_same_run(Setting(options={"find_unused_parameters": True}), step)
-
-
-def test_freezing_and_thawing_gives_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(freezes_alike)
-
-
-@on_ranks(2)
-def test_groups_can_be_added() -> None:
-    extra: dict[ZeroRedundancyOptimizer, nn.Parameter] = {}
-
-    def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor | None:
-        if number == 1:
-            extra[optimizer] = nn.Parameter(torch.ones(5))
-            optimizer.add_param_group({"params": [extra[optimizer]], "lr": 0.1})
-        optimizer.zero_grad()
-        loss_of(model, number).backward()
-        if optimizer in extra:
-            extra[optimizer].grad = torch.full((5,), 0.5)  # the wrapper does not know it
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        return extra.get(optimizer)
-
-    assert_same_run(Setting(), step)
-
-
-@on_ranks(2)
-def test_gradients_can_be_set_to_zero_and_clipped_by_value() -> None:
-    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model, number).backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.003)
-        optimizer.step()
-
-    assert_same_run(Setting(), step)
-
-
-@on_ranks(2)
-def test_lazy_gathers_give_the_bits_of_whole_gradients() -> None:
-    seen: set[int] = set()
-
-    def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor:
-        if id(optimizer) not in seen:
-            seen.add(id(optimizer))
-            optimizer.gather_lazily(model.module)
-        optimizer.zero_grad()
-        loss_of(model, number).backward()
-        norm = optimizer.clip_grad_norm_(0.01)
-        optimizer.step()
-        optimizer.wait_for_gathers()
-        return norm
-
-    assert_same_run(Setting(), step)
-
-
-def narrow_precision() -> dict[str, Any]:
-    precision = nn.parallel.distributed._MixedPrecision
-    return {"mixed_precision": precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
-
-
-def test_mixed_precision_gives_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(trains_alike, Setting(options=narrow_precision()))
-
-
-@on_ranks(2)
-def test_state_dicts_are_those_of_a_run_with_whole_gradients() -> None:
-    (whole, one), (sharded, other) = Setting().whole(), Setting().sharded()
-    for number in range(2):
-        for model, optimizer in ((whole, one), (sharded, other)):
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            optimizer.step()
-    for optimizer in (one, other):
-        optimizer.consolidate_state_dict(to=0)
-    if dist.get_rank() == 0:
-        assert_same_state(other.state_dict(), one.state_dict())
-        other.load_state_dict(one.state_dict(), src=0)
-    else:
-        other.load_state_dict(None, src=0)
-    for model, optimizer in ((whole, one), (sharded, other)):
-        plain_step(model, optimizer, 2)
-    assert list(sharded.state_dict()) == list(whole.state_dict())
-    for name, value in whole.state_dict().items():
-        assert torch.equal(sharded.state_dict()[name], value), name
-
-
-@on_ranks(2)
-def test_a_graph_can_be_gone_through_twice() -> None:
-    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
-        optimizer.zero_grad()
-        loss = loss_of(model, number)
-        loss.backward(retain_graph=True)
-        optimizer.zero_grad()
-        (loss * 0.5).backward()
-        optimizer.step()
-
-    assert_same_run(Setting(), step)
 
 
 @on_ranks(1)

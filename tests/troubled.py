@@ -358,7 +358,7 @@ PHASES = {
     ),
     "Join": Phase(_join, "step", repeats_step=True, raises_alone=True),
     "fully sharded: wrapping": Phase(
-        Scene.wrap, "zero_optim.ddp.fully_sharded.choose_units", before=Scene.build_optimizer
+        Scene.wrap, "zero_optim.ddp.full.construction.choose_units", before=Scene.build_optimizer
     ),
     "fully sharded: later optimizer": Phase(
         Scene.build_later_optimizer, "zero_optim.state.building.check_reader", before=Scene.build_wrapper

@@ -71,19 +71,10 @@ def _starting() -> Iterator[Case]:
 def _parity() -> Iterator[Case]:
     for name, as_views in product(parity.OPTIMIZERS, (True, False)):
         yield _case(f"parity: {name}, {_views(as_views)}", parity.steps, name, as_views)
-    for as_views in (True, False):
-        yield _case(f"parity: several dtypes, {_views(as_views)}", parity.dtypes, as_views)
-        yield _case(f"parity: masters and averages, {_views(as_views)}", parity.masters, as_views)
-    for norm_type in (2.0, float("inf")):
-        yield _case(f"parity: clipping by norm {norm_type:g}", parity.clipping, norm_type)
-    for fused, first in product((False, True), (False, True)):
-        name = f"parity: GradScaler, {'fused' if fused else 'foreach'}{', unscale_ first' if first else ''}"
-        yield _case(name, parity.scaling, fused, first)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for name, dtype in product(("AdamW", "AdamW foreach", "AdamW fused", "SGD", "Adagrad"), dtypes):
         about = f"parity: {name}, cut by rows, {dtype}".replace("torch.", "")
         yield _case(about, parity.cut_by_rows, name, dtype, setups=(NCCL,))
-    yield _case("parity: groups, frozen and thawed", parity.frozen_groups)
     for as_views in (True, False):
         yield _case(f"parity: handle for another process, {_views(as_views)}", parity.sent, as_views)
 
@@ -108,8 +99,6 @@ def _data_parallel() -> Iterator[Case]:
     }
     for name, (given, again) in unused.items():
         yield _case(f"DDP: {name}", data_parallel.unused, given, again)
-    for as_views in (False, True):
-        yield _case(f"DDP: no_sync, gradients {_views(as_views)}", data_parallel.accumulated, as_views)
     half, bf16, whole = torch.float16, torch.bfloat16, torch.float32
     for (param, reduce), sharded in product(((bf16, None), (half, None), (bf16, whole)), (False, True)):
         about = f"{param}, reduced in {reduce or param}".replace("torch.", "")
@@ -118,7 +107,6 @@ def _data_parallel() -> Iterator[Case]:
     for autocast in (False, True):
         name = "autocast and GradScaler" if autocast else "clipped"
         yield _case(f"DDP and optimizer: {name}", data_parallel.sharded_training, autocast)
-    yield _case("DDP and optimizer: Join", data_parallel.joined)
 
 
 def _cpu_tests() -> Iterator[Case]:

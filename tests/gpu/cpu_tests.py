@@ -6,7 +6,6 @@ below. Here every layer sleeps too, in the forward and the backward pass.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ import test_sharded_cuts as cuts
 import test_sharded_training as gradients
 from gpu.setting import Here
 from on_device import on_device
+from parity import assert_row
+from parity_runs import Row
 from sharded import Setting
 from sync_calls import cpu_as_accelerator
 from test_fully_sharded_forms import trains_as_optimizer_first
@@ -33,19 +34,36 @@ from zero_optim.ddp import PrecisionPolicy
 Run = tuple[Any, ...]  # the function of a test, and its arguments
 
 FOLDER = Path("an empty folder")  # stands for one among the arguments
-UNUSED = {"find_unused_parameters": True}
 WIDE = PrecisionPolicy(*[torch.float32] * 5, "units")
 NARROW = precision.NARROW
 
+# Of the table of parity; hooks need futures, see `gpu.overlapping`.
+ROWS = (
+    Row("packed", "dtypes", "ordinary", "plain"),
+    Row("packed", "complex", "ordinary", "averages"),
+    Row("packed", "tower", "GradScaler", "fused, one bucket"),
+    Row("views", "tower", "clipped", "masters, averages"),
+    Row("views", "many tiny", "freezing", "two classes"),
+    Row("lazy", "convolutions", "clipped", "plain"),
+    Row("our DDP alone", "gpt", "no_sync", "gradients as views"),
+    Row("our DDP alone", "unused", "ordinary", "plain"),
+    Row("views", "tower", "Join", "plain"),
+    Row("gradients", "tower", "ordinary", "mixed precision"),
+    Row("gradients", "sparse", "ordinary", "plain"),
+    Row("gradients", "unused", "clipped", "masters, averages"),
+    Row("gradients", "tower", "freezing", "plain"),
+    Row("gradients", "gpt", "no_sync", "plain"),
+    Row("gradients", "reentrant checkpoints", "closure", "plain"),
+    Row("gradients", "convolutions", "GradScaler", "plain"),
+    Row("fully", "tied", "ordinary", "static graph"),
+    Row("fully", "dtypes", "ordinary", "plain"),
+    Row("fully", "unused", "clipped", "plain"),
+    Row("fully", "gpt", "no_sync", "masters, averages"),
+    Row("fully", "reentrant checkpoints", "GradScaler", "plain"),
+)
+
 ONE_OR_TWO_RANKS: dict[str, Run] = {
-    "gradients: training": (gradients.trains_alike, Setting()),
-    "gradients: sparse": (gradients.trains_alike, Setting(gradients.Words, gradients.sgd)),
-    "gradients: mixed precision": (gradients.trains_alike, Setting(options=gradients.narrow_precision())),
-    "gradients: masters and averages, bf16": (gradients.keeps_masters_and_averages,),
-    "gradients: unused": (gradients.leaves_unused_alone, Setting(gradients.Unused, options=UNUSED)),
-    "gradients: frozen and thawed": (gradients.freezes_alike,),
-    "gradients: clipped": (gradients.clips_alike, 2.0, None),
-    "gradients: no_sync": (accumulation.trains_alike_with_no_sync,),
+    **{f"table: {row}": (assert_row, row) for row in ROWS},
     "parameters: units kept": (parameters.trains_alike, "", False),
     "parameters: LoRA": (models.trains_adapters, True),
     "parameters: LoRA, checkpointing": (models.trains_adapters, True, "not reentrant"),
@@ -53,18 +71,14 @@ ONE_OR_TWO_RANKS: dict[str, Run] = {
     "parameters: optimizer built later": (made.trains_with_a_later_optimizer, "reentrant"),
     "parameters: odd ones": (made.trains_odd_ones, False),
     "parameters: fully_shard": (made.trains_in_place, False),
-    "parameters: masters, bf16": (models.with_masters,),
     "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
     "parameters: bf16, averages": (precision.averages,),
     **{f"parameters: {kind}": (models.trains_kind, kind) for kind in models.CASES},
+    **{
+        f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
+        for how in ("reentrant", "not reentrant")
+    },
 }
-for how in ("reentrant", "not reentrant"):
-    setting = Setting(partial(gradients.Checkpointed, how == "reentrant"))
-    ONE_OR_TWO_RANKS |= {
-        f"gradients: checkpointing, {how}": (gradients.trains_alike, setting),
-        f"parameters: checkpointing, {how}": (parameters.trains_alike, how, True),
-        f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1),
-    }
 
 ONE_RANK: dict[str, Run] = {"parameters: save, load, evaluate": (trains_alone, FOLDER)}
 
@@ -81,7 +95,6 @@ MORE_RANKS: dict[str, Run] = {  # the sums of the reference are made in the orde
     "gradients: order of sums, passes on ranks": (accumulation.adds_up, "local"),
     "parameters: order of sums, float32": (precision.follows, WIDE, "not reentrant", 2),
     "parameters: order of sums, bf16": (precision.follows, NARROW, "", 2),
-    "parameters: as gradients sharded": (models.with_four,),
 }
 
 MESHES: dict[str, Run] = {  # of two replicas of two ranks

@@ -4,10 +4,8 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
@@ -67,19 +65,6 @@ def unused(here: Here, options: dict[str, Any], again: bool) -> None:
         return out.square().mean()
 
     pair(here, Deep(), **options).train(loss, 5)
-
-
-def accumulated(here: Here, as_views: bool) -> None:
-    """Two passes under ``no_sync`` and one without."""
-    both = pair(here, mlp(), gradient_as_bucket_view=as_views)
-    for number in range(4):
-        for model in both:
-            model.zero_grad()
-            with model.no_sync():
-                mlp_loss(model, 3 * number).backward()
-                mlp_loss(model, 3 * number + 1).backward()
-            mlp_loss(model, 3 * number + 2).backward()
-        both.compare(number)
 
 
 def precision(here: Here, param: torch.dtype, reduce: torch.dtype | None, sharded: bool) -> None:
@@ -165,21 +150,3 @@ def sharded_training(here: Here, autocast: bool) -> None:
             scaler.step(optimizer)
             scaler.update()
         assert_same_bits(list(model.parameters()), list(theirs_model.parameters()), number)
-
-
-def joined(here: Here) -> None:
-    """Uneven inputs: rank r has 3 + 2r batches."""
-    models = [cls(mlp().to(here.device)) for cls in (TorchDistributedDataParallel, DistributedDataParallel)]
-    plain = torch.optim.AdamW(models[0].parameters(), lr=0.05)
-    sharded = ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.AdamW, lr=0.05)
-    runs: tuple[tuple[Any, Any, list[Any]], ...] = (
-        (models[0], plain, [models[0]]),
-        (models[1], sharded, [models[1], sharded]),
-    )
-    for model, optimizer, joinables in runs:
-        with Join(joinables):
-            for number in range(3 + 2 * dist.get_rank()):
-                optimizer.zero_grad()
-                mlp_loss(model, number).backward()
-                optimizer.step()
-    assert_same_bits(list(models[1].parameters()), list(models[0].parameters()))

@@ -1,6 +1,5 @@
 """Cases: a sharded optimizer beside the unsharded one on the same device, bit for bit."""
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from training import (
     HAS_MUON,
     MATRICES,
     MIXED,
-    agreeing_scaler,
     assert_same_bits,
     assert_same_state,
     make_params,
@@ -71,98 +69,6 @@ def _check_devices(sharded: ZeroRedundancyOptimizer, plain: Optimizer) -> None:
                 assert value.device == expected.device, (key, value.device, expected.device)
 
 
-def dtypes(here: Here, as_views: bool) -> None:
-    """Parameters of several dtypes in one optimizer: each travels as bytes."""
-    every = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
-    params = [param for dtype in every for param in here.moved(make_params(MATRICES, dtype))]
-    plain = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    sharded = ZeroRedundancyOptimizer(
-        twin(params), torch.optim.SGD, parameters_as_bucket_view=as_views, lr=0.1, momentum=0.9
-    )
-    train_both(plain, sharded, 4)
-
-
-def masters(here: Here, as_views: bool) -> None:
-    """Narrow parameters stepped through masters, with averages, against both by hand."""
-    params = here.moved(make_params(MIXED, torch.bfloat16))
-    wide = [nn.Parameter(p.detach().float()) for p in params]
-    averages = [q.detach().clone() for q in wide]
-    plain = torch.optim.AdamW(wide, lr=0.01)
-    sharded = ZeroRedundancyOptimizer(
-        params,
-        torch.optim.AdamW,
-        parameters_as_bucket_view=as_views,
-        master_dtype=torch.float32,
-        ema_decay=0.75,
-        lr=0.01,
-    )
-    for step in range(5):
-        set_grads(params, step)
-        for p, q in zip(params, wide, strict=True):
-            assert p.grad is not None
-            q.grad = p.grad.float()
-        if step == 3:  # written from outside, as by a checkpoint: the master must follow
-            with torch.no_grad():
-                for p, q in zip(params, wide, strict=True):
-                    p.mul_(2)
-                    q.copy_(p)
-        plain.step()
-        sharded.step()
-        torch._foreach_lerp_(averages, [q.detach() for q in wide], 0.25)
-        assert_same_bits(params, [q.to(p.dtype) for p, q in zip(params, wide, strict=True)], f"at {step}")
-    with sharded.averaged_weights():
-        assert_same_bits(params, [a.to(p.dtype) for p, a in zip(params, averages, strict=True)], "averaged")
-    assert_same_bits(params, [q.to(p.dtype) for p, q in zip(params, wide, strict=True)], "afterwards")
-
-
-def clipping(here: Here, norm_type: float) -> None:
-    """The norm, and the gradients and parameters after clipping, as with PyTorch's function."""
-    params = here.moved(make_params())
-    mine = twin(params)
-    plain = torch.optim.AdamW(params, lr=0.01)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01)
-    for step in range(4):
-        for own in (params, mine):
-            set_grads(own, step, scale=2.0 if step % 2 else 0.001)
-        expected = nn.utils.clip_grad_norm_(params, 1.0, norm_type)
-        norm = sharded.clip_grad_norm_(1.0, norm_type)
-        assert norm.device == expected.device
-        assert torch.equal(norm, expected), (norm, expected)
-        assert_same_bits([p.grad for p in mine], [p.grad for p in params], "of the gradients")  # type: ignore[misc]
-        plain.step()
-        sharded.step()
-        assert_same_bits(mine, params, f"after step {step}")
-
-
-def scaling(here: Here, fused: bool, unscale_first: bool) -> None:
-    """A scaler; in steps 2 and 5 the last rank alone finds an infinity, and all skip."""
-    params = here.moved(make_params())
-    mine = twin(params)
-    runs = (
-        torch.optim.AdamW(params, lr=0.01, fused=fused),
-        ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01, fused=fused),
-    )
-    kinds = (torch.amp.GradScaler, agreeing_scaler)
-    scalers = [kind(here.device.type, init_scale=2.0**10, growth_interval=2) for kind in kinds]
-    for step in range(8):
-        for optimizer, scaler in zip(runs, scalers, strict=True):
-            own = params_of(optimizer)
-            set_grads(own, step)
-            scale = float(scaler.scale(torch.ones((), device=here.device)))
-            for p in own:
-                assert p.grad is not None
-                p.grad *= scale
-            is_last = dist.get_rank() == dist.get_world_size() - 1
-            if step in (2, 5) and (optimizer is runs[0] or is_last):
-                own[3].grad.fill_(math.inf)  # type: ignore[union-attr]
-            if unscale_first:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale(), step
-        assert_same_bits(mine, params, f"after step {step}")
-
-
 def cut_by_rows(here: Here, name: str, dtype: torch.dtype) -> Figures:
     """Rows stepped as parameters of their own, beside the whole: what the library assumes of kernels here.
 
@@ -193,26 +99,6 @@ def cut_by_rows(here: Here, name: str, dtype: torch.dtype) -> Figures:
         cut.step()
         assert_same_bits([torch.cat(parts) for parts in pieces], whole, f"after step {step}")
     return {"elements": sum(param.numel() for param in whole)}
-
-
-def frozen_groups(here: Here) -> None:
-    """Groups with options of their own, frozen parameters, one thawed and one group added on the way."""
-    params = here.moved(make_params())
-    mine = twin(params)
-    for own in (params, mine):
-        own[2].requires_grad_(False)
-
-    def groups(p: list[nn.Parameter]) -> list[dict[str, Any]]:
-        return [{"params": p[:4], "weight_decay": 0.1}, {"params": p[4:6], "lr": 0.5}]
-
-    plain = torch.optim.AdamW(groups(params), lr=0.01)
-    sharded = ZeroRedundancyOptimizer(groups(mine), torch.optim.AdamW, lr=0.01)
-    train_both(plain, sharded, 3)
-    for optimizer, own in ((plain, params), (sharded, mine)):
-        own[2].requires_grad_(True)
-        optimizer.add_param_group({"params": own[6:], "lr": 0.2})
-    train_both(plain, sharded, 3, first=3)
-    assert str(sharded.explain())
 
 
 def sent(here: Here, as_views: bool) -> Figures:

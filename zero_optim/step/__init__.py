@@ -1,1 +1,1 @@
-"""The step: what a rank owns, the local optimizers that step it, and what has to be agreed around a step."""
+"""Steps: what a rank owns, its local optimizers, and the agreements around a step."""

@@ -1,18 +1,15 @@
-"""Scalers that leave a step to the optimizer: all ranks skip it, or none does.
+"""Gradient scalers that leave it to the optimizer to skip a step: all ranks skip it, or none.
 
 Note [Infinities]
-    ``torch.amp.GradScaler`` looks for infinities in this rank's gradients, and leaves out ``step()`` if it
-    finds one. Where a gradient is whole on every rank, and reduced, each scaler finds the same. Where
-    gradients are sharded, the scalers are told of each other as they look: Note [Infinities in sharded
-    gradients] in `zero_optim.step.partial`. So the optimizer has no part in it, and who watches whether
-    ``step()`` is called (accelerate does) or whether the optimizer handles scaling itself (Lightning does)
-    sees what is true. Where no one reduces gradients before a scaler looks at them, ranks may find different
-    things: PyTorch's ``ShardedGradScaler`` is for that.
+    ``torch.amp.GradScaler`` leaves out ``step()`` if it finds an infinity in this rank's gradients. Reduced
+    whole gradients give every scaler the same result; sharded ones tell the scalers while they look: Note
+    [Infinities in sharded gradients] in `zero_optim.step.partial`. The optimizer takes no part, so accelerate
+    and Lightning, which watch ``step()`` or the optimizer's scaling flag, see what is true. Without a
+    reduction before the scaler looks ranks may differ: use PyTorch's ``ShardedGradScaler``.
 
-    Inside ``Join`` other ranks wait for the step, and must hear that it is skipped. So there the optimizer
-    says that it handles scaling itself, as fused ones do. The scaler then sets ``found_inf`` and
-    ``grad_scale``, and calls ``step()`` in any case. Some scalers hand themselves to ``step()``. This module
-    is for these two.
+    Inside ``Join`` other ranks wait for the step and must hear that it is skipped. There the optimizer
+    claims to handle scaling, as fused ones do: the scaler sets ``found_inf`` and ``grad_scale`` and always
+    calls ``step()``. Other scalers pass themselves to ``step()``. This module serves these two.
 """
 
 from collections.abc import Sequence
@@ -29,12 +26,11 @@ from zero_optim.step.words import Word, is_skipped_by_all
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """What a scaler handed over for one step.
+    """What a scaler gives for one step.
 
-    Args:
-        found_inf: 0-d, above zero if it found an infinity in this rank's gradients.
-        scale: what the gradients have yet to be divided by; None if that has been done.
-        scaler: to be told of an infinity on another rank; None if it set attributes of the optimizer.
+    ``found_inf``: 0-d, positive if this rank's gradients have an infinity. ``scale``: None if it is divided
+    out
+    already. ``scaler``: None if it set attributes of the optimizer.
     """
 
     found_inf: Tensor
@@ -43,15 +39,9 @@ class Scaling:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, handed_in: object) -> "Scaling | None":
-        """Take what a scaler handed over, None if none is at work; neither communicates nor waits.
+        """Read the scaler passed to ``step()``, or the optimizer's attributes; None without either.
 
-        Args:
-            optimizer: whose step it is.
-            handed_in: a scaler given to the step; None if there is none, or it has set attributes of the
-                optimizer.
-
-        Raises:
-            TypeError: it is no ``torch.amp.GradScaler``.
+        No communication, no wait. Raises TypeError for an object that is no ``torch.amp.GradScaler``.
         """
         if handed_in is not None:
             return cls(*_ask_scaler(handed_in, optimizer))
@@ -62,21 +52,15 @@ class Scaling:
 
     @property
     def word(self) -> Word:
-        """What the other ranks have to know beside what was found."""
+        """The flags that other ranks need beside ``found_inf``."""
         return Word.DEAF if self.scaler is None else Word.NOTHING
 
     def is_skipped(self, optimizer: torch.optim.Optimizer, words: Sequence[Word], rank: int) -> bool:
-        """Tell whether the ranks skip the step, and let the scaler know if that is new to it.
+        """Return whether all ranks skip the step, and mark the infinity in this rank's scaler.
 
-        Its ``update()`` must back off as on the rank that found the infinity.
-
-        Args:
-            optimizer: whose step it is.
-            words: of all ranks.
-            rank: this one.
-
-        Raises:
-            RuntimeError: on every rank, a scaler cannot be told: its scale would drift from the others'.
+        Its ``update()`` must back off as on the rank with the infinity. RuntimeError on every rank if some
+        scaler
+        cannot be told.
         """
         if not is_skipped_by_all(words):
             return False
@@ -86,15 +70,15 @@ class Scaling:
         return True
 
     def unscale(self, params: Sequence[Tensor]) -> None:
-        """Take the scale out of all gradients, if it is still in them; the CPU does not wait."""
+        """Divide all gradients by the scale if they still have it; the CPU does not wait."""
         if self.scale is not None:
             _unscale(params, self.scale)
 
 
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Take off what a scaler set on the optimizer for a step that will raise; whether there was any.
+    """Remove a scaler's attributes before ``step()`` raises; return whether there were any.
 
-    The scaler takes it off itself only after a step that does not raise.
+    The scaler removes them only after a step that does not raise.
     """
     is_scaled = "found_inf" in vars(optimizer)
     if is_scaled:
@@ -105,7 +89,7 @@ def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 @torch.no_grad()
 def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
-    """Divide all gradients by the scale, with the operation that ``GradScaler.unscale_`` uses."""
+    """Divide all gradients by the scale, with the operator that ``GradScaler.unscale_`` uses."""
     inverse = scale.double().reciprocal().float()
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
@@ -122,20 +106,9 @@ def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
 def _ask_scaler(
     scaler: object, optimizer: torch.optim.Optimizer
 ) -> tuple[Tensor, Tensor | None, torch.amp.GradScaler]:
-    """Ask a scaler that was handed to ``step()`` what others set as attributes; does not communicate.
+    """Return ``found_inf`` (0-d), the scale (None if divided out) and the scaler passed to ``step()``.
 
-    Scalers that know an older agreement (FairScale's) hand themselves over as ``grad_scaler``.
-
-    Args:
-        scaler: a ``torch.amp.GradScaler``.
-        optimizer: whose gradients it scaled.
-
-    Returns:
-        Whether it found an infinity, 0-d, above zero if so; the scale that the gradients still have, None
-        if it has been taken out; and the scaler.
-
-    Raises:
-        TypeError: it is no such scaler.
+    FairScale's scalers pass themselves as ``grad_scaler``. TypeError if it is no ``torch.amp.GradScaler``.
     """
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"expected grad_scaler to be a torch.amp.GradScaler, got {type(scaler).__name__}")

@@ -1,8 +1,4 @@
-"""Averages of the parameters that this rank owns, to be evaluated.
-
-They travel in state dicts as entries of the parameter's state, `EMA`. Of a parameter that is cut, they have
-the rows that this rank owns.
-"""
+"""Moving averages of the owned parameters, an entry (`EMA`) of each parameter's state in state dicts."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,16 +16,10 @@ OLD_EMA = "ema"  # its name in older files
 class WeightAverage:
     """An exponential moving average of this rank's parameters, updated at every step.
 
-    ``average = decay * average + (1 - decay) * parameter``, from the parameter's value when the
-    optimizer was built. Polyak and Juditsky, "Acceleration of stochastic approximation by
-    averaging", 1992.
-
-    Args:
-        decay: between 0 and 1; None keeps no average.
-        leaves: masters, which are averaged where there are any.
-
-    Attributes:
-        averages: parameter -> average of what this rank owns of it, in the leaf's dtype.
+    ``average = decay * average + (1 - decay) * parameter``, from the value when the optimizer was built.
+    Polyak
+    and Juditsky, "Acceleration of stochastic approximation by averaging", 1992. ``averages``: parameter ->
+    average of its owned rows or master, in the leaf's dtype. A ``decay`` of None keeps none.
     """
 
     def __init__(self, decay: float | None, leaves: Leaves) -> None:
@@ -44,28 +34,24 @@ class WeightAverage:
         self.averages: dict[Tensor, Tensor] = {}
 
     def add(self, params: Iterable[Tensor]) -> None:
-        """Begin averages at the present values."""
+        """Start averages at the present values."""
         if self._decay is not None:
             self.averages.update({param: self._leaves.copied_value(param) for param in params})
 
     def begin_anew(self) -> None:
-        """Begin averages at the present values again, unless a step, or a loaded state, has moved any."""
+        """Restart averages at the present values, unless a step or a load has changed any."""
         if not self._has_moved:
             self._leaves.follow_values(self.averages)
             self.add(list(self.averages))
 
     def check_out(self) -> None:
-        """Refuse to go on while the averages stand in the model.
-
-        Raises:
-            RuntimeError: they do.
-        """
+        """Raise RuntimeError while the averages are in the model."""
         if self._swapped is not None:
             raise RuntimeError("the model holds the averaged weights: leave averaged_weights() first")
 
     @torch.no_grad()
     def update(self, params: Iterable[Tensor] | None = None) -> None:
-        """Move every average, or those of some parameters, towards its parameter."""
+        """Move all averages, or those of some parameters, towards their parameters."""
         averaged = [
             param for param in (self.averages if params is None else params) if param in self.averages
         ]
@@ -75,39 +61,31 @@ class WeightAverage:
             private.foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
 
     def check_swap_in(self) -> None:
-        """Refuse to put the averages into the model, if there are none, or they stand there already.
-
-        Raises:
-            RuntimeError: says which.
-        """
+        """Raise RuntimeError if there are no averages, or if they are in the model already."""
         if self._decay is None:
             raise RuntimeError("no averages are kept: build the optimizer with ema_decay=…")
         self.check_out()
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Put the averages into the parameters, whose values are kept aside; see `check_swap_in`."""
+        """Copy the averages into the parameters and keep the parameters' values; see `check_swap_in`."""
         self._swapped = {param: self._leaves.rows(param).detach().clone() for param in self.averages}
         for param, average in self.averages.items():
             self._leaves.rows(param).copy_(average)
 
     @torch.no_grad()
     def swap_out(self) -> None:
-        """Put the parameters' own values back."""
+        """Restore the parameters' own values."""
         for param, value in (self._swapped or {}).items():
             self._leaves.rows(param).copy_(value)
         self._swapped = None
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """Take averages out of loaded entries, ready for `load`; all that may raise does so here.
-
-        Raises:
-            StateMismatchError: an average does not have its parameter's shape, or is no dense tensor.
-        """
+        """Return the averages among loaded entries, for `load`; StateMismatchError if one does not fit."""
         return entries_named(EMA, self.averages, entries)
 
     def load(self, saved_averages: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
-        """Take over averages that were loaded, of all or some; one without starts from its own value."""
+        """Copy loaded averages in, of all parameters or some; a missing one starts from the parameter."""
         self._has_moved = True
         for param in self.averages if params is None else params:
             average, saved = self.averages[param], saved_averages.get(param)

@@ -1,4 +1,4 @@
-"""One optimizer of the user's class over leaves of this rank, as it was built from its spec."""
+"""One optimizer of the user's class over this rank's leaves."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -17,26 +17,11 @@ from zero_optim.step.spec import OptimizerSpec
 
 
 class BuiltOptimizer:
-    """One optimizer and the public groups it steps; its own groups are in their order.
+    """One ``torch.optim.Optimizer`` built from a spec, and the indices of the public groups it steps.
 
-    Args:
-        spec: how it is built.
-        numbers: indices of the public groups.
-        groups: what this rank owns of each.
-        is_tried: whether to try what sharding does to the class.
-        steps_parts: whether it will be stepped some parameters at a time.
-
-    Attributes:
-        spec: as given.
-        numbers: indices of the public groups, those added later too.
-        optimizer: the optimizer.
-        shaped: which of its state entries have their parameter's shape.
-        traits: what was found of the class; None where it was not tried.
-        given: the options of its groups as they were given.
-
-    Raises:
-        TypeError: the spec does not build a ``torch.optim.Optimizer``.
-        ValueError: sharding would change what the class does.
+    Its ``param_groups`` are in the order of ``numbers``. Raises TypeError if the spec builds no optimizer,
+    ValueError if sharding would change the algorithm. ``traits`` is None if the class was not probed;
+    ``given`` has the users' options of each group, before the class filled in its defaults.
     """
 
     def __init__(
@@ -62,11 +47,7 @@ class BuiltOptimizer:
         self.traits = self._found(steps_parts=steps_parts)
 
     def _found(self, *, steps_parts: bool) -> Traits | None:
-        """Find out what the class tolerates, and refuse it if sharding would change it.
-
-        Raises:
-            ValueError: it would, or the overlap would, and nobody said that they know better.
-        """
+        """Probe the class; raise ValueError if sharding, or stepping in parts, would change its results."""
         if not self._is_tried:
             return None
         traits = probe(self.spec.optimizer_class, self.spec.arguments, self.given)
@@ -77,14 +58,7 @@ class BuiltOptimizer:
         return traits
 
     def _check_followed(self, given: list[set[int]]) -> None:
-        """Refuse a class whose groups hold other tensors than it was given: ours would take their place.
-
-        Args:
-            given: the leaves of each of the last groups, by identity.
-
-        Raises:
-            ValueError: it made groups of its own.
-        """
+        """Raise ValueError if the class put other tensors into its groups than the leaves it got."""
         first = len(self.numbers) - len(given)
         if _leaf_ids(self.optimizer.param_groups[first:]) != given:
             raise ValueError(
@@ -95,32 +69,23 @@ class BuiltOptimizer:
             )
 
     def is_default(self, key: str, value: Plain) -> bool:
-        """Whether an option has the default that the class was built with, or had none."""
+        """Return whether an option has the class's default, or the class has no default for it."""
         return key not in self._defaults or are_close(self._defaults[key], value)
 
     def check_parts(self) -> None:
-        """Refuse a class whose step cannot be taken some parameters at a time; see `OptimizerSpec`."""
+        """Raise ValueError if the class cannot step some parameters at a time."""
         self.spec.check_parts(self.traits)
 
     def why_not_cut(self, own: ParamGroup, cuts: Sequence[CutRows], *more: ParamGroup) -> list[str | None]:
-        """Tell why ranks cannot share the rows of parameters of a group that it steps; see `OptimizerSpec`.
-
-        Args:
-            own: the options of the group.
-            cuts: of each parameter, see `Leaves.cut_rows`.
-            more: options of groups that may be added.
-        """
+        """Return why the rows of each parameter cannot be cut, or None; ``more``: groups to add."""
         return self.spec.why_not_cut([*self.given, *more], own, cuts, is_tried=self._is_tried)
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
-        """Tell why it cannot step rows of a parameter with rows of sparse gradients; None if it can.
+        """Return why the class cannot step some rows with rows of a sparse gradient; None if it can.
 
-        Asked in steps, so it is tried again only where another kind of options may be another algorithm:
-        momentum that is switched on, not a rate that a scheduler changes.
-
-        Args:
-            options: of the parameter's group, as they are now.
-            dtype: see `Leaves.tried_dtype`.
+        Called in every step, so the class is probed again only if the options differ in kind: momentum that
+        is
+        switched on, not a rate that a scheduler changes.
         """
         if not self._is_tried:
             return "it was not tried (assume_separable=True)"
@@ -130,17 +95,9 @@ class BuiltOptimizer:
         return self._sparse[kind]
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
-        """Refuse options of public groups with which the class does not bear that parameters are cut.
+        """Raise ValueError if the class does not bear cut parameters with the groups' present options.
 
-        Options are compared with those of the last step, which the groups here still have. Only where they
-        differ in kind, the class is tried again, once for each kind.
-
-        Args:
-            groups: all public groups.
-            cuts_of: lists where the parameters of a group are cut.
-
-        Raises:
-            ValueError: there are such options; says what to do.
+        The class is probed again only for options that differ in kind from those of the last step.
         """
         for number, own in zip(self.numbers, self.optimizer.param_groups, strict=True):
             group = groups[number]
@@ -164,16 +121,7 @@ class BuiltOptimizer:
         return self._asked[kinds]
 
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
-        """Add what this rank owns of a public group.
-
-        Args:
-            number: index of the public group.
-            group: what this rank owns of it.
-            steps_parts: whether it will be stepped some parameters at a time.
-
-        Raises:
-            Exception: what the class raises. The group may have been added then: `drop_groups` takes it off.
-        """
+        """Add what this rank owns of a public group; after an error of the class call `drop_groups`."""
         given, leaves = options_of(group), _leaf_ids([group])
         self.optimizer.add_param_group(group)
         self.numbers.append(number)
@@ -182,7 +130,7 @@ class BuiltOptimizer:
         self.traits = self._found(steps_parts=steps_parts)
 
     def drop_groups(self, count: int) -> None:
-        """Keep only what it steps of the first ``count`` public groups."""
+        """Drop all groups behind the first ``count`` public ones."""
         self.numbers = [number for number in self.numbers if number < count]
         del self.optimizer.param_groups[len(self.numbers) :]
         del self.given[len(self.numbers) :]
@@ -192,12 +140,7 @@ class BuiltOptimizer:
             del state[key]
 
     def step_some(self, chosen: Collection[int], **kwargs: object) -> None:
-        """Step only the leaves with some ids, the others out of their groups for as long as it takes.
-
-        Args:
-            chosen: the ids.
-            **kwargs: for the class's own ``step``.
-        """
+        """Step only the leaves with the given ids; take the others out of the groups meanwhile."""
         groups = self.optimizer.param_groups
         members = [group["params"] for group in groups]
         stepped = [[leaf for leaf in leaves if id(leaf) in chosen] for leaves in members]
@@ -213,7 +156,7 @@ class BuiltOptimizer:
                 group["params"] = leaves
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
-        """Replace the state, through the class's own ``load_state_dict``; see `LocalOptimizer.load`."""
+        """Replace the state through the class's ``load_state_dict``; see `LocalOptimizer.load`."""
         own_groups = self.optimizer.param_groups
         place = {leaf: index for index, leaf in enumerate(params_of(own_groups))}
         packed_groups = [
@@ -228,11 +171,7 @@ class BuiltOptimizer:
             held.update({key: _as_saved(held[key], state[key]) for key in held if key in state})
 
     def check_dict(self) -> None:
-        """Refuse to speak for a class whose ``state_dict`` says more than its ``state`` holds.
-
-        Raises:
-            TypeError: the class, such as a wrapper around another optimizer, has a ``state_dict`` of its own.
-        """
+        """Raise TypeError if the class has its own ``state_dict``, as wrappers of other optimizers do."""
         if type(self.optimizer).state_dict is not Optimizer.state_dict:
             raise TypeError(
                 f"{self.spec.name} has a state_dict() of its own, so what it keeps outside its `state` "
@@ -245,7 +184,7 @@ def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:
 
 
 def _as_saved(loaded: Any, saved: Any, name: object = None) -> Any:  # noqa: ANN401 - whatever the class keeps
-    """Undo what loading did to dtypes and containers; the devices stay, and so does a step count."""
+    """Restore the dtypes and containers that loading changed; devices and step counts stay as loaded."""
     if name == "step" or isinstance(loaded, Tensor) != isinstance(saved, Tensor):
         return loaded
     if isinstance(saved, Tensor):

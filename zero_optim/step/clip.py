@@ -1,21 +1,18 @@
-"""The global gradient norm, one for all ranks, and clipping by it.
+"""The global gradient norm, equal on all ranks, and clipping by it.
 
-Every parameter's norm is taken by its owner (of a cut one by the owner of its first rows), and all ranks
-combine the norms in the same order. So the result is equal on all ranks, and bit for bit that of PyTorch's
-``clip_grad_norm_`` where gradients are equal and of one dtype and device. Where gradients are sharded each
-owner takes the norm of its rows, and the last bits of a cut parameter's norm may differ from PyTorch's.
+A parameter's owner takes its norm; the owner of the first rows does so for a cut one. All ranks combine the
+norms in one order, so the bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one
+dtype and device. With sharded gradients each owner measures its rows, and the last bits may differ.
 
 Note [One gather, one wait]
-    Every rank knows who owns what, so a rank sends a fixed length: a byte (has a gradient) and a float64
-    (its norm) for each parameter of the rank that owns most. In front stand a byte that says whether the
-    rank has failed, and a digest of its arguments; only after an error do the ranks exchange more.
+    Ranks know the owners, so every rank sends a fixed length: an error byte, a digest of its arguments, then
+    a byte (has a gradient) and a float64 (norm) for each parameter of the fullest rank. Ranks exchange more
+    only after an error.
 
-    On an accelerator the norms are there only when the backward pass has ended. If the group has a backend
-    for the CPU beside the device's own (``cpu:gloo,cuda:nccl``), the CPU sends what it knows before, and
-    the norms stay on
-    the device: the CPU does not wait for the device. With NCCL alone all goes as one message, for which the
-    CPU waits once; to read it later would be to step with arguments that differ. On gloo alone the CPU
-    sends the norms.
+    On an accelerator norms exist only when the backward pass has ended. If the group has a CPU backend too
+    (``cpu:gloo,cuda:nccl``), the bytes go over it and the norms stay on the device: no wait. With NCCL alone
+    one message has all, and the CPU waits once: reading it later would step with arguments that differ.
+    With gloo alone the CPU sends the norms.
 """
 
 import hashlib
@@ -43,11 +40,7 @@ _HEADING_NBYTES = 16  # a byte for failure, then the digest
 
 @dataclass(frozen=True, slots=True)
 class ClipArguments:
-    """The arguments of ``clip_grad_norm_`` on this rank, not checked yet.
-
-    Attributes:
-        told: as text, if another rank called in the name of this one; else empty.
-    """
+    """The unchecked arguments of ``clip_grad_norm_``; ``told`` is their text if another rank sent them."""
 
     max_norm: float
     norm_type: float
@@ -57,11 +50,11 @@ class ClipArguments:
 
     @classmethod
     def received(cls, values: Sequence[Any] | None) -> "ClipArguments":
-        """Make the arguments that another rank sent with `to_send`; None stands for wrong ones."""
+        """Build the arguments from a `to_send` of another rank; None stands for wrong ones."""
         return cls(0.0, 2.0, False, None) if values is None else cls(*values)
 
     def to_send(self) -> list[Any] | None:
-        """Return what a rank needs that calls in the name of this one; None if they are wrong."""
+        """Return the arguments for a rank that calls on behalf of this one; None if they are wrong."""
         try:
             order = self.check()
         except (TypeError, ValueError):
@@ -71,7 +64,7 @@ class ClipArguments:
         return [max_norm, order, self.error_if_nonfinite, self.foreach, str(self)]
 
     def check(self) -> float:
-        """Refuse what is of the wrong kind, or no number; returns the order of the norm."""
+        """Return the order of the norm; raise TypeError or ValueError for a wrong argument."""
         check_flags(error_if_nonfinite=self.error_if_nonfinite)
         if self.foreach is not None:
             check_flags(foreach=self.foreach)
@@ -106,22 +99,11 @@ def clip_together(
     asked: ClipArguments,
     keeping: Keeping | None = None,
 ) -> Tensor:
-    """Scale all gradients down, if their norm as one vector is too large; all ranks call.
+    """Clip the gradients by their global norm, and return the norm before that.
 
-    One small collective or two, see Note [One gather, one wait].
-
-    Args:
-        group: the ranks that own the parameters.
-        params: every parameter, in the same order on every rank.
-        pieces: who owns which rows of each.
-        asked: the arguments, which are checked and compared here.
-        keeping: keeps the gradients, if they are not in ordinary memory.
-
-    Returns:
-        The norm before clipping, see `global_grad_norm`, whose errors are raised too.
-
-    Raises:
-        RuntimeError: on every rank, the norm is not finite and ``error_if_nonfinite``.
+    All ranks call, with parameters in the same order; one small collective or two. Raises on every rank what
+    `global_grad_norm` raises, or RuntimeError for a norm that is not finite with ``error_if_nonfinite``.
+    ``keeping``: keeps the gradients in files.
     """
     norm = global_grad_norm(group.during("clip"), params, pieces, asked, keeping)
     if asked.error_if_nonfinite and not bool(norm.isfinite()):
@@ -139,20 +121,20 @@ def clip_together(
 
 
 def _scale_on_host(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients on the host as ``clip_grads_with_norm_`` does; the norm is on the host too."""
+    """Scale gradients on the host, by a norm on the host, as ``clip_grads_with_norm_`` does."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     private.foreach_mul_(grads, coefficient)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Holder:
-    """Stands for a parameter: its gradient, or the rows of it that are here."""
+    """A stand-in for a parameter, with the gradient or rows that this rank has."""
 
     grad: Tensor
 
 
 def _gradients_here(params: Sequence[Tensor], *, on_host: bool) -> list[Tensor]:
-    """List what is scaled here: gradients on the host of parameters on a device, or all others."""
+    """Return the gradients to scale: those on the host of device parameters, or all others."""
     grads = (param.grad for param in params if is_on_host(param.grad) == on_host)
     rows = (grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads)
     return [grad for grad in rows if grad is not None]
@@ -165,15 +147,11 @@ def global_grad_norm(
     asked: ClipArguments,
     keeping: Keeping | None = None,
 ) -> Tensor:
-    """Compute the norm of all gradients as one vector; all ranks call; arguments as in `clip_together`.
+    """Compute the norm of all gradients as one vector; all ranks call.
 
-    Returns:
-        A 0-d tensor on the first parameter's device, of the gradients' common dtype; if no owner has a
-        gradient, zero on the CPU, as PyTorch's.
-
-    Raises:
-        RankMismatchError: on every rank, when ranks gave different arguments.
-        TypeError: likewise, when an argument is of the wrong kind on any; or ValueError.
+    Returns a 0-d tensor in the gradients' dtype, on the first parameter's device; zero on the CPU without
+    gradients, as PyTorch does. Raises RankMismatchError, TypeError or ValueError on every rank for arguments
+    that differ or are wrong.
     """
     owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
     for index, owners in enumerate(pieces):
@@ -208,7 +186,7 @@ def global_grad_norm(
 def _norms_here(
     grads: Sequence[Tensor | None], order: float, foreach: bool | None, keeping: Keeping | None
 ) -> Tensor | None:
-    """Take the norms of this rank's gradients, in portions if they are kept in files; 1-D, float64."""
+    """Take the norms of this rank's gradients, in portions if they are in files; 1-D, float64."""
     portions = gradients_in_portions(keeping, [grad for grad in grads if grad is not None], are_read=True)
     some = [norms for portion in portions if (norms := _norms(portion, order, foreach)) is not None]
     return None if not some else some[0] if len(some) == 1 else torch.cat(some)
@@ -217,14 +195,7 @@ def _norms_here(
 def _total(
     measured: Sequence[tuple[Tensor, list[int]]], values: Tensor, order: float, goes_to: torch.device | None
 ) -> Tensor:
-    """Combine all norms.
-
-    Args:
-        measured: the parameters with gradients, each with the places of the norms of its rows.
-        values: all norms.
-        order: of the norm.
-        goes_to: the device of the result; None for that of ``values``.
-    """
+    """Combine the norms (``values``) of measured parameters, each with the indices of its rows' norms."""
     if not measured:
         return torch.tensor(0.0)
     dtype = reduce(torch.promote_types, (_norm_dtype(param) for param, _ in measured))
@@ -241,7 +212,7 @@ def _total(
 
 
 def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
-    """Combine the norms of a gradient's rows, in the dtype that a norm of it has; 1-D, as they are."""
+    """Combine the norms of a gradient's rows in its norm's dtype; returns 1-D, in the dtype of ``norms``."""
     if norms.numel() == 1:
         return norms
     combined: Tensor = torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order)
@@ -249,9 +220,9 @@ def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
 
 
 def _measured_here(param: Tensor, pieces: Pieces, rank: int) -> Tensor | None:
-    """Return the gradient whose norm this rank takes; None if another rank does, or there is none.
+    """Return the gradient whose norm this rank takes, or None.
 
-    Only norms of partial gradients are combined from those of pieces, which rounds otherwise than PyTorch's.
+    Only norms of partial gradients combine norms of rows, which rounds differently from PyTorch.
     """
     if isinstance(param.grad, PartialGradient):
         return param.grad.piece
@@ -268,17 +239,8 @@ def _exchanged(
 ) -> tuple[list[tuple[bytes, bytes]], Tensor]:
     """Gather all ranks' norms; see Note [One gather, one wait].
 
-    Args:
-        group: the ranks.
-        heading: at most `_HEADING_NBYTES`.
-        has_grad: for each parameter owned here, whether there is a norm.
-        norms: these norms, 1-D, float64; None for none.
-        num_slots: how many parameters a rank owns at most.
-        device: of the parameters.
-
-    Returns:
-        By rank, its heading, and for each of ``num_slots`` whether there is a norm; the norms, of shape
-        (number of ranks, ``num_slots``), from the first slot without gaps.
+    Returns each rank's heading and bytes (has a norm), and the norms: float64, (ranks, ``num_slots``), packed
+    from the first slot.
     """
     start = _HEADING_NBYTES + num_slots
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
@@ -298,18 +260,16 @@ def _exchanged(
 
 
 def _sends_beside(group: RankGroup, device: torch.device) -> bool:
-    """Whether the norms stay on a device, and the rest goes another way; the same on every rank."""
+    """Return whether norms stay on the device and bytes go over the CPU backend; equal on every rank."""
     if group.size == 1 or not is_asynchronous(device):
         return group.size == 1
     return not is_asynchronous(group.device) and group.backend_of(device) not in ("", "gloo")
 
 
 def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor | None:
-    """Take the norm of each gradient, as ``torch.nn.utils`` does; the CPU does not wait.
+    """Take each gradient's norm as ``torch.nn.utils`` does, without a wait; None without gradients.
 
-    Returns:
-        1-D, float64, which holds every float of the gradients' dtypes exactly; on an asynchronous device,
-        if some gradients are. None without gradients.
+    Returns 1-D float64, which is exact for the gradients' dtypes; on the accelerator if any gradient is.
     """
     dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -333,6 +293,6 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
 
 
 def _norm_dtype(param: Tensor) -> torch.dtype:
-    """Norms of complex gradients are real."""
+    """Return the dtype of a gradient's norm, which is real."""
     dtype = param.grad.dtype if isinstance(param.grad, PartialGradient) else param.dtype
     return dtype.to_real() if dtype.is_complex else dtype

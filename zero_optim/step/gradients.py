@@ -1,4 +1,4 @@
-"""The gradient that a rank steps a parameter with: its own rows. Nothing here communicates."""
+"""The rows of a gradient that a rank steps with. No communication."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,11 @@ from zero_optim.step.partial import PartialGradient
 
 
 def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
-    """Return a piece's rows of a tensor with the shape of the parameter; the tensor itself if that is all.
+    """Return a piece's rows of a tensor with the parameter's shape; the tensor itself if that is all.
 
-    A view of a dense tensor. Of a sparse one (COO) the entries in the rows, in their order, as coalesced as
-    before, with indices counted from the first row; on an accelerator the CPU waits for it.
+    A view if dense. If sparse (COO): the entries in these rows, in order, still as coalesced, with indices
+    from
+    the first row; an accelerator makes the CPU wait.
     """
     if is_whole(piece, tensor.shape):
         return tensor
@@ -26,12 +27,12 @@ def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def is_sparse(grad: Tensor | None) -> bool:
-    """Whether the gradient of a parameter is sparse, also where another rank holds it."""
+    """Return whether a parameter's gradient is sparse, even if another rank holds it."""
     return grad is not None and (grad.is_sparse or (isinstance(grad, PartialGradient) and grad.is_of_sparse))
 
 
 def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
-    """Return the gradient of this rank's piece of a parameter: `rows_of` it, or what a partial one holds."""
+    """Return the gradient of this rank's rows, from the whole gradient or a partial one."""
     if isinstance(param.grad, PartialGradient):
         return param.grad.piece
     return None if param.grad is None else rows_of(param.grad, piece)
@@ -39,10 +40,9 @@ def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
 
 @torch.no_grad()
 def set_owned_gradient(param: Tensor, piece: Piece, rows: Tensor | None) -> None:
-    """Set the gradient that `owned_gradient` returns; other rows have any values afterwards.
+    """Set the gradient that `owned_gradient` returns (None: no gradient); other rows become undefined.
 
-    A dense gradient is written to in place, as it may be a view of DDP's. ``rows`` may be on any device;
-    None for no gradient.
+    Writes in place to a dense gradient, which may be a view of DDP's. ``rows`` may be on any device.
     """
     if rows is None:
         param.grad = None

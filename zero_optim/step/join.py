@@ -1,13 +1,9 @@
-"""Uneven inputs: what a rank that ran out of data does while the others still step.
+"""Uneven inputs: a rank that has run out of data still steps what it owns while others train.
 
-A rank that has joined owns parameters still, so each step needs it: it steps them and takes part in
-the gathers. But it computes no gradients any more, and PyTorch's DDP does not give it the reduced
-ones either. So one rank that is still active lends it the gradients of what it owns (of a cut
-parameter, the rows), and the options (the learning rate goes on changing where schedulers run). The
-result is, bit for bit, that of the active ranks stepping an unsharded optimizer.
-
-When the step is over, what was lent is gone: a loop that calls ``zero_grad()`` at the end of an iteration
-goes on with what it left, in the next epoch.
+A joined rank computes no gradients, and DDP does not give it reduced ones. So an active rank lends it the
+gradients of the rows it owns, and the options, which schedulers change. The bits are those of the active
+ranks with an unsharded optimizer. The loan ends with the step: a loop that calls ``zero_grad()`` at the end
+of an iteration goes on with its own gradients in the next epoch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +28,10 @@ from zero_optim.step.words import Word, exchange, ranks_that
 
 @dataclass(slots=True, eq=False)
 class JoinNotes:
-    """What an optimizer has to remember inside ``Join``.
+    """The state of an optimizer inside ``Join``.
 
-    Attributes:
-        is_announced: ``Join`` has been told that this rank is active in this iteration.
-        given: parameters whose gradients came with a backward pass that this rank shadowed.
+    ``is_announced``: ``Join`` knows that this rank is active in this iteration. ``given``: parameters with
+    gradients of a shadowed backward pass.
     """
 
     is_announced: bool = False
@@ -44,10 +39,11 @@ class JoinNotes:
 
     @contextmanager
     def borrowing(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Have the gradients of other ranks in the body, on a rank that has joined; does not communicate.
+        """Hold borrowed gradients during the body, on a joined rank; no communication.
 
-        Afterwards those are gone that were not there before. The others are zeros, in place, as they may be
-        views of DDP's: they were zeros before, or are old, and the loop drops them before it uses them.
+        Afterwards new gradients are removed. The others are zeroed in place, as they may be DDP's views: they
+        were
+        zeros before, or old ones that the loop drops before use.
         """
         given = set(self.given)
         held = {param for param in params if param.grad is not None and param not in given}
@@ -64,17 +60,13 @@ class JoinNotes:
 
 
 class ShadowHook(JoinHook):
-    """Answers each step of the active ranks, which must step once an iteration.
-
-    Args:
-        shadow: takes part in one step.
-    """
+    """Joins each step of the active ranks, one an iteration, through ``shadow``."""
 
     def __init__(self, shadow: Callable[[], None]) -> None:
         self._shadow = shadow
 
     def main_hook(self) -> None:
-        """Shadow one iteration; ``Join`` calls it while some rank is still active."""
+        """Shadow one iteration; ``Join`` calls it while some rank is active."""
         self._shadow()
 
 
@@ -87,21 +79,10 @@ def lend_gradients(
     *,
     failure: Exception | None = None,
 ) -> None:
-    """Give ranks that have joined the gradients and options they need; all ranks call each step.
+    """Send joined ranks the gradients of the rows they own, and the options; all ranks call each step.
 
-    One collective of a byte while all are active; else the lowest active rank sends to each joined
-    rank the gradients of what that rank owns.
-
-    Args:
-        group: all ranks, joined or active.
-        joined: whether this rank has joined.
-        params: every parameter; a joined rank's gradients are overwritten.
-        pieces: who owns which rows of each.
-        groups: public groups; a joined rank's options are overwritten.
-        failure: why this rank cannot step.
-
-    Raises:
-        Exception: on every rank, the failure of any.
+    One collective of a byte while all are active; otherwise the lowest active rank also sends to each joined
+    one, whose gradients and options are overwritten. Raises the ``failure`` of any rank on every rank.
     """
     words = exchange(group, Word.JOINED if joined else Word.NOTHING, failure=failure)
     lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups)
@@ -115,18 +96,9 @@ def lend_to(
     groups: list[ParamGroup],
     beside: object = None,
 ) -> Any:  # noqa: ANN401 - what the lender gave
-    """The same, where it is known which ranks have joined.
+    """Do what `lend_gradients` does when the joined ranks are known; all ranks call.
 
-    Args:
-        group: see `lend_gradients`.
-        have_joined: ranks.
-        params: see `lend_gradients`.
-        pieces: see `lend_gradients`.
-        groups: see `lend_gradients`.
-        beside: what else the lender sends, plain values and tensors.
-
-    Returns:
-        On a rank that has joined what the lender gave for ``beside``, else None.
+    ``beside``: plain values and tensors that the lender also sends. Returned on joined ranks, else None.
     """
     if not have_joined or len(have_joined) == group.size:
         return None
@@ -158,7 +130,7 @@ def lend_to(
 def _parcel(
     to: int, params: Sequence[Tensor], pieces: Sequence[Pieces], groups: list[ParamGroup]
 ) -> ParamGroup:
-    """Put together what one joined rank needs."""
+    """Build the parcel for one joined rank."""
     grads: dict[int, Tensor] = {}
     partial: list[int] = []
     for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):

@@ -1,26 +1,21 @@
-"""What the local optimizer steps for each parameter that this rank owns: its leaf, perhaps a master copy.
+"""Leaves: the tensors that local optimizers step for parameters, perhaps master copies.
 
-Master copies travel in state dicts as entries of the parameter's state, `MASTER`. Of a parameter that is cut,
-they have the rows that this rank owns.
+State dicts have master copies as an entry of the parameter's state, `MASTER`.
 
 Note [Masters and their parameters]
-    A checkpoint loaded into the model must not be undone by a stale master. No version counter sees every
-    way of writing to a parameter, so the values are compared: an element that is not its master rounded was
-    changed from outside, and its master becomes that value. The other elements keep their masters. A mask, a
-    clamp or a padding row that a script writes after each step would otherwise round the whole tensor each
-    time, and what masters are for would be lost. A NaN is not equal to itself and is taken over, which
-    changes nothing; 0.0 and -0.0 are equal, and the master stays.
+    A stale master must not undo a checkpoint that was loaded into the model. No version counter sees every
+    write, so values are compared: an element that is not its master rounded was changed from outside, and the
+    master takes it over. The other elements keep their masters: a mask or a clamp after each step would
+    otherwise round the whole tensor. A NaN differs from itself and is taken over, which changes nothing.
 
 Note [Leaves of cut parameters]
-    A rank that owns some rows of a parameter steps a leaf that is a view of these rows, unless it has a
-    master. The user, a bucket or a copy of the optimizer may give the parameter other memory at any time, and
-    expects that the old memory is released then. So the leaf is put over the rows for as long as a class uses
-    it, and has no memory at other times. `Leaves.let_go` then gives it a stand-in of its shape, dtype and
-    device: one NaN, expanded. So shapes can be read at any time, and arithmetic in place raises.
+    The leaf of a cut parameter without a master is a view of the owned rows. Users, buckets or copies may
+    give the parameter other memory at any time, and expect the old memory to be freed. So the leaf views the
+    rows only while a class uses it. `Leaves.let_go` then points it at one NaN, expanded to its shape: shapes
+    stay readable, arithmetic in place raises.
 
-    While the class steps, between `Leaves.take_in` and `Leaves.put_back`, the leaf counts and not the
-    parameter: where the class gave the leaf other memory, `put_back` copies the values to the parameter.
-    Autograd does not see that a write to the leaf changes the parameter, so `put_back` tells it.
+    Between `Leaves.take_in` and `Leaves.put_back` the leaf counts: `put_back` copies its values to the
+    parameter if the class gave it other memory, and tells autograd about the write.
 """
 
 import math
@@ -48,18 +43,12 @@ OLD_MASTER = "master"  # its name in older files
 
 
 class Leaves:
-    """What the local optimizer steps: this rank's parameters, the rows it owns of them, or master copies.
+    """The leaf of each owned parameter: the parameter, a view of its owned rows, or a master copy.
 
-    Args:
-        master_dtype: parameters of a narrower floating-point dtype are stepped in this one; None
-            steps every parameter itself.
-        apart: parameters whose rows will be in `kept`.
-        home: keeps these rows on the host, where they are stepped; None if they are where the parameters are.
-
-    Attributes:
-        masters: parameter -> the master copy of what this rank owns of it.
-        separate: parameter -> leaf, of all those whose leaf is not the parameter itself.
-        kept: parameter -> the rows that this rank owns, where they are not kept in the parameter.
+    ``masters``: parameter -> master copy of the owned rows, where the parameter's float dtype is narrower
+    than
+    ``master_dtype``. ``separate``: parameter -> leaf that is not the parameter itself. ``kept``: parameter ->
+    owned rows that live outside of it, of the parameters in ``apart``, on the host if there is a ``home``.
     """
 
     def __init__(
@@ -82,10 +71,7 @@ class Leaves:
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
     def add(self, param: Tensor, piece: Piece) -> Tensor:
-        """Begin to step what this rank owns of a parameter; gives its leaf.
-
-        It is over the rows until `let_go`, to be called when the class has it.
-        """
+        """Add an owned parameter and return its leaf, which views the rows until `let_go`."""
         self._pieces[param] = piece
         rows = self._at_home(param, self.rows(param))
         dtype, trains = self.stepped_dtype(param), param.requires_grad
@@ -97,39 +83,36 @@ class Leaves:
         return self.leaf(param)
 
     def keep(self, buckets: Iterable[UnitBucket]) -> None:
-        """Take note of the rows that this rank owns of the parameters in buckets of units."""
+        """Record the owned rows of the parameters in unit buckets."""
         for bucket in buckets:
             self.kept.update(bucket.kept())
 
     @property
     def owned(self) -> Collection[Tensor]:
-        """The parameters of which this rank owns all rows, or some."""
+        """The parameters that this rank owns, in whole or in part."""
         return self._pieces.keys()
 
     @property
     def has_apart(self) -> bool:
-        """Whether some parameters have their rows elsewhere; the same on every rank."""
+        """Whether some parameters have their rows outside of them; equal on every rank."""
         return len(self._apart) > 0
 
     def leaf(self, param: Tensor) -> Tensor:
-        """Give what is stepped for an owned parameter."""
+        """Return the leaf of an owned parameter."""
         return self.separate.get(param, param)
 
     def value(self, param: Tensor) -> Tensor:
-        """Give the present value of what is stepped for an owned parameter: its master, or its rows."""
+        """Return the master or the rows of an owned parameter."""
         return self.masters[param] if param in self.masters else self.rows(param)
 
     def copied_value(self, param: Tensor) -> Tensor:
-        """Copy the present value of what is stepped for an owned parameter, to where it is stepped."""
+        """Copy the master or the rows of an owned parameter, on the device where they are stepped."""
         value = self.value(param).detach()
         there = value if param in self.masters else self._at_home(param, value)
         return there.clone() if there is value else there
 
     def _at_home(self, param: Tensor, rows: Tensor) -> Tensor:
-        """Give rows of a parameter where they are stepped: a copy, if they will be in `kept` on the host.
-
-        Rows that are freed have no values: they stay without memory.
-        """
+        """Return rows on the device that steps them, as a copy if that is the host; freed rows stay freed."""
         if self._home is None or param not in self._apart or param in self.kept:
             return rows
         if is_freed(rows):
@@ -137,26 +120,23 @@ class Leaves:
         return self._home.brought(rows)
 
     def stepped_dtype(self, param: Tensor) -> torch.dtype:
-        """Tell the dtype in which a parameter is stepped."""
+        """Return the dtype in which a parameter is stepped."""
         dtype, kept = self._dtype, kept_dtype(param)
         if dtype is not None and kept.is_floating_point and kept.itemsize < dtype.itemsize:
             return dtype
         return kept
 
     def tried_dtype(self, param: Tensor) -> torch.dtype:
-        """Tell for which dtype a class must bear cuts; float32 on accelerators, see the probe."""
+        """Return the dtype in which cuts are probed; float32 on accelerators, see the probe."""
         is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
         return self.stepped_dtype(param) if is_on_cpu else torch.float32
 
     def cut_rows(self, param: Tensor, pieces: Pieces) -> CutRows:
-        """Tell where a parameter is cut, for trials of its class."""
+        """Return where a parameter is cut, for the probe."""
         return CutRows(self.tried_dtype(param), tuple(param.shape), tuple(p.stop for p in pieces[:-1]))
 
     def rows(self, param: Tensor) -> Tensor:
-        """View what this rank owns of a parameter: the parameter itself unless it is cut, or kept apart.
-
-        Autograd sees a write to it as one to the parameter.
-        """
+        """View the owned rows: the parameter itself unless it is cut or kept apart; autograd sees writes."""
         if param in self.kept:
             if self._home is not None:
                 self._home.wait()
@@ -165,11 +145,11 @@ class Leaves:
         return param if is_whole(piece, param.shape) else rows_of(param.detach(), piece)
 
     def own_rows(self, param: Tensor, tensor: Tensor) -> Tensor:
-        """Take what this rank owns out of a tensor with the shape of a parameter; see `rows_of`."""
+        """Return the owned rows of a tensor with the parameter's shape; see `rows_of`."""
         return rows_of(tensor, self._pieces[param])
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
-        """Give what this rank owns of a parameter's gradient, where it is stepped; see `owned_gradient`."""
+        """Return the owned rows of the gradient, on the device that steps them; see `owned_gradient`."""
         grad, home = owned_gradient(param, self._pieces[param]), self._home
         if grad is None or home is None or param not in self._apart or is_on_host(param.grad):
             return grad
@@ -182,21 +162,21 @@ class Leaves:
                 held.pop(param, None)
 
     def follow(self) -> None:
-        """Put leaves over the rows of their parameters, for a class that may read them; until `let_go`."""
+        """Point leaves at the rows of their parameters until `let_go`, for a class that may read them."""
         for param in self.separate:
             if param not in self.masters:
                 self._put_over_rows(param)
 
     @torch.no_grad()
     def let_go(self, params: Iterable[Tensor] | None = None) -> None:
-        """Take the gradients from all leaves, or some, and their memory unless they are masters."""
+        """Drop the gradients of all leaves, or some, and the memory of those that are no masters."""
         for param, leaf in self._some(params).items():
             leaf.grad = None
             if param not in self.masters:
                 leaf.data = self._stand_in(leaf)
 
     def _stand_in(self, leaf: Tensor) -> Tensor:
-        """Make a tensor like a leaf that has the memory of one element."""
+        """Return a tensor like a leaf that has the memory of one element."""
         form = leaf.dtype, leaf.device
         if form not in self._nothing:
             value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
@@ -204,7 +184,7 @@ class Leaves:
         return self._nothing[form].expand(leaf.shape)
 
     def follow_values(self, params: Iterable[Tensor]) -> None:
-        """Give masters what was changed from outside; see Note [Masters and their parameters]."""
+        """Update masters where their parameters changed; see Note [Masters and their parameters]."""
         for param in params:
             if param in self.masters:
                 _follow(self._at_home(param, self.rows(param)), self.masters[param])
@@ -215,13 +195,11 @@ class Leaves:
             leaf.data = rows
 
     def take_in(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
-        """Give separate leaves their gradients, and values that were changed from outside.
+        """Give separate leaves gradients and the values that were changed from outside; no wait for a device.
 
-        See Note [Masters and their parameters]. The CPU does not wait for an asynchronous device.
-
-        Args:
-            gradients: of those whose leaves are meant, what this rank owns of each, or None without a
-                gradient; None for all, with the gradients that the parameters hold.
+        ``gradients``: parameter -> owned rows of the gradient, or None; all parameters with their own if
+        None.
+        See Note [Masters and their parameters].
         """
         for param, leaf in self._some(gradients).items():
             if param in self.masters:
@@ -234,7 +212,7 @@ class Leaves:
 
     @torch.no_grad()
     def put_back(self, params: Iterable[Tensor] | None = None) -> None:
-        """Give the parameters, or some, the values of separate leaves; `let_go` comes next."""
+        """Write separate leaves, or some, back to their parameters; call `let_go` next."""
         leaves = self._some(params)
         masters = {param: leaf for param, leaf in leaves.items() if param in self.masters}
         views = [param for param in leaves if param not in self.masters]
@@ -252,18 +230,15 @@ class Leaves:
         return every if params is None else {param: every[param] for param in params if param in every}
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """Take masters out of loaded entries, ready for `load`; all that may raise does so here.
+        """Return the masters among loaded entries, for `load`; StateMismatchError if one does not fit.
 
-        Rows that are kept in a wider dtype than their parameter has need none: they take its values.
-
-        Raises:
-            StateMismatchError: a master does not have its parameter's shape, or is no dense tensor.
+        Rows kept in a dtype wider than the parameter's need no master: they take its values.
         """
         wide = {param: rows for param, rows in self.kept.items() if rows.dtype != param.dtype}
         return entries_named(MASTER, {**wide, **self.masters}, entries)
 
     def load(self, saved_masters: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
-        """Take over masters that were loaded, of all or some; one without starts from its own value."""
+        """Copy loaded masters in, of all parameters or some; a missing one starts anew."""
         for param in self.masters if params is None else params:
             master = self.masters[param]
             saved = saved_masters.get(param)
@@ -276,13 +251,13 @@ class Leaves:
 
 
 def _is_over(leaf: Tensor, rows: Tensor) -> bool:
-    """Whether a leaf is a view of some rows."""
+    """Return whether a leaf is a view of some rows."""
     return leaf.data_ptr() == rows.data_ptr() and leaf.stride() == rows.stride()
 
 
 @torch.no_grad()
 def _follow(param: Tensor, master: Tensor) -> None:
-    """Give a master those elements of its parameter that are not the master's, rounded."""
+    """Overwrite the master's elements whose rounded value is not the parameter's."""
     rounded = master.to(param.dtype)
     # To look first whether any differ is quicker on the CPU. Elsewhere it would wait for the device.
     if is_asynchronous(param.device) or not torch.equal(param, rounded):
@@ -293,15 +268,9 @@ def _follow(param: Tensor, master: Tensor) -> None:
 def entries_named(
     name: str, held: Mapping[Tensor, Tensor], entries: Mapping[Tensor, dict[str, Any]]
 ) -> dict[Tensor, Tensor]:
-    """Take the entry of some name for each parameter that has one, as a plain tensor like what is held.
+    """Return the entry ``name`` of each parameter that has one, as a plain tensor like the one in ``held``.
 
-    Args:
-        name: of the entry.
-        held: what this rank keeps of each parameter under that name.
-        entries: loaded, by parameter.
-
-    Raises:
-        StateMismatchError: an entry does not have the shape of what is held, or is no dense tensor.
+    Raises StateMismatchError if an entry is not dense or has another shape.
     """
     taken = {}
     for param, own in held.items():

@@ -1,7 +1,7 @@
-"""The local optimizer: the user's class or classes over the leaves this rank owns.
+"""The local optimizer: the user's class or classes over the leaves of this rank.
 
-A group may name its own ``optimizer_class``. Groups that do have an optimizer each, built with the
-group's options as arguments; all others share the default one, as in ``torch.optim``.
+A group with its own ``optimizer_class`` has its own optimizer, built with the group's options. All other
+groups share the default one, as in ``torch.optim``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,17 +27,10 @@ from zero_optim.step.spec import OptimizerSpec
 class LocalOptimizer:
     """The user's optimizers over one rank's leaves. Only `agree_on_traits` communicates.
 
-    Args:
-        default: what steps the groups that name no class of their own.
-        groups: the public groups; options the classes fill in are added to them. A group keeps its
-            place even where this rank owns none of it.
-        specs: for each public group the spec of its own optimizer, or None.
-        owned: this rank's parameters, each with the leaf that is stepped for it.
-        assume_separable: take classes without trying what sharding does to them.
-
-    Raises:
-        TypeError: a spec does not build a ``torch.optim.Optimizer``.
-        ValueError: sharding would change what a class does.
+    Every public group has a local one, even if this rank owns nothing of it; the public groups receive the
+    defaults of the classes. ``owned``: parameter -> leaf. Raises TypeError for a spec that builds no
+    optimizer,
+    ValueError if sharding would change a class and not ``assume_separable``.
     """
 
     def __init__(
@@ -66,12 +59,7 @@ class LocalOptimizer:
         self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=is_tried, steps_parts=steps_parts))
 
     def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
-        """Build the same classes over other leaves, from the options that they were given first.
-
-        Args:
-            groups: the public groups, for their members; left as they are.
-            owned: this rank's parameters, each with the leaf that is stepped for it.
-        """
+        """Build the same classes over other leaves from the original options; ``groups`` stay unchanged."""
         specs: list[OptimizerSpec | None] = [None] * self.num_groups
         given: list[ParamGroup] = [{} for _ in specs]
         for built in self._built:
@@ -82,28 +70,25 @@ class LocalOptimizer:
         return LocalOptimizer(self._default, first, specs, owned, self._assume_separable)
 
     def describe_specs(self) -> list[str]:
-        """Describe the classes and their arguments, for ranks to compare."""
+        """Describe the classes and their arguments, to compare ranks."""
         return [f"optimizer {built.spec.describe()} for groups {built.numbers}" for built in self._built]
 
     def check_parts(self) -> None:
-        """Refuse classes whose step cannot be taken some parameters at a time, from now on.
-
-        Raises:
-            ValueError: there is one; says why.
-        """
+        """Raise ValueError, now and for groups to come, if a class cannot step some parameters at a time."""
         for built in self._built:
             built.check_parts()
         self._steps_parts = True
 
     def traits(self) -> list[tuple[str, Traits | None]]:
-        """List what was found of each class; None where it was not tried."""
+        """The probe's result for each class; None where it was not probed."""
         return [(built.spec.name, built.traits) for built in self._built]
 
     def agree_on_traits(self, group: RankGroup) -> None:
-        """Take for true of a class what its trials showed on every rank; all ranks call.
+        """Keep of the probes' results what holds on every rank; all ranks call.
 
-        Trials may end differently where processors differ, or where a class asks for its rank. What follows
-        from them, such as which buckets are gathered, must be equal everywhere.
+        Probes may differ where processors do, or where a class asks for its rank. Decisions that follow from
+        them,
+        such as which buckets are gathered, must not.
         """
         tried = [(built, built.traits) for built in self._built if built.traits is not None]
         said = iter(said_by_all(group, [answer for _, traits in tried for answer in traits.answers()]))
@@ -113,13 +98,7 @@ class LocalOptimizer:
     def why_not_cut(
         self, group: ParamGroup, spec: OptimizerSpec | None, cuts: Sequence[CutRows]
     ) -> list[str | None]:
-        """Tell why ranks cannot share rows of the parameters of a group that may be added.
-
-        Args:
-            group: the public group.
-            spec: of its own optimizer, if any.
-            cuts: of each of its parameters, see `Leaves.cut_rows`.
-        """
+        """Return why the rows of each parameter of a new group cannot be cut, or None."""
         shared, own = self._shared(), options_of(group)
         if spec is None and shared is not None:
             return shared.why_not_cut(own, cuts, own)
@@ -127,11 +106,7 @@ class LocalOptimizer:
         return spec.why_not_cut([own], own, cuts, is_tried=not self._assume_separable)
 
     def why_not_cut_so(self, cuts: Sequence[Sequence[CutRows]]) -> list[str | None]:
-        """Tell why ranks cannot share rows of the parameters that are stepped; None where they can.
-
-        Args:
-            cuts: of each parameter of each public group, see `Leaves.cut_rows`.
-        """
+        """Return why some of these cuts (by group, by parameter) are impossible; None if all are possible."""
         found: list[str | None] = []
         for number, of_group in enumerate(cuts):
             built = self.of_group(number)
@@ -139,48 +114,44 @@ class LocalOptimizer:
         return found
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
-        """Refuse options with which a class does not bear its cuts; see `BuiltOptimizer.check_cuts`."""
+        """Raise ValueError for options that allow no cuts; see `BuiltOptimizer.check_cuts`."""
         for built in self._built:
             built.check_cuts(groups, cuts_of)
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The defaults of the shared optimizer, or of the first one if no group is its."""
+        """The defaults of the shared optimizer, or of the first one."""
         first = self._shared() or self._built[0]
         return first.optimizer.defaults
 
     @property
     def num_groups(self) -> int:
-        """How many groups are stepped."""
+        """The number of groups."""
         return sum(len(built.numbers) for built in self._built)
 
     @property
     def spares_gradients(self) -> bool:
-        """Whether steps surely leave gradients as they are; some outside PyTorch add weight decay to them."""
+        """Whether steps leave gradients unchanged; some classes outside PyTorch add weight decay to them."""
         return all(type(built.optimizer).__module__.startswith("torch.optim.") for built in self._built)
 
     def shown(self) -> tuple[tuple[Optimizer, ...], list[ParamGroup]]:
-        """Give the optimizers, and their groups in the order of the public ones, for users to look at."""
+        """Return the optimizers, and their groups in the public order, for display."""
         return tuple(built.optimizer for built in self._built), self._groups()
 
     @property
     def moves_frozen(self) -> bool:
-        """Whether a class, tried, changed parameters that never had a gradient; the same on every rank."""
+        """Whether a probed class changed parameters without a gradient; equal on every rank."""
         return any(built.traits is not None and built.traits.moves_frozen for built in self._built)
 
     @property
     def states(self) -> list[dict[Any, Any]]:
-        """The state of each optimizer: leaf -> entries, and global entries if any."""
+        """The state of each optimizer: leaf -> entries, and any global entries."""
         return [built.optimizer.state for built in self._built]
 
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
-        """Step every leaf under the options of the public groups.
-
-        Returns:
-            What the class's ``step`` returns, None unless there is a closure.
-        """
+        """Step every leaf under the public groups' options; returns what the class's ``step`` returns."""
         if closure is not None and len(self._built) > 1:  # once, for all of them
             with torch.enable_grad():
                 loss = closure()
@@ -191,30 +162,26 @@ class LocalOptimizer:
         return stepped
 
     def find(self, name: str) -> list[Any]:
-        """Look a public attribute up on each optimizer that has it."""
+        """Return the value of a public attribute on each optimizer that has it."""
         return [getattr(built.optimizer, name) for built in self._built if hasattr(built.optimizer, name)]
 
     def call(
         self, groups: list[ParamGroup], methods: list[Callable[..., Any]], *args: object, **kwargs: object
     ) -> Any:  # noqa: ANN401 - whatever the class returns
-        """Call methods of the optimizers' own under the options of the public groups.
-
-        Returns:
-            What the first one returned.
-        """
+        """Call the optimizers' own methods under the public groups' options; returns the first result."""
         with self._under_options_of(groups):
             results = [method(*args, **kwargs) for method in methods]
             return results[0]
 
     def step_some(self, groups: list[ParamGroup], leaves: Collection[Tensor], **kwargs: object) -> None:
-        """Step some of the leaves, as `trials.step_in_parts` does, under the options of the public groups."""
+        """Step some leaves under the public groups' options, as `trials.step_in_parts` does."""
         chosen = {id(leaf) for leaf in leaves}
         with self._under_options_of(groups):
             for built in self._built:
                 built.step_some(chosen, **kwargs)
 
     def _under_options_of(self, groups: list[ParamGroup]) -> AbstractContextManager[None]:
-        """Have local groups and public ones follow each other, see `FollowedGroups.following`."""
+        """Synchronize options between local and public groups; see `FollowedGroups.following`."""
         if len(groups) != self.num_groups:
             raise ValueError(
                 f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
@@ -223,15 +190,7 @@ class LocalOptimizer:
         return self._followed.following(groups, self._groups)
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
-        """Tell which options the classes made, and which they changed in steps.
-
-        Args:
-            options: of each public group.
-
-        Returns:
-            Options that nobody gave and that have the class's own default, or of which it has none; and those
-            that a class has changed.
-        """
+        """Return options that nobody gave and that have the class's default, and those a class changed."""
         made = [
             (number, key)
             for built in self._built
@@ -245,7 +204,7 @@ class LocalOptimizer:
     def add_group(
         self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Tensor]
     ) -> None:
-        """Add what this rank owns of a public group, and what the class fills in to the public one."""
+        """Add what this rank owns of a public group, and the class's defaults to the public group."""
         number, shared = self.num_groups, self._shared()
         self._followed.add(owned)
         part = self._followed.part_of(group)
@@ -256,64 +215,57 @@ class LocalOptimizer:
         fill_in(group, self._groups()[number])
 
     def drop_groups(self, count: int) -> None:
-        """Keep only the first ``count`` groups: another rank could not add the rest."""
+        """Keep the first ``count`` groups; another rank could not add the rest."""
         for built in self._built:
             built.drop_groups(count)
         self._built = [built for built in self._built if built.numbers]
         self._followed.keep({leaf for group in self._groups() for leaf in group["params"]})
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
-        """Replace the state, through the classes' own ``load_state_dict``.
+        """Replace the state through the classes' ``load_state_dict``, which fills gaps of old state dicts.
 
-        Args:
-            groups: public groups with the options to go on with; gaps are filled in as the class
-                fills in old state dicts.
-            state: leaf -> state, with tensors that become the optimizer's own; other keys are
-                global entries.
-            exact: keep the dtypes of the state, where the class would cast it to its parameters'.
+        ``state``: leaf -> entries, whose tensors are taken without a copy, and global entries. ``exact``
+        keeps the
+        dtypes that the class would cast to its parameters'.
         """
         for built in self._built:
             built.load(groups, state, exact=exact)
         self._fill_in(groups)
 
     def check_dicts(self) -> None:
-        """Refuse to speak for a class whose ``state_dict`` says more than its ``state`` holds.
-
-        Raises:
-            TypeError: a class, such as a wrapper around another optimizer, has a ``state_dict`` of its own.
-        """
+        """Raise TypeError if a class has its own ``state_dict``, as wrappers of other optimizers do."""
         for built in self._built:
             built.check_dict()
 
     def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
-        """Take note of what `load` replaces, for `restore`; copies no tensor."""
+        """Return what `restore` needs to undo a `load`; copies no tensor."""
         return [
             (built.optimizer.state, [dict(group) for group in built.optimizer.param_groups])
             for built in self._built
         ]
 
     def restore(self, saved: list[tuple[dict[Any, Any], list[ParamGroup]]]) -> None:
-        """Undo a `load` that failed here or on another rank."""
+        """Undo a `load` that failed on any rank."""
         for built, (state, groups) in zip(self._built, saved, strict=True):
             built.optimizer.state = state  # type: ignore[assignment]
             built.optimizer.param_groups = groups
 
     def replace_states(self, states: Sequence[dict[Any, Any]]) -> None:
-        """Go on with other states, one for each optimizer."""
+        """Replace the state of each optimizer."""
         for built, state in zip(self._built, states, strict=True):
             built.optimizer.state = state  # type: ignore[assignment]
 
     def number_of(self, leaf: Tensor) -> int:
-        """Tell which optimizer steps a leaf, as an index of `states`; the first one if none does."""
+        """Return the index in `states` of the optimizer that steps a leaf; 0 if none does."""
         for number, built in enumerate(self._built):
             if any(leaf is member for member in params_of(built.optimizer.param_groups)):
                 return number
         return 0
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
-        """Give the state optimizers over all of ``groups`` have before their first step.
+        """Return the state that fresh optimizers over all of ``groups`` have before a step.
 
-        Most classes make none; where one does (Adagrad), it is allocated here for every parameter.
+        Most classes have none. One that has (Adagrad) allocates it here for every parameter.
         """
         everything = {param: param for param in params_of(groups)}
         state: dict[Any, Any] = {}
@@ -323,19 +275,19 @@ class LocalOptimizer:
         return state
 
     def shaped_keys(self, group: int) -> ShapedKeys:
-        """Tell which state entries of a public group's class have their parameter's shape."""
+        """Return which state entries of a public group's class have their parameter's shape."""
         return self.of_group(group).shaped
 
     def of_group(self, number: int) -> BuiltOptimizer:
-        """Give what steps a public group, by its index."""
+        """Return the optimizer of a public group."""
         return next(built for built in self._built if number in built.numbers)
 
     def _shared(self) -> BuiltOptimizer | None:
-        """The optimizer of the groups that name no class of their own."""
+        """The optimizer of the groups that name no class."""
         return next((built for built in self._built if built.spec is self._default), None)
 
     def _groups(self) -> list[ParamGroup]:
-        """The local groups in the order of the public ones."""
+        """The local groups in the public order."""
         numbered = [
             (number, group)
             for built in self._built
@@ -344,6 +296,6 @@ class LocalOptimizer:
         return [group for _, group in sorted(numbered, key=lambda pair: pair[0])]
 
     def _fill_in(self, groups: list[ParamGroup]) -> None:
-        """Give public groups the options they lack and the local ones have."""
+        """Add options that local groups have and public ones lack."""
         for public, local in zip(groups, self._groups(), strict=True):
             fill_in(public, local)

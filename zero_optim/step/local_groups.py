@@ -1,9 +1,7 @@
-"""The groups of the local optimizers, which follow the public ones. Nothing here communicates.
+"""The groups of the local optimizers, which follow the public ``param_groups``. No communication.
 
-The public ``param_groups``, with every parameter, are the one truth for options. The local groups
-hold only this rank's leaves; their options are overwritten from the public ones before each step
-and read back after it, so that schedulers act on the former and classes that count in their groups
-(schedule-free ones do) act on the latter.
+The public groups have all parameters and hold the true options. Each step copies them to the local groups,
+and back afterwards: schedulers write to the public ones, schedule-free classes to their own.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,13 +16,9 @@ LocalOnes = Callable[[], list[ParamGroup]]
 
 
 class FollowedGroups:
-    """Has local groups follow the public ones, which the user may change between steps.
+    """Synchronizes local groups with the public ones, which users may change between steps.
 
-    Args:
-        leaf_of: this rank's parameters, each with the leaf that is stepped for it.
-
-    Attributes:
-        written: the options that classes have changed in steps.
+    ``leaf_of``: parameter -> leaf. ``written``: the options that classes changed in steps.
     """
 
     def __init__(self, leaf_of: Mapping[Tensor, Tensor]) -> None:
@@ -33,7 +27,7 @@ class FollowedGroups:
         self._members: list[list[int]] = []  # those of the public groups that the local ones follow
 
     def add(self, leaf_of: Mapping[Tensor, Tensor]) -> None:
-        """Know more parameters, each with the leaf that is stepped for it."""
+        """Add parameters and their leaves."""
         self._leaf_of.update(leaf_of)
 
     def keep(self, leaves: Collection[Tensor]) -> None:
@@ -41,17 +35,12 @@ class FollowedGroups:
         self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in leaves}
 
     def part_of(self, public: ParamGroup) -> ParamGroup:
-        """Make the local group of a public one."""
+        """Build the local group of a public one."""
         return group_of_leaves(public, self._leaf_of)
 
     @contextmanager
     def following(self, groups: list[ParamGroup], local_ones: LocalOnes) -> Iterator[None]:
-        """Give the local groups options and members of the public ones, and these what the class changed.
-
-        Args:
-            groups: the public groups.
-            local_ones: gives the local groups, in the same order.
-        """
+        """Copy options and members to local groups, run the body, and copy the class's changes back."""
         for public, local in zip(groups, local_ones(), strict=True):
             _set_options(local, public)
         self._follow_members(groups, local_ones)
@@ -69,7 +58,7 @@ class FollowedGroups:
             _set_options(public, local)
 
     def _follow_members(self, groups: list[ParamGroup], local_ones: LocalOnes) -> None:
-        """Give the local groups the leaves of what the public ones hold by now."""
+        """Update the local groups' leaves to the present members of the public groups."""
         members = member_ids(groups)
         if members != self._members:
             for public, local in zip(groups, local_ones(), strict=True):
@@ -78,19 +67,19 @@ class FollowedGroups:
 
 
 def group_of_leaves(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> ParamGroup:
-    """Make a group with the options of a public one and the leaves of its parameters that have some."""
+    """Build a group from a public one's options and the leaves of its parameters."""
     return {"params": [leaf_of[p] for p in group["params"] if p in leaf_of], **options_of(group)}
 
 
 def fill_in(public: ParamGroup, local: ParamGroup) -> None:
-    """Give a public group the options that it lacks and the local one has."""
+    """Add options that the local group has and the public one lacks."""
     for key, value in local.items():
         if key not in PARAM_KEYS:
             public.setdefault(key, value)
 
 
 def _set_options(target: ParamGroup, source: ParamGroup) -> None:
-    """Give a group the options of another, and no others."""
+    """Replace all options of a group by those of another."""
     for key in [key for key in target if key not in PARAM_KEYS and key not in source]:
         del target[key]
     target.update(options_of(source))

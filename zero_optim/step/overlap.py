@@ -1,14 +1,13 @@
-"""The overlapped step: a step that is taken while the backward pass still runs, some buckets at a time.
+"""The overlapped step: buckets are stepped while the backward pass still runs.
 
 Note [Overlap is no mode]
-    A comm hook steps a bucket whose gradients are reduced and starts its gather while others are computed;
-    ``step()`` finishes what has not been stepped. Owners and buckets of the optimizer never change, so it
-    does not matter how often DDP makes its buckets anew, and the first step is as good as any.
+    A comm hook steps a bucket once its gradients are reduced and starts its gather; ``step()`` steps the
+    rest. The optimizer's owners and buckets never change, so DDP may rebuild its own buckets at any time.
 
 Note [Phases of an overlapped step]
-    The first bucket of a backward pass makes an `OverlappedStep`. It is in ``Phase.BACKWARD`` until the
-    pass ends, then in ``Phase.WAITING`` until ``step()`` drops it, or the next backward pass replaces it.
-    If that pass finds it in ``Phase.BACKWARD``, the pass before broke off.
+    The first bucket of a backward pass creates an `OverlappedStep` in ``Phase.BACKWARD``. The end of the pass
+    moves it to ``Phase.WAITING``, until ``step()`` drops it or the next pass replaces it. If the next pass
+    finds it in ``Phase.BACKWARD``, the pass before broke off.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from zero_optim.step.owned import OwnedState
 
 
 class Phase(Enum):
-    """Where an overlapped step stands."""
+    """The phase of an overlapped step."""
 
     BACKWARD = "the backward pass runs, and buckets are stepped"
     WAITING = "the backward pass has ended, and step() has not been called"
@@ -40,15 +39,11 @@ class Phase(Enum):
 class OverlappedStep:
     """One step that is taken during a backward pass. See Note [Phases of an overlapped step].
 
-    Attributes:
-        num_passes: backward passes that were reduced since ``step()``, this one included.
-        lends: ranks may have joined, see `zero_optim.step.join`: ``step()`` lends them gradients for what is
-            left to it.
-        phase: where it stands.
-        has_failed: a backward pass raised, so that some parameters may not have been stepped.
-        stepped: parameters that were stepped, whoever owns them.
-        seen: gradients as they were when the pass ended: parameter, identity, version.
-        told: what the stamps of the step before have told, to be raised when the pass has ended.
+    ``num_passes``: backward passes since ``step()``, this one included. ``lends``: ranks may have joined, and
+    ``step()`` lends them gradients. ``stepped``: parameters stepped by any owner. ``seen``: parameter,
+    identity
+    and version of each gradient at the end of the pass. ``told``: the previous step's error, to be raised
+    then.
     """
 
     num_passes: int
@@ -60,12 +55,7 @@ class OverlappedStep:
     told: Exception | None = None
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
-        """Note that the backward pass has ended.
-
-        Args:
-            is_final: gradients are those that ``step()`` would find; a change from now on comes too late.
-            failed: the pass raises, here.
-        """
+        """Record the end of the backward pass; if ``is_final``, ``step()`` refuses later changes."""
         self.phase = Phase.WAITING
         self.num_passes -= failed
         self.has_failed |= failed
@@ -73,7 +63,7 @@ class OverlappedStep:
             self.seen = [(p, id(p.grad), p.grad._version) for p in self.stepped if p.grad is not None]
 
     def check_asked(self, late: str) -> None:
-        """Refuse what came too late for this step (``late`` names it), several passes, changed gradients."""
+        """Raise for a call (``late``) that came too late, for several passes, or for changed gradients."""
         if late:
             raise RuntimeError(
                 f"the step was taken during the backward pass, too early for {late}: leave it out, or "
@@ -83,12 +73,12 @@ class OverlappedStep:
         self.check_gradients()
 
     def fail(self) -> None:
-        """Note that the backward pass raises after all, since another rank failed in it."""
+        """Record that the backward pass raises, since another rank failed."""
         self.num_passes -= not self.has_failed
         self.has_failed = True
 
     def check_passes(self) -> None:
-        """Refuse a second backward pass before ``step()``."""
+        """Raise RuntimeError for a second backward pass before ``step()``."""
         if self.num_passes > 1:
             raise RuntimeError(
                 f"{self.num_passes} backward passes were reduced before step(), and each was stepped with "
@@ -96,10 +86,7 @@ class OverlappedStep:
             )
 
     def check_gradients(self) -> None:
-        """Refuse gradients that were changed after they were used, or some that are gone.
-
-        If all are gone, that is ``zero_grad()``.
-        """
+        """Raise RuntimeError if used gradients changed or some are gone; all gone means ``zero_grad()``."""
         num_gone = sum(param.grad is None for param, _, _ in self.seen)
         is_changed = any(
             param.grad is not None and (id(param.grad) != identity or param.grad._version != version)
@@ -113,7 +100,7 @@ class OverlappedStep:
             )
 
     def rest(self, groups: Sequence[ParamGroup]) -> list[Tensor]:
-        """List what ``step()`` has yet to step: what trains or has a gradient; the same on every rank."""
+        """Return what ``step()`` must still step: what trains or has a gradient; equal on every rank."""
         left = [param for param in params_of(groups) if param not in self.stepped]
         return [param for param in left if param.requires_grad or param.grad is not None]
 
@@ -121,14 +108,10 @@ class OverlappedStep:
 class Overlap:
     """Steps a sharded optimizer bucket by bucket, and starts the gather of each bucket.
 
-    All ranks construct it, which takes process groups for a thread's gathers, and call its methods in the
-    same order with the same parameters. One thread at a time.
-
-    Attributes:
-        takes_thread: another thread than the caller's may step; the same on every rank. See Note
-            [A thread or none] in `zero_optim.hooks.overlap.line`.
-        lanes: process groups for gathers: of a thread's own, or ``group``.
-        current: the step that was begun and not finished; None between steps.
+    All ranks construct it, which takes process groups, and call its methods in the same order with the same
+    parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or none]
+    in
+    `zero_optim.hooks.overlap.line`. ``lanes``: process groups for gathers. ``current``: the unfinished step.
     """
 
     def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
@@ -142,14 +125,9 @@ class Overlap:
         self._loop_calls_step = False
 
     def let_go(self, groups: Sequence[ParamGroup], *, waits: bool) -> bool:
-        """Let the process groups go; this object is of no use any more.
+        """Release the process groups; return whether some, but not all, parameters were stepped.
 
-        Args:
-            groups: the public groups.
-            waits: wait for what is stepped on another thread or stream; failures there are ignored.
-
-        Returns:
-            Whether some parameters were stepped and others were not.
+        With ``waits`` it first waits for steps on another thread or stream, and ignores their failures.
         """
         is_left = bool(self._announced)
         try:
@@ -166,21 +144,15 @@ class Overlap:
         return is_left or current.has_failed or current.phase is Phase.BACKWARD or bool(current.rest(groups))
 
     def check_attached(self) -> None:
-        """Refuse to go on once the process groups were let go."""
+        """Raise RuntimeError if the process groups were released."""
         if self.group.is_let_go:
             raise RuntimeError(LET_GO)
 
     def begin(self, *, joined: bool, lends: bool) -> None:
-        """Begin a step.
+        """Begin a step; ``joined``: this rank has no inputs left.
 
-        Args:
-            joined: this rank ran out of inputs.
-            lends: see `OverlappedStep`.
-
-        Raises:
-            RuntimeError: ``step()`` has not finished the last one, though it finished those before; or the
-            last
-                backward pass broke off.
+        Raises RuntimeError if the last backward pass broke off, or if a loop that called ``step()`` no longer
+        does.
         """
         last = self.current
         broke_off = last is not None and last.phase is Phase.BACKWARD
@@ -197,15 +169,15 @@ class Overlap:
         under_way.wait()
 
     def take_over(self) -> None:
-        """Take over what the user did to parameters, see `Sharding.take_over`."""
+        """Apply the user's changes of parameters; see `Sharding.take_over`."""
         self._sharding.take_over()
 
     def announce(self, wait: Callable[[], object]) -> None:
-        """Note a bucket that is stepped on another thread or stream, and the call that waits for it."""
+        """Record a bucket that is stepped on another thread or stream, and the call that waits for it."""
         self._announced[wait] = None
 
     def wait_for_steps(self) -> None:
-        """Wait until all that was announced is stepped; the current stream waits for other streams."""
+        """Wait for all announced steps; the current stream waits for other streams."""
         announced, self._announced = self._announced, {}
         # Without a thread these calls do the work themselves, and the waits in it are counted there.
         exposed = bool(announced) and self.takes_thread
@@ -214,16 +186,16 @@ class Overlap:
                 wait()
 
     def new_lanes(self) -> Lease:
-        """Take process groups of a thread's own; without a thread ``group``. All ranks call."""
+        """Take process groups for a thread, or ``group`` without one. All ranks call."""
         group = self.group.during("gather")
         return lanes_beside(group) if self.takes_thread else Lease.of(group)
 
     def reducing(self) -> RankGroup:
-        """Return the ranks for a reduction of gradients, whose waits are not exposed if a thread waits."""
+        """Return the ranks for a gradient reduction; its waits count as exposed only without a thread."""
         return self.group.during("reduce", is_exposed=not self.takes_thread)
 
     def pieces(self, params: Sequence[Tensor]) -> list[Pieces]:
-        """Return who owns which rows of some parameters; raises if the optimizer does not have one."""
+        """Return who owns which rows of some parameters; raises for a parameter the optimizer lacks."""
         unknown = sum(param not in self._sharding.pieces for param in params)
         if unknown:
             raise ValueError(
@@ -233,18 +205,18 @@ class Overlap:
         return [self._sharding.pieces[param] for param in params]
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of which other ranks own rows: here those were not reduced."""
+        """Drop gradients whose rows other ranks own: they are not reduced here."""
         assert self.current is not None  # called at the end of its backward pass
         for param in self.current.stepped:
             if self._sharding.piece_here(param) is None or self._sharding.is_cut(param):
                 param.grad = None
 
     def bucket_of(self, param: Tensor) -> int | None:
-        """Return the number of the optimizer's bucket that has a parameter; None without one."""
+        """Return the number of a parameter's bucket; None without one."""
         return self._sharding.number_of(param)
 
     def num_params(self, number: int) -> int:
-        """Return how many parameters a bucket of the optimizer has."""
+        """Return how many parameters a bucket has."""
         return len(self._sharding.buckets[number].params)
 
     def step(
@@ -253,12 +225,11 @@ class Overlap:
         gradients: Mapping[Tensor, Tensor | None],
         failure: BaseException | None = None,
     ) -> None:
-        """Step some parameters, and start the gathers of the buckets that have them; all ranks call.
+        """Step some parameters, and start the gathers of their buckets; all ranks call.
 
-        Args:
-            groups: the public groups, for their options.
-            gradients: reduced, of any parameters of the optimizer; None leaves a parameter alone.
-            failure: why the step has failed here already, if it has; the other ranks are told.
+        ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: an error of this
+        rank
+        so far, which the other ranks are told.
         """
         owned = {
             param: gradient
@@ -288,10 +259,7 @@ class Overlap:
                 gathers.under_way.add(bucket.params, pending)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
-        """End a backward pass: wait for the gathers that no forward pass waits for.
-
-        Arguments as in `OverlappedStep.end_backward`.
-        """
+        """End a backward pass: wait for the gathers that no forward pass waits for."""
         assert self.current is not None  # begun by the first bucket of the pass
         self.current.end_backward(is_final=is_final, failed=failed)
         told, self.current.told = self.current.told, None
@@ -306,7 +274,7 @@ class Overlap:
 
     @contextmanager
     def finishing(self) -> Iterator[OverlappedStep]:
-        """Finish the current step, in ``step()``, with a body that steps the rest; all ranks enter."""
+        """Finish the current step in ``step()``; the body steps the rest; all ranks enter."""
         current = self.current
         assert current is not None  # asked for by the caller
         try:

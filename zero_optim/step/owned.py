@@ -1,4 +1,4 @@
-"""What one rank owns: the parameters, what steps them, and what is kept beside them."""
+"""The parameters that one rank owns, their optimizers, masters and averages."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -24,15 +24,9 @@ T = TypeVar("T")
 
 
 class OwnedState:
-    """What a rank keeps and steps. Communicates only to fail together with the other ranks.
+    """What a rank owns and steps. Communicates only to fail together with the other ranks.
 
-    Args:
-        group: the ranks.
-        leaves: what is stepped for each owned parameter.
-        average: averages kept, if any.
-        local: the optimizers over the leaves.
-        owned: the parameters owned here.
-        kept: keeps it elsewhere than in ordinary memory; None keeps it there.
+    ``kept``: stores it in files; None for ordinary memory.
     """
 
     def __init__(
@@ -54,14 +48,13 @@ class OwnedState:
         self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
 
     def let_go(self) -> None:
-        """Let the process group go; does not communicate."""
+        """Release the process group; no communication."""
         self._group = self._group.let_go()
 
     def show(self, wait: Callable[[], None]) -> MutableMapping[Any, Any]:
-        """Give the state for users to see: the class's own dict if that is all, else a view of it all.
+        """Return the state for users: the class's dict if it has everything, else a view of all.
 
-        Args:
-            wait: waits until no gather reads the parameters, which a write to a master writes to.
+        ``wait`` is called before a write to a master, until no gather reads the parameters.
         """
         states = self.local.states
         shown: MutableMapping[Any, Any] = states[0]
@@ -76,21 +69,15 @@ class OwnedState:
 
     @property
     def takes_closures(self) -> bool:
-        """Whether a closure may be left to the class's own step: leaves apart need gradients before it."""
+        """Whether the class's own step may call a closure: leaves apart need gradients before it."""
         return not self.leaves.masters and not self.leaves.has_apart
 
     def take_over_state(self, state: object) -> bool:
-        """Go on with the state that the user put in the place of ours, as ``torch.optim`` does.
+        """Adopt the mapping that the user put in the place of ``state``, as ``torch.optim`` does.
 
-        Args:
-            state: what stands in the place of what was shown last, or that itself.
-
-        Returns:
-            Whether the state is to be shown anew: the user replaced it, or the class did.
-
-        Raises:
-            TypeError: it is no dict, nor another mapping where a mapping can be translated.
-            StateMismatchError: a master or an average in it does not fit its parameter.
+        Returns whether `show` must be called again: the user or the class replaced the state. TypeError if it
+        is
+        no dict; StateMismatchError if a master or an average does not fit.
         """
         states, shown = self.local.states, self.shown
         if state is shown:
@@ -106,7 +93,7 @@ class OwnedState:
         return True
 
     def run(self, work: Callable[[], T]) -> T:
-        """Let the optimizers change the leaves, and the leaves their parameters, even if the work raises."""
+        """Run ``work`` on the leaves and write them back to the parameters, even if it raises."""
         make_plain(self.leaves.owned)
         with self._stepping():
             result = work()
@@ -117,7 +104,7 @@ class OwnedState:
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
-        """Step everything; gives what the class's own step returns."""
+        """Step everything; returns what the class's step returns."""
         if self._kept is None:
             return self.run(partial(self.local.step, groups, closure, **kwargs))
         assert closure is None  # see `takes_closures`
@@ -128,7 +115,7 @@ class OwnedState:
     def _step_in_portions(
         self, kept: KeptState, groups: list[ParamGroup], kwargs: Mapping[str, object]
     ) -> None:
-        """Step everything; see Note [Steps in portions] in `step.portions`."""
+        """Step everything in portions; see Note [Steps in portions] in `step.portions`."""
         for gradients in kept.portions():
             try:
                 with self._stepping(gradients):
@@ -138,17 +125,13 @@ class OwnedState:
                 kept.take_back(gradients)
 
     def keep(self) -> None:
-        """Have everything where it is kept for good, after something has used or replaced it."""
+        """Move everything back to the files, after a use or a replacement."""
         if self._kept is not None:
             self._kept.keep()
 
     @contextmanager
     def _stepping(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> Iterator[None]:
-        """Have leaves ready to be stepped; what was stepped reaches the parameters, also after an error.
-
-        Args:
-            gradients: as `Leaves.take_in` takes them.
-        """
+        """Prepare the leaves, and write them back to the parameters even after an error."""
         try:
             self.leaves.take_in(gradients)
             try:
@@ -160,12 +143,9 @@ class OwnedState:
 
     @torch.no_grad()
     def step_some(self, groups: list[ParamGroup], gradients: Mapping[Tensor, Tensor]) -> None:
-        """Step some owned parameters with the gradients given; those they hold stay as they are.
+        """Step some owned parameters with other gradients than their own, which stay.
 
-        Args:
-            groups: the public groups.
-            gradients: what each is stepped with, in the shape of the parameter; left as they are. Only the
-                rows that this rank owns are read.
+        ``gradients``: with the shape of the parameter, left unchanged; only the owned rows are read.
         """
         spares = self.local.spares_gradients
         own = {param: self.leaves.own_rows(param, gradient) for param, gradient in gradients.items()}
@@ -183,16 +163,7 @@ class OwnedState:
                 param.grad = grad
 
     def add_group(self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Piece]) -> None:
-        """Add what this rank owns of a group, on all ranks or none; all ranks call.
-
-        Args:
-            group: the public group.
-            spec: of its own optimizer, if any.
-            owned: what this rank owns of it.
-
-        Raises:
-            Exception: what the class raises on any rank.
-        """
+        """Add the owned part of a group on all ranks, or none; raises any rank's error; all ranks call."""
         before = self.local.num_groups
         try:
             with failing_together(self._group):
@@ -209,7 +180,7 @@ class OwnedState:
             self._kept.add(before, group, owned)
 
     def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
-        """Take note of what `load` replaces, and copy the owned parameters; gives what undoes it."""
+        """Copy what `load` and a step replace; returns a function that restores it."""
         before = self.local.save()
         beside = [*self.leaves.masters.values(), *self.average.averages.values()]
         copies = list(self._copies([*map(self.leaves.rows, owned), *beside]))
@@ -228,16 +199,13 @@ class OwnedState:
         return (tensor.detach().clone() for tensor in tensors)
 
     def load(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
-        """Take over what this rank owns of a whole state, on all ranks or none; all ranks call.
+        """Replace the state by the owned part of a whole state, on all ranks or none; all ranks call.
 
-        Args:
-            owned: parameter -> entries, copied already; global entries under keys of their own.
-            groups: public groups with the options to go on with.
-            exact: keep the dtypes of the state, see `LocalOptimizer.load`.
-
-        Raises:
-            StateMismatchError: on every rank, masters or averages do not fit their parameters on any.
-            Exception: likewise, what the class raises on any. Nothing has been changed after either.
+        ``owned``: parameter -> entries, copied already, and global entries. ``groups``: public groups with
+        the new
+        options. ``exact``: see `LocalOptimizer.load`. Any rank's StateMismatchError or error of the class is
+        raised
+        on every rank, with nothing changed.
         """
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         entries = {
@@ -270,7 +238,7 @@ class OwnedState:
         self.keep()
 
     def _with_our_names(self, param: Tensor, number: int, entries: dict[str, Any]) -> dict[str, Any]:
-        """Rename masters and averages of older files, where the class has no entry of the old name itself."""
+        """Rename masters and averages of older files, unless the class has an entry of the old name."""
         held = (MASTER, OLD_MASTER, self.leaves.masters), (EMA, OLD_EMA, self.average.averages)
         for name, old, kept in held:
             if old in entries and name not in entries and param in kept:

@@ -1,18 +1,15 @@
-"""`PartialGradient`: stands in ``param.grad`` where a rank does not hold the whole reduced gradient.
+"""`PartialGradient`: ``param.grad`` on a rank without the whole reduced gradient.
 
 Note [Partial gradients]
-    Where gradients are sharded, ``param.grad`` of ranks that are no owners must not be None, which means
-    "unused" to optimizers, ``GradScaler`` and users. Nor may it be a tensor of some values: its norm would
-    be wrong, silently. So a tensor stands there with the parameter's shape and device, and no memory. It
-    holds the rows that this rank owns, if any. An operator that treats each element alone, in place, works
-    on those rows. Every other one raises. What is None after a backward pass is None on every rank.
+    With sharded gradients, ``param.grad`` of a rank that is no owner must not be None, which means "unused"
+    to optimizers, ``GradScaler`` and users. A tensor of some values would have a wrong norm, silently. So it
+    is a tensor without memory that holds the owned rows, if any. Elementwise operators in place work on those
+    rows; all others raise. What is None after a backward pass is None on every rank.
 
 Note [Infinities in sharded gradients]
-    ``GradScaler`` looks for infinities in this rank's gradients, by one operator for each device and dtype.
-    Where gradients are sharded, an infinity is on one rank alone, and all have to skip the step. So partial
-    gradients answer that operator with a collective. All ranks must call it, also one that owns every
-    gradient of a dtype,
-    whole: hence `OwnedGradient`.
+    ``GradScaler`` looks for infinities with one operator for each device and dtype. An infinity in a sharded
+    gradient is on one rank, and all must skip the step. So partial gradients answer that operator with a
+    collective. A rank that owns every gradient of a dtype as a whole must call it too: hence `OwnedGradient`.
 """
 
 import copy
@@ -52,25 +49,15 @@ _PER_ELEMENT = frozenset(
 class PartialGradient(Tensor):
     """A reduced gradient of which this rank holds some rows, or none. It does not communicate.
 
-    Operators that change each element alone, in place, work on the rows that are here: ``zero_``, ``mul_``
-    and ``div_`` by a number, ``clamp_``, what ``GradScaler`` calls. Any other one raises. ``zero_grad()``
-    drops it, with ``set_to_none=False`` too.
+    Elementwise operators in place work on these rows: ``zero_``, ``mul_`` and ``div_`` by a number,
+    ``clamp_``,
+    those of ``GradScaler``. Others raise. ``zero_grad()`` drops it, even with ``set_to_none=False``.
 
-    Where gradients are reduced in a wider dtype than the parameter has, owners keep them in it; autograd
-    demands the parameter's dtype, so only Python sees the other one. Rows may be on the host, or on their
-    way there, though the parameter is on a device.
-
-    Args:
-        param: whose gradient it is.
-        pieces: who owns which of its rows.
-        piece: the rows of this rank, with their shape; None if it owns none.
-        name: of the parameter, for messages.
-        dtype: of the rows, on all ranks; None for that of the parameter.
-        comes: waits until the rows have come to the host; None if they are where the parameter is.
-        agree: tells all ranks of infinities, see Note [Infinities in sharded gradients].
-
-    Attributes:
-        is_of_sparse: the reduced gradient is sparse.
+    ``piece``: the owned rows, None for none; ``dtype``: theirs, which may be wider than the parameter's,
+    though
+    autograd sees the parameter's. ``comes``: waits until rows are on the host; None if they are with the
+    parameter. ``agree``: tells all ranks of infinities, see Note [Infinities in sharded gradients].
+    ``is_of_sparse``: the reduced gradient is sparse.
     """
 
     is_of_sparse: bool
@@ -119,28 +106,28 @@ class PartialGradient(Tensor):
 
     @property
     def piece(self) -> Tensor | None:
-        """The rows of this rank, with their shape; None if it owns none. The CPU waits for them."""
+        """This rank's rows, or None. The CPU waits for them."""
         if self._comes is not None and self._rows is not None:
             self._comes()
         return self._rows
 
     @property
     def rows_to_come(self) -> Tensor | None:
-        """`piece` without a wait, for work of a device behind the copy that brings the rows."""
+        """`piece` without a wait, for work on the device behind the copy of the rows."""
         return self._rows
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the rows are on the host, whatever the device of the parameter."""
+        """Whether the rows are on the host, whatever the parameter's device."""
         return self._comes is not None
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Tell the dtype of the rows, wherever they are."""
+        """The dtype of the rows."""
         return self._dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401
-        """Tell what it is, without an element."""
+        """Describe it without elements."""
         here = "no rows here" if self._rows is None else f"{self._rows.shape[0]} rows here"
         kind = f"{tuple(self.shape)}, {self.dtype}, {self.device}"
         return f"PartialGradient({self._name}: {kind}, {owned_by_text(self._pieces)}, {here})"
@@ -150,11 +137,11 @@ class PartialGradient(Tensor):
         return self._with(None if self.piece is None else self.piece.detach().clone())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled."""
+        """Raise RuntimeError: it cannot be pickled."""
         self._refuse("pickle")
 
     def share_memory_(self) -> NoReturn:
-        """Refuse: there is no memory, and PyTorch would crash."""
+        """Raise RuntimeError: it has no memory, and PyTorch would crash."""
         self._refuse("share_memory_")
 
     def _with(self, piece: Tensor | None) -> "PartialGradient":
@@ -163,7 +150,7 @@ class PartialGradient(Tensor):
         return made
 
     def drop(self) -> None:
-        """Leave ``param.grad``: there is nothing of it any more, and autograd can begin anew."""
+        """Set ``param.grad`` to None, so that autograd begins anew."""
         param = self._of()
         if param is not None and param.grad is self:
             param.grad = None
@@ -186,7 +173,7 @@ class PartialGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run an operator on the rows that are here, or refuse it."""
+        """Run an elementwise operator on the owned rows; raise for any other."""
         name = func.overloadpacket.__name__
         first = args[0] if args else None
         if name == "detach" and isinstance(first, PartialGradient):
@@ -220,7 +207,7 @@ def _run_on_many(
     beside: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401 - what the operator returns
-    """Run an operator on a list of gradients, some of which are partial."""
+    """Run an operator on a list of gradients, some of them partial."""
     there: list[tuple[int, Tensor, bool]] = []
     for place, grad in enumerate(grads):
         if isinstance(grad, PartialGradient):
@@ -248,7 +235,7 @@ def _run_on_many(
 
 
 class OwnedGradient(Tensor):
-    """A whole gradient that no other rank has; plain again when the optimizer steps.
+    """A whole gradient on its only owner, plain again when the optimizer steps.
 
     See Note [Infinities in sharded gradients].
     """
@@ -263,7 +250,7 @@ class OwnedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run an operator as on any tensor; after one that looks for infinities the ranks agree."""
+        """Run an operator as on any tensor; the ranks agree after one that looks for infinities."""
         result = private.disabled_torch_function_impl(func, types, tuple(args), kwargs or {})
         name = getattr(func, "__name__", "")
         if name == _UNSCALE:
@@ -284,7 +271,7 @@ class OwnedGradient(Tensor):
 
 
 def owned(grad: Tensor, agree: Agree | None) -> Tensor:
-    """Turn a whole gradient, in place, into one that no other rank has; nothing without ``agree``."""
+    """Turn a whole gradient into an `OwnedGradient`, in place; do nothing without ``agree``."""
     if agree is not None:
         grad.__class__ = OwnedGradient
         grad.agree = weakref.WeakMethod(agree)  # type: ignore[attr-defined] # it is one now
@@ -292,7 +279,7 @@ def owned(grad: Tensor, agree: Agree | None) -> Tensor:
 
 
 def make_plain(params: Iterable[Tensor]) -> None:
-    """Turn whole gradients of some parameters back into ordinary tensors, in place."""
+    """Turn each `OwnedGradient` of some parameters into an ordinary tensor, in place."""
     for param in params:
         grad: Any = param.grad
         if type(grad) is OwnedGradient:
@@ -311,10 +298,7 @@ def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
 
 @contextmanager
 def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[list[Any]]:  # noqa: ANN401
-    """Bring an operator's numbers, 0-d tensors or lists of these to the host if the gradients are there.
-
-    What the operator writes there goes back.
-    """
+    """Bring an operator's numbers and 0-d tensors to the host, where the gradients are, and results back."""
     if not on_host:
         yield list(beside)
         return
@@ -332,12 +316,12 @@ def _read(value: Any) -> Any:  # noqa: ANN401
 
 
 def is_on_host(grad: Tensor | None) -> bool:
-    """Whether a gradient is one whose rows are on the host, whatever the device of its parameter."""
+    """Return whether a gradient is partial with its rows on the host."""
     return isinstance(grad, PartialGradient) and grad.is_on_host
 
 
 def _has_elements(value: object) -> bool:
-    """Whether something is, or holds, a tensor of more than one element, or a partial gradient."""
+    """Return whether a value has a tensor of several elements, or a partial gradient."""
     if isinstance(value, list | tuple):
         return any(map(_has_elements, value))
     return isinstance(value, PartialGradient) or (isinstance(value, Tensor) and value.numel() > 1)

@@ -1,11 +1,10 @@
-"""Steps of some parameters at a time, where what a rank owns is in files.
+"""Steps of some parameters at a time, for owned tensors that are in files.
 
 Note [Steps in portions]
-    `zero_optim.shard.keeping` keeps what a rank owns in files. A step goes through the parameters in the
-    order of their rows, as many at a time as the budget has room for (rows, gradient, state, master,
-    average), and has these written out before the next. The class must bear to be stepped in parts, as for
-    the overlapped step; then the bits are those of one call. How much state it makes a trial shows before
-    (`ShapedKeys`); a class that makes more (matrices for each dimension) is warned of in the first step.
+    A step goes through the parameters in the order of their rows, as many at a time as the budget allows
+    (rows, gradient, state, master, average), and writes these out before the next. The class must bear steps
+    in parts, as for the overlapped step; then the bits are those of one call. A probe measures the state
+    (`ShapedKeys`); the first step warns of a class that makes more, such as a matrix for each dimension.
 """
 
 import logging
@@ -26,7 +25,7 @@ logger = logging.getLogger("zero_optim")
 
 
 class KeptState:
-    """What a rank keeps elsewhere than in ordinary memory, by parameter."""
+    """What a rank keeps in files, by parameter."""
 
     def __init__(
         self, keeping: Keeping, leaves: Leaves, average: WeightAverage, local: LocalOptimizer
@@ -39,11 +38,10 @@ class KeptState:
         self._has_warned = False
 
     def reserve(self, groups: Sequence[ParamGroup], owned: Mapping[Tensor, Piece]) -> None:
-        """Check that the budget is enough for each owned parameter, and reserve files for what is not there.
+        """Check the budget for each owned parameter, and reserve files.
 
-        Raises:
-            ValueError: the budget is too small for one; or a class cannot be stepped in portions.
-            OSError: the disk is too small.
+        Raises ValueError for a budget too small, or a class that cannot step in portions; OSError for a full
+        disk.
         """
         for name, traits in self._local.traits():
             if traits is not None and not traits.steppable_in_parts:
@@ -74,12 +72,12 @@ class KeptState:
                 self._expected[param] = len(keys.of(param.dim())) * nbytes_of(self._leaves.leaf(param))
 
     def add(self, number: int, group: ParamGroup, owned: Mapping[Tensor, Piece]) -> None:
-        """Take over what this rank owns of a public group that was added."""
+        """Add what this rank owns of a new public group."""
         self._expect(number, group, owned)
         self.keep(owned)
 
     def _need(self, param: Tensor) -> int:
-        """Return the bytes resident while a parameter is stepped; at first with an entry of state twice."""
+        """Return the bytes resident while a parameter is stepped; a new state entry counts twice."""
         rows, beside = nbytes_of(self._leaves.rows(param)), sum(map(nbytes_of, self._beside(param)))
         state = sum(map(nbytes_of, self._state_of(param)))
         if not state and self._expected[param]:
@@ -89,10 +87,7 @@ class KeptState:
     # ------------------------------------------------------------------ steps
 
     def portions(self) -> Iterator[dict[Tensor, Tensor | None]]:
-        """Yield what is stepped together, with own rows of gradients or None; at least one portion.
-
-        The caller hands each to `take_back`.
-        """
+        """Yield one or more portions (parameter -> owned rows of the gradient, or None), for `take_back`."""
         in_rows = [param for param in self._leaves.kept if param in self._expected]
         rest = [param for param in self._expected if param not in self._leaves.kept]
         items = [(param, self._need(param)) for param in (*in_rows, *rest)]
@@ -104,7 +99,7 @@ class KeptState:
             self._warn_of_more()
 
     def take_back(self, portion: Mapping[Tensor, Tensor | None]) -> None:
-        """Have a portion written out."""
+        """Write a portion out."""
         self.keep(portion)
         self.keeping.drop([grad for grad in portion.values() if grad is not None])
 
@@ -120,7 +115,7 @@ class KeptState:
             )
 
     def keep(self, params: Iterable[Tensor] | None = None) -> None:
-        """Write out what is kept of some parameters, or all; what is new moves to the files."""
+        """Write out some parameters, or all; new tensors move to the files."""
         chosen = self._expected if params is None else params
         items = [(param, self._need(param)) for param in chosen]
         for portion in self.keeping.portions(items):
@@ -129,7 +124,7 @@ class KeptState:
             self.keeping.keep([*rows, *more])
 
     def _beside(self, param: Tensor) -> Iterator[Tensor]:
-        """List the master and the average of a parameter."""
+        """Return the master and the average of a parameter."""
         for held in (self._leaves.masters, self._average.averages):
             if param in held:
                 yield held[param]
@@ -142,7 +137,7 @@ class KeptState:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Find the plain tensors in nested dicts, lists and tuples."""
+    """Return the plain tensors in nested dicts, lists and tuples."""
     if type(value) in (Tensor, Parameter):
         yield value  # type: ignore[misc]
     elif isinstance(value, Mapping):

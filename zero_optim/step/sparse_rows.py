@@ -1,4 +1,4 @@
-"""Refuse sparse gradients of cut parameters where the class does not bear them. Nothing here communicates."""
+"""Refuses sparse gradients of cut parameters if the class does not bear them. No communication."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -15,14 +15,7 @@ def check_sparse_rows(
     local: LocalOptimizer,
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> None:
-    """Refuse to step rows of parameters with rows of sparse gradients unless trials gave equal bits.
-
-    Args:
-        groups: the public groups.
-        params: cut ones, whose gradients are sparse.
-        local: steps them.
-        dtype_of: returns for which dtype a class must bear that, see `Leaves.tried_dtype`.
-    """
+    """Raise ValueError unless probes gave equal bits for rows of these parameters' sparse gradients."""
     concerned, names = set(params), iter(param_names(groups))
     for number, group in enumerate(groups):
         for param in group["params"]:

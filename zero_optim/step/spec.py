@@ -1,4 +1,4 @@
-"""How the optimizer of some groups is built: the user's class, and what it is given."""
+"""Optimizer classes and their arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,19 +20,14 @@ from zero_optim.step.gradients import rows_of
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """How to build an optimizer over some groups.
-
-    Args:
-        optimizer_class: a class of optimizers, or a callable that builds one from groups.
-        arguments: keyword arguments for it.
-    """
+    """A class of optimizers, or a callable that builds one from groups, and its keyword arguments."""
 
     optimizer_class: Callable[..., Optimizer]
     arguments: Mapping[str, Any]
 
     @classmethod
     def taken_from(cls, group: ParamGroup) -> "OptimizerSpec | None":
-        """Take ``optimizer_class`` out of a group; None if it names none."""
+        """Pop ``optimizer_class`` out of a group; None if it has none."""
         if "optimizer_class" not in group:
             return None
         optimizer_class = group.pop("optimizer_class")
@@ -44,11 +39,7 @@ class OptimizerSpec:
         return getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
 
     def describe(self) -> str:
-        """Tell the class and its arguments, for messages and for comparison between ranks.
-
-        Raises:
-            TypeError: ``optimizer_class`` builds nothing: it is a name, or an optimizer that was built.
-        """
+        """Describe the class and its arguments, to compare ranks; TypeError if it is no class or callable."""
         if not callable(self.optimizer_class):
             raise TypeError(
                 "expected optimizer_class to be a class such as torch.optim.AdamW, or a function that builds "
@@ -58,11 +49,7 @@ class OptimizerSpec:
         return f"{describe(self.optimizer_class)} with {', '.join(options) or 'no options'}"
 
     def build(self, groups: list[ParamGroup]) -> Optimizer:
-        """Build the optimizer.
-
-        Raises:
-            TypeError: what was built is no ``torch.optim.Optimizer``.
-        """
+        """Build the optimizer; TypeError if the result is no ``torch.optim.Optimizer``."""
         optimizer = self.optimizer_class(groups, **self.arguments)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected optimizer_class to build a torch.optim.Optimizer, got {optimizer!r}")
@@ -71,13 +58,11 @@ class OptimizerSpec:
     def why_not_cut(
         self, given: Sequence[ParamGroup], own: ParamGroup, cuts: Sequence[CutRows], *, is_tried: bool
     ) -> list[str | None]:
-        """Find out for each parameter of a group why ranks cannot share its rows; None if they can.
+        """Return for each parameter of a group why its rows cannot be cut, or None.
 
-        Args:
-            given: the options of each group that it steps, as they were given.
-            own: those of the parameters' group.
-            cuts: of each parameter, see `Leaves.cut_rows`.
-            is_tried: whether to try what sharding does to the class; an untried one bears no cuts.
+        ``given``: the original options of all the groups it steps. ``own``: those of this group. A class that
+        is
+        not probed (``is_tried``) bears no cuts.
         """
         if not is_tried:
             return [f"{self.name}: not tried (assume_separable=True)"] * len(cuts)
@@ -91,23 +76,11 @@ class OptimizerSpec:
         return [None if reason is None else f"{self.name}: {reason}" for reason in found]
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
-        """Find out why it cannot step rows of a parameter with rows of sparse gradients; None if it can.
-
-        Args:
-            options: of the parameter's group, as they are now.
-            dtype: see `Leaves.tried_dtype`.
-        """
+        """Return why these options cannot step rows with rows of sparse gradients; None if they can."""
         return why_not_sparse_rows(self.optimizer_class, self.arguments, options, dtype, rows_of)
 
     def check_parts(self, traits: Traits | None) -> None:
-        """Refuse a class whose step cannot be taken some parameters at a time.
-
-        Args:
-            traits: what was found of the class; None where it was not tried.
-
-        Raises:
-            ValueError: it cannot; says why.
-        """
+        """Raise ValueError if the class, which ``traits`` describe if probed, cannot step in parts."""
         if traits is not None and not traits.steppable_in_parts:
             raise ValueError(
                 f"{self.name} cannot be stepped during the backward pass, some parameters at a time: "
@@ -131,15 +104,11 @@ def why_not_cut(
     *,
     is_tried: bool,
 ) -> list[str | None]:
-    """Find out for each parameter of groups why ranks cannot share its rows; None if they can.
+    """Return for each parameter of groups why its rows cannot be cut, or None.
 
-    Args:
-        default: what steps the groups that name no class of their own.
-        groups: the public groups, as they were given.
-        specs: for each group the spec of its own optimizer, or None.
-        cut_rows: see `Leaves.cut_rows`.
-        pieces: of each parameter, as a plan cuts them.
-        is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
+    ``specs``: by group, None for the default. ``pieces``: by parameter, as a plan cuts them. A class that is
+    not
+    probed (``is_tried``) bears no cuts.
     """
     pieces_of = iter(pieces)
     shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]

@@ -1,15 +1,15 @@
-"""The state of what a rank owns, as its users read and write it: by parameter, masters and averages in.
+"""``optimizer.state`` as users read and write it: by parameter, with masters and averages.
 
 Note [Writes to the state]
-    Scripts write to ``optimizer.state``: they clear it, fill it, move it, put another dict in its place.
-    Where the local optimizer steps the parameters themselves, users see its own dict. Else they see an
-    `OwnedStateView`, which writes to that dict under the leaf of the parameter. The entries of a parameter
-    are the class's own dict where there is nothing more to show, else `OwnedEntries`.
+    Scripts clear ``optimizer.state``, fill it, move it or replace it. If local optimizers step the parameters
+    themselves, users see the class's dict. Otherwise they see an `OwnedStateView`, which writes to that dict
+    under the parameter's leaf. Entries of a parameter are the class's dict, or `OwnedEntries` if there is
+    more to show.
 
-    Masters and averages are no entries of that dict. They are always there, so they cannot be taken out. To
-    clear the state of a parameter makes them start again from the parameter's value, as a state dict without
-    them does when it is loaded. To set one writes its values; with a master, the parameter gets them too, as
-    the parameter would count at the next step (Note [Masters and their parameters] in `step.leaves`).
+    Masters and averages are always present and cannot be removed. Clearing a parameter's state restarts them
+    from the parameter's value, as loading a state dict without them does. Setting one writes its values; the
+    parameter gets a master's values too, since it would win at the next step (Note [Masters and their
+    parameters] in `step.leaves`).
 """
 
 from collections import defaultdict
@@ -29,13 +29,9 @@ _NONE = object()
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """An entry that is kept beside the class's own: all masters, or all averages.
+    """An entry beside the class's own: all masters, or all averages.
 
-    Args:
-        name: of the entry.
-        tensors: parameter -> what is kept of it.
-        keeper: keeps them.
-        prepare: called before they are written to; raises if they must not be.
+    ``tensors``: parameter -> tensor. ``prepare``: called before a write; raises if writes are forbidden.
     """
 
     name: str
@@ -44,15 +40,14 @@ class _Beside:
     prepare: Callable[[], None]
 
     def shown(self, param: Tensor) -> Tensor:
-        """Give what users see: the tensor itself, without its connection to autograd."""
+        """Return the tensor itself, detached."""
         return self.tensors[param].detach()
 
     def load(self, param: Tensor, entries: Mapping[str, Any]) -> None:
-        """Take over a parameter's entry, or start again without one; entries it gave itself change nothing.
+        """Copy an entry in, or restart without one; a tensor that came from here changes nothing.
 
-        Raises:
-            StateMismatchError: it does not have the parameter's shape, or is no dense tensor.
-            RuntimeError: the averages stand in the model.
+        Raises StateMismatchError for another shape or layout, RuntimeError while the averages are in the
+        model.
         """
         given, own = entries.get(self.name), self.shown(param)
         if type(given) is Tensor and given.is_set_to(own):
@@ -63,9 +58,9 @@ class _Beside:
 
 
 class OwnedEntries(MutableMapping[str, Any]):
-    """The entries of one parameter: the class's own as they are now, then the master and the average.
+    """The entries of one parameter: the class's present ones, then the master and the average.
 
-    Made of some mapping, as tools do that rebuild what they are given, it is just a mapping with these items.
+    Constructed from a mapping, as tools do that rebuild containers, it is a plain mapping.
     """
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
@@ -78,7 +73,7 @@ class OwnedEntries(MutableMapping[str, Any]):
     def of(
         cls, state: MutableMapping[Any, Any], leaf: Tensor, param: Tensor, beside: Sequence[_Beside]
     ) -> "OwnedEntries":
-        """Show the entries that a state has for a leaf, and what is kept of its parameter beside them."""
+        """Build the view of a leaf's entries and of its parameter's master and average."""
         made = cls()
         made._state, made._key, made._param = state, leaf, param
         made._beside = {kept.name: kept for kept in beside}
@@ -86,7 +81,7 @@ class OwnedEntries(MutableMapping[str, Any]):
 
     @property
     def _own(self) -> MutableMapping[str, Any]:
-        """The class's own entries. Reading makes none: some classes ask whether a parameter has any."""
+        """The class's own entries. A read creates none: some classes test whether a parameter has any."""
         found: MutableMapping[str, Any] = self._state.get(self._key, {})
         return found
 
@@ -115,17 +110,17 @@ class OwnedEntries(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
     def clear(self) -> None:
-        """Forget the class's own entries; the master and the average start again."""
+        """Drop the class's entries; the master and the average restart."""
         for kept in self._beside.values():
             kept.load(self._param, {})
         self._own.clear()
 
     def copy(self) -> dict[str, Any]:
-        """Copy it, as a dict has a method for: a dict with the same values."""
+        """Return a dict with the same values."""
         return dict(self)
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        """Copy and pickle as a dict: the copy belongs to no optimizer."""
+        """Copy and pickle as a dict, which belongs to no optimizer."""
         return dict, (dict(self),)
 
     def __repr__(self) -> str:
@@ -133,16 +128,10 @@ class OwnedEntries(MutableMapping[str, Any]):
 
 
 class OwnedStateView(MutableMapping[Any, Any]):
-    """The state by parameter where the local optimizer's own dict is not all; writes go through to it.
+    """The state by parameter, for leaves that are not the parameters; writes reach the optimizers' dicts.
 
-    Like ``torch.optim``'s dict, it makes empty entries for a parameter that is asked for and has none.
-
-    Args:
-        states: the state of each local optimizer: leaf -> entries; global entries have keys of their own.
-        local: tells which of them a leaf belongs to.
-        leaves: what is stepped for the parameters.
-        average: averages kept.
-        wait: waits until nothing reads the parameters any more, called before one is written to.
+    A lookup of a missing parameter creates empty entries, as ``torch.optim``'s dict does. ``wait`` is called
+    before a write to a parameter, until no gather reads it.
     """
 
     def __init__(
@@ -160,21 +149,16 @@ class OwnedStateView(MutableMapping[Any, Any]):
         self._wait = wait
 
     def shows(self, states: States) -> bool:
-        """Whether it shows these very states."""
+        """Return whether this is a view of these very dicts."""
         return len(states) == len(self._states) and all(
             a is b for a, b in zip(states, self._states, strict=True)
         )
 
     def over_new_states(self, given: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """Make states of what a user put in the place of this one.
+        """Return new states from a mapping that the user put in the place of this view.
 
-        Masters and averages take over what is among it, or start again.
-
-        Args:
-            given: parameter -> entries, and global entries.
-
-        Raises:
-            TypeError: the entries of a parameter are no mapping; or what `__setitem__` raises.
+        Masters and averages take over its values, or restart. TypeError if a parameter's entries are no
+        mapping.
         """
         made: list[dict[Any, Any]] = [defaultdict(dict) for _ in self._states]
         view = OwnedStateView(made, self._local, self._leaves, self._average, self._wait)
@@ -211,7 +195,7 @@ class OwnedStateView(MutableMapping[Any, Any]):
         return [state for state in self._states if place in state]
 
     def _home(self, place: object) -> MutableMapping[Any, Any]:
-        """Find the state that a leaf or a key of the class belongs to."""
+        """Return the dict that a leaf or a global entry belongs to."""
         number = self._local.number_of(place) if isinstance(place, Tensor) else 0
         return next(iter(self._holding(place)), self._states[number])
 
@@ -264,19 +248,19 @@ class OwnedStateView(MutableMapping[Any, Any]):
     # What MutableMapping makes of the methods above would find a value for every key, and never be empty.
 
     def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - as above
-        """Give the entries of a parameter, or ``default`` without making any."""
+        """Return a parameter's entries, or ``default`` without creating any."""
         if key not in self:
             return default
         return self[key]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - as above
-        """Give the entries of a parameter, after setting them if there are none."""
+        """Return a parameter's entries, after setting them if there are none."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def pop(self, key: Any, default: Any = _NONE) -> Any:  # noqa: ANN401 - as above
-        """Take out what is there under a key, copied as far as it starts again."""
+        """Remove and return an item; the tensors that restart are copied."""
         if key not in self and default is not _NONE:
             return default
         if key not in self:
@@ -288,21 +272,21 @@ class OwnedStateView(MutableMapping[Any, Any]):
         return value
 
     def popitem(self) -> tuple[Any, Any]:
-        """Take out the last item that can be, which is none that has a master or an average alone."""
+        """Remove and return the last item that has more than a master or an average."""
         for key in reversed(list(self)):
             if self._holding(self._place(key)):
                 return key, self.pop(key)
         raise KeyError("popitem(): the state has no entries but masters and averages, which stay")
 
     def clear(self) -> None:
-        """Forget all entries of the classes; masters and averages start again."""
+        """Drop all entries of the classes; masters and averages restart."""
         for param in self._kept_beside():
             self._restart(param)
         for state in self._states:
             state.clear()
 
     def copy(self) -> dict[Any, Any]:
-        """Copy it, as a dict has a method for: a dict with the same values."""
+        """Return a dict with the same values."""
         return dict(self)
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
 """Parameters that a data-parallel wrapper does not reduce: they were frozen when it was built.
 
 Note [Unfrozen later]
-    Such a parameter may train later, and each rank has a gradient of its own. The owner would step with that,
-    but the user may reduce it by hand before ``step()``. So ``step()`` compares the ranks' gradients of what
-    trains all the same. Where nothing does, that costs a look at a flag for each registered parameter.
+    Such a parameter may train later, with a gradient of its own on each rank. The user may reduce it by hand,
+    so ``step()`` compares these gradients between ranks. Without such parameters it costs a look at a flag of
+    each registered one.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _HINT = f"It {NOT_REDUCED}; or average its gradient on every rank before step()"
 
 
 class FrozenParams:
-    """The names and parameters that one wrapper does not reduce, as long as this object lives."""
+    """The names and parameters that one living wrapper does not reduce."""
 
     def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
         self._pairs = pairs
@@ -33,7 +33,7 @@ class FrozenParams:
             _REGISTERED.add(self)
 
     def unfrozen(self) -> list[tuple[str, Tensor]]:
-        """List the parameters that require a gradient by now."""
+        """Return those that require a gradient now."""
         return [(name, param) for name, param in self._pairs if param.requires_grad]
 
 
@@ -41,7 +41,7 @@ _REGISTERED: WeakSet[FrozenParams] = WeakSet()
 
 
 def unreduced_among(params: Container[Tensor]) -> dict[str, Tensor]:
-    """Find the parameters that train and that a wrapper does not reduce, by name. No communication."""
+    """Return, by name, parameters that train but that no wrapper reduces. No communication."""
     found = (pair for frozen in list(_REGISTERED) for pair in frozen.unfrozen())
     return {name: param for name, param in found if param in params}
 
@@ -49,8 +49,9 @@ def unreduced_among(params: Container[Tensor]) -> dict[str, Tensor]:
 def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: bool) -> None:
     """Compare the gradients of parameters that the wrapper does not reduce; all ranks call.
 
-    One small collective; the CPU waits. Raises RankMismatchError if a gradient differs, RuntimeError in
-    ``Join``, whose joined ranks have none.
+    One small collective; the CPU waits. RankMismatchError if a gradient differs; RuntimeError in ``Join``,
+    whose
+    joined ranks have no gradient.
     """
     if in_join:
         raise RuntimeError(f"{next(iter(unreduced))} {NOT_REDUCED}")

@@ -1,8 +1,4 @@
-"""What ranks tell each other before a step that they cannot take without it: a byte of each.
-
-An ordinary step has no such collective. Where gradients are scaled, or ranks may run out of inputs, it has
-one.
-"""
+"""Status bytes that ranks exchange before a step with scaled gradients or uneven inputs."""
 
 from collections.abc import Sequence
 from enum import IntFlag
@@ -16,7 +12,7 @@ from zero_optim.compat.streams import HostCopy, brought_to, to_device
 
 
 class Word(IntFlag):
-    """What one rank tells; several may be true."""
+    """Flags of one rank."""
 
     NOTHING = 0
     JOINED = 1  # it ran out of inputs
@@ -33,10 +29,10 @@ _BEFORE_STEP = Word.CLIPS | Word.UNSCALES | Word.JOINED
 def exchange(
     group: RankGroup, word: Word, *, found_inf: Tensor | None = None, failure: Exception | None = None
 ) -> list[Word]:
-    """Tell every rank this one's word, and return all by rank; all ranks call; one collective of a byte.
+    """Exchange status bytes; returns them by rank; all ranks call; one collective of a byte.
 
-    The CPU waits, also for the work before ``found_inf``, which adds `Word.INFINITE` if it is not zero.
-    Raises on every rank the failure of any, or RuntimeError if active ranks are in different calls.
+    The CPU waits, also for the work before ``found_inf``, which sets `Word.INFINITE` if not zero. Raises any
+    rank's failure on every rank, and RuntimeError if active ranks are in different calls.
     """
     word |= Word.NOTHING if failure is None else Word.FAILED
     mine = to_device(bytes_to_tensor(bytes([word])), group.device)
@@ -58,9 +54,9 @@ def exchange(
 
 
 def is_skipped_by_all(words: Sequence[Word]) -> bool:
-    """Whether the ranks skip a step, as one found an infinity; the same on every rank.
+    """Return whether all ranks skip the step because of an infinity; equal on every rank.
 
-    Raises RuntimeError on every rank if a scaler cannot be told: its scale would drift from the others'.
+    RuntimeError on every rank if a scaler cannot be told: its scale would drift from the others'.
     """
     infinite = ranks_that(words, Word.INFINITE)
     deaf = sorted({*ranks_that(words, Word.DEAF)} - {*infinite})
@@ -73,5 +69,5 @@ def is_skipped_by_all(words: Sequence[Word]) -> bool:
 
 
 def ranks_that(words: Sequence[Word], told: Word) -> list[int]:
-    """List the ranks that told something."""
+    """Return the ranks that have a flag."""
     return [rank for rank, word in enumerate(words) if told in word]

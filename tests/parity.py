@@ -1,0 +1,209 @@
+"""One table of runs, stage x model x loop x option: each has the bits of the same run without sharding.
+
+`choose_rows` takes rows so that every two entries that go together meet in one; `refusal` says which rows do
+not exist, and why. The reference trains by the same code, with PyTorch's DDP (or sums made by hand, where
+their order is another) and the plain optimizer class. It is made once in a worker process.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
+
+from fake_streams import fake_streams
+from on_device import current_device
+from parity_models import MODELS
+from parity_reference import InRankOrder
+from parity_runs import LOOPS, OPTIONS, STAGES, Row, Run, Stage
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, unsharded
+from zero_optim.plan.pieces import Piece, piece_of
+from zero_optim.step.gradients import rows_of
+from zero_optim.step.partial import PartialGradient
+
+DEFECTS = {
+    "packed parameters whose gathers are under way are taken back to older values at the end of Join": Row(
+        "lazy, packed", "tower", "Join", "plain"
+    ),
+    "the average of a parameter without a gradient stays behind in an overlapped step": Row(
+        "overlap", "tower", "freezing", "averages"
+    ),
+}
+
+
+def refusal(row: Row) -> str:
+    """Why a row is no run, or shows one of `DEFECTS`; empty if it is one."""
+    stage, loop, option = STAGES[row.stage], LOOPS[row.loop], OPTIONS[row.option]
+    name, of_optimizer, is_sparse = row.loop, option.of_optimizer, row.model == "sparse"
+    fully, torchs = stage.wrapper is FullyShardedDataParallel, stage.wrapper is TorchDdp
+    hooked_to_owners = stage.to_owners and stage.hook is not None
+    varies = row.model == "unused" or loop.leaves_out
+    twice, joins = name == "graph gone through twice", name == "Join"
+    rules = {
+        "gradients are stepped before they are clipped or scaled": stage.overlaps and loop.clips,
+        "the first of two passes would step already": stage.overlaps and twice,
+        "nothing is sharded that could be cut": stage.plain and option.kind == "cuts",
+        "only a wrapper that shards takes a mesh": option.kind == "mesh" and not stage.shards,
+        "only parameters on their owners are kept in files": option.kind == "files" and not fully,
+        "fully sharded models and meshes take no part in Join": joins and (fully or option.kind == "mesh"),
+        "gradients on owners are no views": stage.shards and row.option == "gradients as views",
+        "units have a policy of their own": fully and row.option == "mixed precision",
+        "several dtypes": row.model in ("dtypes", "complex")
+        and ("master_dtype" in of_optimizer or row.option == "mixed precision"),
+        "PyTorch does not fuse, clamp or unscale complex numbers": row.model == "complex"
+        and (name in ("clipped by value", "GradScaler") or "fused" in of_optimizer),
+        "PyTorch does not clip sparse gradients": is_sparse and loop.clips,
+        "norms of complex numbers differ in the last bit": row.model == "complex" and name == "clipped",
+        "a mesh sums sparse gradients over all ranks at once": is_sparse and option.kind == "mesh",
+        "the class takes no sparse gradients": is_sparse and (bool(of_optimizer) or option.kind == "classes"),
+        "on the CPU PyTorch's DDP casts nothing": torchs and row.option == "mixed precision",
+        "PyTorch's DDP reduces one pass for each forward pass": torchs and twice,
+        "PyTorch's DDP fails without syncs": row.option == "static graph" and loop.skips_syncs,
+        "PyTorch's DDP marks parameters twice": row.model == "reentrant checkpoints" and name == "freezing",
+        "PyTorch's DDP has no shadow of these": torchs and joins and row.model in ("sparse", "unused"),
+        "PyTorch's DDP gives hooks no complex numbers": torchs
+        and bool(stage.hook)
+        and row.model == "complex",
+        "hooks to owners take dense real numbers": hooked_to_owners and row.model in ("sparse", "complex"),
+        "hooks to owners have no whole gradients to add to": hooked_to_owners and name == "adding",
+        "sums by hand need all gradients of all ranks": summed_by_hand(row)
+        and (row.model == "unused" or joins),
+        "PyTorch's DDP copies views of gradients when a rank has joined": torchs
+        and hooked_to_owners
+        and joins
+        and row.option == "gradients as views",
+        "the graph varies": row.option == "static graph" and varies,
+        "see DEFECTS": (stage.lazy and stage.packed and joins)
+        or (stage.overlaps and "ema_decay" in of_optimizer and varies),
+    }
+    return next((reason for reason, holds in rules.items() if holds), "")
+
+
+def choose_rows() -> list[Row]:
+    """A few rows in which all pairs of entries meet: of all candidates the one with most new pairs."""
+    where: dict[Any, list[Row]] = {}
+    for row in map(Row._make, product(STAGES, MODELS, LOOPS, OPTIONS)):
+        if not refusal(row):
+            for pair in pairs(row):
+                where.setdefault(pair, []).append(row)
+    missing = dict.fromkeys(where)
+    rows = []
+    while missing:
+        candidates = where[next(iter(missing))]
+        rows.append(max(candidates, key=lambda row: sum(pair in missing for pair in pairs(row))))
+        for pair in pairs(rows[-1]):
+            missing.pop(pair, None)
+    return sorted(rows)
+
+
+def pairs(row: Row) -> list[Any]:
+    return list(combinations(enumerate(row), 2))
+
+
+@dataclass
+class Trace:
+    """What a run leaves: answers of its loop; parameters, averages, state and gradients."""
+
+    answers: list[Any]
+    params: list[Tensor]
+    averages: list[Tensor]
+    entries: list[dict[str, Any]]
+    grads: list[Tensor | None]
+    pieces: list[Piece | None]  # the rows that this rank owns
+
+
+def play(row: Row, stage: Stage) -> Trace:
+    run = Run.of(row, stage)
+    LOOPS[row.loop].train(run)
+    optimizer, params = run.optimizer, list(run.net.parameters())
+    grads = [p.grad for p in params]
+    if not stage.plain:
+        optimizer.wait_for_gathers()
+
+    def values() -> list[Tensor]:
+        with unsharded(run.net) if stage.wrapper is FullyShardedDataParallel else nullcontext():
+            return [p.detach().clone() for p in params]
+
+    found, averages = values(), []
+    if "ema_decay" in OPTIONS[row.option].of_optimizer:
+        with optimizer.averaged_weights():
+            averages = values()
+    if stage.plain:
+        return Trace(run.answers, found, averages, optimizer.entries(), grads, [])
+    optimizer.consolidate_state_dict(to=None)
+    state = optimizer.state_dict()["state"]
+    pieces = optimizer.pieces()
+    entries = [state.get(index, {}) for index in range(len(pieces))]
+    owned = [piece_of(pieces[p], optimizer.ranks.rank) for p in params]
+    return Trace(run.answers, found, averages, entries, grads, owned)
+
+
+def assert_row(row: Row) -> None:
+    """The run of a row has the bits of its reference; called on every rank."""
+    want, stage = reference(row), STAGES[row.stage]
+    with fake_streams() if stage.inline else nullcontext():
+        got = play(row, stage)
+    assert repr(got.answers) == repr(want.answers), f"{got.answers} and {want.answers}"
+    assert_same(got.params, want.params)
+    if row.loop == "Join" and dist.get_rank() != 1:
+        return  # a plain optimizer knows nothing of the steps after its rank's last input
+    assert_same(got.averages, want.averages)
+    assert_same(got.entries, want.entries)
+    for index, (mine, other) in enumerate(zip(got.grads, want.grads, strict=True)):
+        if isinstance(mine, PartialGradient):
+            piece = got.pieces[index]
+            assert (mine.piece is None) == (piece is None)
+            assert other is not None
+            assert piece is None or torch.equal(mine.piece, rows_of(other, piece)), index
+        elif mine is not None or not stage.to_owners:
+            assert_same(mine, other, f"gradient {index}")
+
+
+def assert_same(got: Any, want: Any, where: str = "") -> None:
+    """Compare nested values bit for bit, dense tensors with their strides."""
+    if isinstance(want, dict):
+        got, want = sorted(got.items()), sorted(want.items())
+    if isinstance(want, Tensor) and isinstance(got, Tensor):
+        if not (got.is_sparse or want.is_sparse):
+            assert got.stride() == want.stride(), where
+        got, want = got.to_dense().nan_to_num(), want.to_dense().nan_to_num()
+        assert got.dtype == want.dtype, where
+        assert torch.equal(got, want), (where, got, want)
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want), where
+        for index, (mine, other) in enumerate(zip(got, want, strict=True)):
+            assert_same(mine, other, f"{where}.{index}")
+    else:
+        assert got == want, where
+
+
+_references: dict[tuple[object, ...], Trace] = {}
+
+
+def summed_by_hand(row: Row) -> bool:
+    """Whether PyTorch's DDP sums in another order, or not at all."""
+    stage = STAGES[row.stage]
+    if row.loop == "graph gone through twice":
+        return True
+    return stage.to_owners and (
+        OPTIONS[row.option].size > 2 or (stage.shards and LOOPS[row.loop].adds_on_owners)
+    )
+
+
+def reference(row: Row) -> Trace:
+    """The run without sharding, made once in a process."""
+    wrapper: Any = InRankOrder if summed_by_hand(row) else TorchDdp
+    if "mixed_precision" in OPTIONS[row.option].of_wrapper or (
+        row.model in ("sparse", "unused") and row.loop == "Join"
+    ):
+        wrapper = DistributedDataParallel  # PyTorch's cannot
+    key = (wrapper, *row[1:], current_device().type)
+    is_known = torch.tensor(key in _references, dtype=torch.int32)
+    dist.all_reduce(is_known, dist.ReduceOp.MIN)  # a process may have been replaced
+    if not is_known:
+        _references[key] = play(row, Stage(wrapper, plain=True))
+    return _references[key]
