@@ -343,11 +343,11 @@ PHASES = {
     "clip": Phase(
         _clip, "zero_optim.step.clip._exchanged", before=_begin_step, after=_step, raises_alone=True
     ),
-    "consolidate": Phase(_consolidate, "zero_optim.state.whole.encode", reshape=_reshape_state),
+    "consolidate": Phase(_consolidate, "zero_optim.state.moving.encode", reshape=_reshape_state),
     "load": Phase(lambda scene: scene.load("before"), "zero_optim.checkpoint.loading.place_own"),
     "load_state_dict": Phase(
         _load_state,
-        "zero_optim.state.dicts.pick_owned",
+        "zero_optim.state.dicts.check_fits",
         before=_consolidate_for_all,
         reshape=_reshape_loaded,
     ),

@@ -414,7 +414,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: sending some state would run its own code, or the class keeps state outside of
                 ``state``.
         """
-        dicts.consolidate_to(self.core, to)
+        dicts.consolidate(self.core, to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in the format of ``torch.optim``; does not communicate.

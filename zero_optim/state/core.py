@@ -15,16 +15,16 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names, params_of
-from zero_optim.plan.pieces import owned_by_text
+from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.unit_forms import KeptRows, UnitForms
 from zero_optim.state.cut_state import CutState
 from zero_optim.state.mirror import Mirror
-from zero_optim.state.moving import Held
+from zero_optim.state.moving import Held, RowMap
 from zero_optim.state.options import PlanInputs
-from zero_optim.state.whole import Snapshot, nbytes_held
+from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
@@ -173,26 +173,41 @@ class Core:
 
     def state_nbytes(self) -> int:
         """Return the bytes of the state that this rank holds now, each storage counted once."""
-        return nbytes_held(self.state)
+        storages = [tensor.untyped_storage() for tensor in inner_tensors(self.state)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def shaped_entries(self, param: Tensor, group: int) -> frozenset[str]:
         """Name the state entries that must have the shape of a parameter of the group with this index."""
         return self.owned.local.of_group(group).shaped.of(param.dim())
 
-    def shaped(self) -> list[frozenset[str]]:
-        """Name for each parameter the entries that surely have its shape."""
-        return [
-            self.shaped_entries(param, number) | {MASTER, EMA}
-            for number, group in enumerate(self.groups)
-            for param in group["params"]
-        ]
+    def group_numbers(self) -> dict[Tensor, int]:
+        """List for each parameter the index of its group."""
+        return {param: number for number, group in enumerate(self.groups) for param in group["params"]}
+
+    def piece_list(self) -> list[Pieces]:
+        """List for each parameter, in order, which ranks own which rows."""
+        return [self.sharding.pieces[param] for param in self.params]
+
+    def row_map(
+        self, held: Sequence[Pieces], wanted: Sequence[Pieces], hosts: Sequence[int] | None = None
+    ) -> RowMap:
+        """Make the map of a move, see there; without ``hosts`` each holder is a rank of the group."""
+        shapes, numbers = [tuple(param.shape) for param in self.params], self.group_numbers()
+        shaped = {
+            index: self.shaped_entries(param, numbers[param]) | {MASTER, EMA}
+            for index, (param, *ends) in enumerate(zip(self.params, held, wanted, strict=True))
+            if not all(is_whole(piece, param.shape) for pieces in ends for piece in pieces)
+        }
+        return RowMap(shapes, shaped, held, wanted, range(self.ranks.size) if hosts is None else hosts)
 
     def cut_states(self) -> dict[Tensor, CutState]:
         """List for each cut parameter how its state lies on its owners."""
-        pieces = self.sharding.pieces
+        pieces, numbers = self.sharding.pieces, self.group_numbers()
         return {
-            param: CutState(tuple(param.shape), pieces[param], names)
-            for param, names in zip(self.params, self.shaped(), strict=True)
+            param: CutState(
+                tuple(param.shape), pieces[param], self.shaped_entries(param, numbers[param]) | {MASTER, EMA}
+            )
+            for param in self.params
             if len(pieces[param]) > 1
         }
 
@@ -251,12 +266,12 @@ class Core:
             return 0
         self.follow_state()
         leaves, state, params, total = self.owned.leaves, self.own_state(), self.own_params(), 0
-        shaped = dict(zip(self.params, self.shaped(), strict=True))
+        numbers = self.group_numbers()
         for param in params:
             rows, entries = leaves.rows(param), state.get(param, {})
             total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))
             if self.snapshot.untouched:
-                planned = shaped[param] - {MASTER, EMA} - entries.keys()
+                planned = self.shaped_entries(param, numbers[param]) - entries.keys()
                 total += len(planned) * rows.numel() * leaves.stepped_dtype(param).itemsize
         return total
 

@@ -102,6 +102,10 @@ class Joined:
         self._num_rows: Counter[tuple[int, str]] = Counter()
         self._apart: list[tuple[Tensor, Tensor]] = []
 
+    def has(self, key: object) -> bool:
+        """Whether a key is that of a cut parameter."""
+        return key in self._cuts
+
     def places_of(self, owner: int) -> Place:
         """Return what `wire.recv_encoded` asks for memory while it receives the state of an owner."""
 

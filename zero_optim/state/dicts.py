@@ -1,4 +1,7 @@
-"""State dicts of the whole state: made, and loaded.
+"""State dicts of the whole state: made, checked, and loaded.
+
+Their keys are those of ``torch.optim``: the index of the parameter, counted over all groups. Global entries
+of a class have their own keys.
 
 Note [Whole state]
     Before any step, every rank knows the whole state: it is what the class's constructor makes, equal on
@@ -10,21 +13,21 @@ Note [Whole state]
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, describe_options, param_names
-from zero_optim.state.core import Core
-from zero_optim.state.whole import (
-    by_index,
-    check_fits,
-    check_source,
-    check_targets,
-    consolidate,
-    deal_out,
-    pick_owned,
-)
+from torch import Tensor
 
-Checked = Callable[[dict[str, Any]], dict[str, Any]]
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import inner_tensors, map_tensors
+from zero_optim.comm.wire import copied_to_cpu
+from zero_optim.errors import StateMismatchError
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import describe_options, param_names
+from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
+from zero_optim.run.progress import progress
+from zero_optim.state.core import Core
+from zero_optim.state.moving import Held, move, told_by
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
@@ -36,20 +39,38 @@ def whole_state(core: Core) -> dict[Any, Any]:
     return {params[key] if isinstance(key, int) else key: value for key, value in whole.items()}
 
 
-def consolidate_to(core: Core, to: int | Sequence[int] | None) -> None:
-    """Bring the whole state to some ranks, where the snapshot holds it; all ranks call."""
+def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
+    """Bring the whole state to some ranks, where the snapshot holds it in CPU memory; all ranks call.
+
+    After a second, the first target shows a bar on a terminal.
+    """
     core.owned.local.check_dicts()
-    with core.group.doing("consolidate_state_dict()"):
-        agree(core.group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
-        targets = check_targets(to, core.group.size)
-        params = core.params
-        cuts = by_index(core.cut_states(), params)
-        whole = consolidate(core.group, targets, core.own_state(), params, cuts)
-        if whole is not None:
-            core.snapshot.hold(whole)
+    group = core.group
+    with group.doing("consolidate_state_dict()"):
+        agree(group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
+        targets = check_targets(to, group.size)
+        held = core.held()
+        wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
+        # All ranks own about the same number of bytes, so this rank's number gives the total.
+        total = group.size * sum(tensor.nbytes for tensor in inner_tensors(dict(held.state)))
+        with progress("consolidating", total, shown=group.rank == targets[0]) as advance:
+            whole = move(
+                group,
+                core.row_map(core.piece_list(), wanted),
+                {group.rank: Held(held.state, {}, held.everywhere)},
+                copies=True,
+                advance=advance,
+            )
+        if group.rank in targets:
+            core.snapshot.hold({**whole.state, **whole.everywhere})
 
 
-def load(core: Core, state_dict: dict[str, Any] | None, src: int | None, run_hooks: Checked) -> None:
+def load(
+    core: Core,
+    state_dict: dict[str, Any] | None,
+    src: int | None,
+    run_hooks: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
     """Load a whole state dict that every rank has, or ``src`` alone; all ranks call.
 
     Args:
@@ -60,30 +81,37 @@ def load(core: Core, state_dict: dict[str, Any] | None, src: int | None, run_hoo
     """
     group = core.group
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
-    params, pieces = core.params, [core.sharding.pieces[param] for param in core.params]
-    cuts = by_index(core.cut_states(), params)
-    owned: dict[Any, Any] = {}
-    saved: list[ParamGroup] = []
+    params, pieces = core.params, core.piece_list()
+    source = group.rank if src is None else src
+    held: dict[int, Held] = {}
+    beside: dict[str, Any] = {}
     with failing_together(group):
         core.owned.local.check_dicts()
-        check_source(state_dict, src, group)
+        _check_source(state_dict, src, group)
         if state_dict is not None:
             state_dict = run_hooks(dict(state_dict))
-            shaped = [core.owned.local.of_group(number).shaped for number in range(len(core.groups))]
-            check_fits(state_dict, core.groups, param_names(core.groups), shaped, cuts)
-        if src is None:
-            assert state_dict is not None  # check_source
-            saved = state_dict["param_groups"]
-            owned = pick_owned(state_dict, params, pieces, cuts, group.rank)
-    if src is not None:
-        owned, saved = deal_out(group, src, state_dict, params, pieces, cuts)
+            check_fits(core, state_dict)
+            keys, state = _saved_keys(state_dict), state_dict["state"]
+            held[source] = Held({index: state[key] for index, key in enumerate(keys) if key in state})
+            everywhere = {key: value for key, value in state.items() if key not in set(keys)}
+            groups = state_dict["param_groups"]
+            options = [{key: group[key] for key in group if key != "params"} for group in groups]
+            beside = {"options": options, "everywhere": everywhere}
+    if src is None:  # what each rank wants comes from itself
+        pieces = [tuple(filter(None, (piece_of(each, group.rank),))) for each in pieces]
+    else:
+        beside = told_by(group, src, beside, "the state dict")
+    rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
+    got = move(group, rows, held, copies=True, about="the state dict")
     with failing_together(group):
         core.check_weights()
-        groups = core.with_options(saved)
+        groups = core.with_options(beside["options"])
         core.check_cuts(groups)
         described = describe_options(groups)
     agree(group, described, "the options of the state dict")
-    core.take_over(owned, groups, exact=False)
+    owned = {params[index]: entries for index, entries in got.state.items()}
+    everywhere = map_tensors(beside["everywhere"], copied_to_cpu)
+    core.take_over({**owned, **everywhere}, groups, exact=False)
 
 
 def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
@@ -100,3 +128,63 @@ def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[s
         groups = core.with_options(options)
         core.check_cuts(groups)
     core.take_over(state, groups, exact=True)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def check_targets(to: object, num_ranks: int) -> list[int]:
+    """Return the group ranks that ``to`` means: one, several, or None for all; raises if there is no such."""
+    if to is None:
+        return list(range(num_ranks))
+    asked: list[Any] = list(to) if isinstance(to, list | tuple | set | frozenset | range) else [to]
+    wrong = [rank for rank in asked if type(rank) is not int or rank not in range(num_ranks)]
+    if wrong or not asked:
+        raise ValueError(
+            f"expected to be a group rank from 0 to {num_ranks - 1} (or a list of them, or None for all), "
+            f"got {to!r}"
+        )
+    return sorted(set(asked))
+
+
+def _check_source(state_dict: object, src: int | None, group: RankGroup) -> None:
+    """Check which ranks give the dict to load: every rank, or only ``src``."""
+    if src is not None and (type(src) is not int or src not in range(group.size)):
+        raise ValueError(f"expected src to be a group rank from 0 to {group.size - 1}, or None, got {src!r}")
+    if src not in (None, group.rank) and state_dict is not None:
+        raise ValueError(f"with src={src} only rank {src} gives a state dict, the others give None")
+    if src in (None, group.rank) and state_dict is None:
+        raise ValueError("expected a state dict, got None: name the one rank that gives it with src=…")
+
+
+def _saved_keys(state_dict: Mapping[str, Any]) -> list[Any]:
+    """List the keys under which a state dict holds its parameters' state, in order."""
+    return [key for group in state_dict["param_groups"] for key in group["params"]]
+
+
+def check_fits(core: Core, state_dict: Mapping[str, Any]) -> None:
+    """Check that a whole state dict fits the parameters; raises with every mismatch, one for each line."""
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise StateMismatchError(
+            f"expected a state dict with 'state' and 'param_groups', got keys {sorted(state_dict)}"
+        )
+    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    present = [len(group["params"]) for group in core.groups]
+    if saved != present:
+        raise StateMismatchError(
+            f"the state dict has groups of {saved} parameters, this optimizer has {present}"
+        )
+    wrong, numbers = [], core.group_numbers()
+    for name, param, key in zip(param_names(core.groups), core.params, _saved_keys(state_dict), strict=True):
+        entry = state_dict["state"].get(key, {})
+        if not isinstance(entry, dict):
+            continue
+        must = core.shaped_entries(param, numbers[param])
+        must |= {MASTER, EMA} if core.sharding.is_cut(param) else set()
+        for entry_name in sorted(must & entry.keys()):
+            got = entry[entry_name]
+            if isinstance(got, Tensor) and got.shape != param.shape:
+                wrong.append(f"{name}: '{entry_name}' has shape {tuple(got.shape)}")
+    if wrong:
+        raise StateMismatchError("state that does not fit its parameter:\n  " + "\n  ".join(wrong))

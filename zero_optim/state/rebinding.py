@@ -13,6 +13,7 @@ Note [Rebinding is building anew]
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, check_flags, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
+from zero_optim.plan.groups import ParamGroup, options_of, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.rows import CutRows
@@ -31,10 +32,11 @@ from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.units import UnitBucket
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core
-from zero_optim.state.holding import find, told
-from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
+from zero_optim.state.dicts import check_targets
+from zero_optim.state.holders import Holders, find_holders, refuse_lost
+from zero_optim.state.moving import Held, move, told_by
 from zero_optim.state.options import KEPT_WHOLE
-from zero_optim.state.whole import Snapshot, check_targets
+from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
 
@@ -162,17 +164,18 @@ def go_over(
         about.append(f"cuts of groups {core.inputs.may_cut(core.groups)}")
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
-    found = find(core, group, may_lose=may_lose) if keep_state else None
+    found = find_holders(core, group, may_lose=may_lose) if keep_state else None
     lost = [] if found is None else [index for index, held in enumerate(found.pieces) if not held]
     names = param_names(core.groups)
     refuse_lost([] if may_lose else [names[index] for index in lost])
-    groups, everywhere = told(core, group, found)
+    groups, everywhere = _told(core, group, found)
     sharding, plan = _planned(core, group, len(owners), groups, about)
-    moved = Moved({}, {})
+    moved = Held({})
     if found is not None:
         to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
-        forms = Forms([tuple(param.shape) for param in params], core.shaped())
-        moved = move_state(group, found.pieces, to, forms, found.hosts, found.held)
+        rows = core.row_map(found.pieces, to, found.hosts)
+        held = {holder: replace(each, everywhere={}) for holder, each in found.held.items()}
+        moved = move(group, rows, held, copies=False)
     if len(owners) < group.size:
         sharding.become(owners.index(group.rank) if group.rank in owners else -1)
     owned = _built(core, group, sharding, plan, groups)
@@ -191,11 +194,24 @@ def go_over(
     core.show_state()
     if found is None:
         core.snapshot = Snapshot()
-    elif core.snapshot.age != found.age or found.copied is not None:
+    elif core.snapshot.age != found.age or found.options is not None:
         core.snapshot = Snapshot(found.age, found.steps)
     else:
         core.snapshot.steps = found.steps
     return [params[index] for index in lost]
+
+
+def _told(core: Core, group: RankGroup, found: Holders | None) -> tuple[list[ParamGroup], Mapping[Any, Any]]:
+    """Give the groups with the options to go on with, and global entries; all ranks call."""
+    if found is None or not found.tells:
+        return core.groups, {}
+    beside, is_first = {}, group.rank == found.first
+    if is_first:
+        options = found.options or [options_of(each) for each in core.groups]
+        beside = {"options": options, "everywhere": dict(next(iter(found.held.values())).everywhere)}
+    beside = told_by(group, found.first, beside, "the options")
+    keeps_own = is_first and found.options is None
+    return core.groups if keeps_own else core.with_options(beside["options"]), beside["everywhere"]
 
 
 def _planned(

@@ -1,0 +1,209 @@
+"""What the ranks of a new group hold together: their live state, or a version of the mirrors.
+
+Note [Who holds the state]
+    A rank whose optimizer was never stepped or loaded holds nothing that counts: it has come new to the
+    group. All others must hold state of one age, which is how often it was changed. Together they must hold
+    every row once. A row that nobody holds is lost with the rank that owned it; one that two hold comes from
+    two runs.
+
+Note [Going back to a mirror]
+    If the ranks do not hold one whole state, but keep mirrors, they go back to the newest version of these
+    that is whole among them, see Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks
+    of the former group, by their numbers there. The host of a lost one is its buddy. All that a rank gives
+    comes from its copies, also for itself, and so do options.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.frames import ranks_text
+from zero_optim.errors import LostStateError, RankMismatchError
+from zero_optim.plan.groups import ParamGroup, describe_options, param_names
+from zero_optim.plan.pieces import Piece, Pieces, num_rows
+from zero_optim.state.core import Core
+from zero_optim.state.moving import Held
+from zero_optim.state.versions import GO_BACK, Kept, common_version
+
+_MOST_NAMED = 5  # parameters in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a rank says it holds when it comes to a new group.
+
+    Attributes:
+        age: how often its state was changed; 0 if it is new.
+        is_torn: a step broke off there half way.
+        options: a description of each parameter group's options.
+        has_everywhere: its state has global entries.
+        pieces: rows held, as (index of the parameter, start, stop).
+        steps: how many steps were taken.
+        kept: what it keeps of mirrors; None if nothing.
+    """
+
+    age: int
+    is_torn: bool
+    options: list[str]
+    has_everywhere: bool
+    pieces: list[list[int]]
+    steps: int
+    kept: Kept | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holders:
+    """What the ranks of a new group hold together.
+
+    Attributes:
+        first: a rank that gives what is the same for all.
+        age: of the state.
+        steps: how many were taken.
+        pieces: which holder has which rows of each parameter; none if any of its rows is lost.
+        hosts: the rank of each holder.
+        held: what the holders have whose host this rank is.
+        tells: the first rank tells the others the options, and global entries.
+        options: of this rank's version of the mirrors, if they go back to one; None for those of the groups.
+    """
+
+    first: int
+    age: int
+    steps: int
+    pieces: list[Pieces]
+    hosts: Sequence[int]
+    held: Mapping[int, Held]
+    tells: bool
+    options: Sequence[ParamGroup] | None = None
+
+
+def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | None:
+    """Find out what the ranks hold; None if all are new. All ranks call.
+
+    Raises, on every rank, a LostStateError or a RankMismatchError if they do not hold one state.
+    """
+    pieces = [core.sharding.piece_here(param) for param in core.params]
+    former = [core.sharding.pieces[param] for param in core.params]
+    snapshot, own = core.snapshot, core.held()
+    mine = Holding(
+        snapshot.age,
+        snapshot.is_torn,
+        describe_options(core.groups),
+        bool(own.everywhere),
+        [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
+        snapshot.steps,
+        None if may_lose else core.mirror.kept(former),
+    )
+    told = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
+    holdings = [
+        Holding(**{**each, "kept": None if each["kept"] is None else Kept(**each["kept"])}) for each in told
+    ]
+    goes_back = any(holding.kept for holding in holdings) and _loses_state(holdings)
+    try:
+        found = _live(core, group, holdings, own)
+        if found is None or all(found.pieces) or not goes_back:
+            return found
+    except (LostStateError, RankMismatchError):  # the same on every rank
+        if not goes_back:
+            raise
+    return _in_mirrors(core, group, holdings)
+
+
+def _loses_state(holdings: Sequence[Holding]) -> bool:
+    """Whether something failed, after which ranks may go back: a step broke off, or a rank is lost.
+
+    A rank that has changed its state but keeps no mirror of it, as after a load, cannot go back.
+    """
+    if any(each.age > 0 and each.kept is None for each in holdings):
+        return False
+    known = [each.kept for each in holdings if each.kept is not None]
+    is_torn = any(each.is_torn for each in holdings)
+    is_missing = any(len(known) < each.size for each in known)
+    return is_torn or is_missing or len({each.age for each in holdings if each.age > 0}) > 1
+
+
+def _live(core: Core, group: RankGroup, holdings: Sequence[Holding], own: Held) -> Holders | None:
+    """Go on with what the ranks hold; None if all are new. Does not communicate."""
+    holders = _holders_of_one_state(holdings)
+    if not holders:
+        return None
+    pieces = _held_pieces(core, holdings, holders)
+    tells = len(holders) < group.size or any(holdings[rank].has_everywhere for rank in holders)
+    steps = max(holdings[rank].steps for rank in holders)
+    age = holdings[holders[0]].age
+    return Holders(holders[0], age, steps, pieces, range(group.size), {group.rank: own}, tells)
+
+
+def _holders_of_one_state(holdings: Sequence[Holding]) -> list[int]:
+    """List the ranks whose state counts, see Note [Who holds the state]; raises if it is not one state."""
+    torn = [rank for rank, each in enumerate(holdings) if each.is_torn]
+    if torn:
+        raise LostStateError(
+            f"a step broke off on {ranks_text(torn)}: some parameters there have taken it, others have not. "
+            f"{GO_BACK}"
+        )
+    holders = [rank for rank, each in enumerate(holdings) if each.age > 0]
+    ages: dict[int, list[int]] = {}
+    for rank in holders:
+        ages.setdefault(holdings[rank].age, []).append(rank)
+    if len(ages) > 1:
+        told = "; ".join(f"{ranks_text(ranks)} after {age} steps or loads" for age, ranks in ages.items())
+        raise RankMismatchError(f"ranks hold state of different moments: {told}. {GO_BACK}")
+    for rank in holders:
+        first, options = holdings[holders[0]].options, holdings[rank].options
+        if options != first:
+            one, other = next((a, b) for a, b in zip(first, options, strict=True) if a != b)
+            raise RankMismatchError(
+                f"ranks disagree about the options of the optimizer: rank {holders[0]} has {one}; "
+                f"rank {rank} has {other}"
+            )
+    return holders
+
+
+def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]) -> list[Pieces]:
+    """Tell for each parameter which rank holds which rows; none if any row is lost."""
+    names, found = param_names(core.groups), []
+    held: list[list[Piece]] = [[] for _ in names]
+    for rank in holders:
+        for index, start, stop in holdings[rank].pieces:
+            held[index].append(Piece(rank, start, stop))
+    for name, param, pieces in zip(names, core.params, held, strict=True):
+        pieces.sort(key=lambda piece: piece[1:])
+        for one, other in pairwise(pieces):
+            if other.start < one.stop or other[1:] == one[1:]:
+                raise RankMismatchError(
+                    f"ranks {one.owner} and {other.owner} both hold {name}: they come from two runs. Rebind "
+                    "ranks of one former group, and new ones, whose optimizer was neither stepped nor loaded"
+                )
+        is_lost = sum(piece.stop - piece.start for piece in pieces) < num_rows(param.shape)
+        found.append(() if is_lost else tuple(pieces))
+    return found
+
+
+def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Holders:
+    """Go back, see Note [Going back to a mirror]. Does not communicate."""
+    common = common_version([holding.kept for holding in holdings])
+    kept = holdings[common.first].kept
+    assert kept is not None  # that rank was in the former group
+    pieces: list[list[Piece]] = [[] for _ in core.params]
+    for index, *piece in kept.pieces:
+        pieces[index].append(Piece(*piece))
+    values, beside = core.mirror.values_of(common, group.rank)
+    beside = beside or {"options": None, "everywhere": {}}
+    held = {
+        former: Held(each["state"], each["values"], beside["everywhere"], is_live=False)
+        for former, each in values.items()
+    }
+    every = [tuple(some) for some in pieces]
+    return Holders(common.first, common.age, common.steps, every, common.hosts, held, True, beside["options"])
+
+
+def refuse_lost(names: Sequence[str]) -> None:
+    """Raise if there are parameters, by name, whose state nobody holds."""
+    if names:
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        raise LostStateError(
+            f"nobody in the new group holds the state of {', '.join(names[:_MOST_NAMED])}{more}: the rank "
+            f"that owned it is not a member. {GO_BACK}"
+        )
