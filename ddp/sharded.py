@@ -127,7 +127,7 @@ class ShardedDataParallel(DistributedDataParallel):
     ) -> OwnerReducer:
         optimizer, mesh = self._optimizer, self._mesh
         with failing_together(self._everyone(optimizer)):
-            optimizer.steps.check_sparse(param for name, param in pairs if name in sparse)
+            optimizer.core.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.core.describe())
         made = OwnerReducer(

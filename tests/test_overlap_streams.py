@@ -21,7 +21,7 @@ from zero_optim.hooks import zero_step
 from zero_optim.hooks.overlap import owners, passes
 from zero_optim.shard import storage
 from zero_optim.shard.gathers import UnderWay
-from zero_optim.stepping import Stepping
+from zero_optim.stepping.backward import BackwardSteps
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 DEVICE = torch.device("cpu")
@@ -241,7 +241,7 @@ def raises_once(original: Any) -> Any:
 
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "beginning": (Stepping, "begin_overlapped"),
+    "beginning": (BackwardSteps, "begin"),
     "receiving": (passes.Task, "receive"),
     "the tensor received": (passes, "_tensor"),
     "gradients": (passes, "_gradients"),

@@ -208,7 +208,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _call_theirs(self, name: str, methods: list[Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         local, groups = self.core.owned.local, self.param_groups
         work = partial(local.call, groups, methods, *args, **kwargs)
-        return self.steps.run(f"{name}()", partial(self.core.owned.run, work))
+        return self.steps.calls.run(f"{name}()", partial(self.core.owned.run, work))
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -279,7 +279,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Only inside ``Join``, and where a step was begun in the backward pass, which raises. Otherwise the
         question is counted: Note [What a count cannot tell] in `zero_optim.health.stamps`.
         """
-        if self.steps.in_join or self.steps.is_begun:
+        if self.steps.joins.under_way or self.steps.backward.is_begun:
             return True
         stamps = self.core.sharding.gathers.stamps
         if stamps is not None:
@@ -326,7 +326,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         On CUDA with NCCL the current stream waits, not the CPU. To be called when ``backward()`` has raised
         and training goes on all the same: part of the step may have been taken.
         """
-        self.steps.wait_for_gathers()
+        self.steps.backward.wait()
+        self.core.sharding.under_way.wait()
 
     @called_by_all
     def gather_parameters(self) -> None:
@@ -517,12 +518,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"
             )
-        self.steps.end_overlap(waits=wait)
+        self.steps.backward.end(waits=wait)
         if staying is not None:
             rebinding.hand_over(self.core, staying)
         else:
             rebinding.detach(self.core, wait=wait)
-        self.steps.let_go()
+        self.steps.calls.let_go()
+        self.steps.joins.let_go()
         unwatch(self)
 
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
@@ -680,25 +682,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Works beside DDP: ``with Join([ddp_model, optimizer]):``. Ranks still active must step once in each
         iteration. Takes no options of its own.
         """
-        return self.steps.join_hook(**kwargs)
+        return self.steps.join_hook()
 
     @property
     def join_device(self) -> torch.device:
         """Where ``Join`` places its own small tensors."""
-        return self.steps.join_device
+        return self.steps.joins.join_device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group over which ``Join`` counts active ranks."""
-        return self.steps.join_process_group
+        return self.steps.joins.join_process_group
 
     @property
     def _join_config(self) -> Any:  # noqa: ANN401 - a private type of PyTorch
-        return self.steps.join_config
+        return self.steps.joins.config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:  # noqa: ANN401 - as above
-        self.steps.join_config = config
+        self.steps.joins.config = config
 
     # ------------------------------------------------------------------ names of PyTorch's class
 

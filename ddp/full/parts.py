@@ -51,7 +51,7 @@ def _reduced(module: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
 def check_sparse(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     """Refuse sparse gradients that the optimizer does not bear."""
     pairs, sparse = _reduced(module)
-    optimizer.steps.check_sparse(param for name, param in pairs if name in sparse)
+    optimizer.core.check_sparse(param for name, param in pairs if name in sparse)
 
 
 def make_reducer(

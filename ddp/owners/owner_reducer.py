@@ -142,7 +142,7 @@ class OwnerReducer(Reducer):
         """
         num_steps, self._num_steps_before = self._num_steps_before, None
         if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant
-            self._optimizer.steps.refuse_in_join(RuntimeError(_NO_STEP))
+            self._optimizer.steps.joins.refuse(RuntimeError(_NO_STEP))
         super().check_finished(waits=waits)
         if waits and self._check is not None:
             self._check.read()
@@ -219,7 +219,7 @@ class OwnerReducer(Reducer):
         for param in self.params:
             param.grad = None
         self._put_aside()
-        self._optimizer.steps.drop_after_shadow(self.params)
+        self._optimizer.steps.joins.drop_after_shadow(self.params)
         super().shadow()
 
 

@@ -73,7 +73,7 @@ class Stepper:
             # On this thread: to try a class is no work for a thread beside the backward pass, which may draw
             # random numbers. Every rank sees the same buckets, so all fail.
             with of.minding():
-                self._optimizer.steps.check_sparse(params)
+                self._optimizer.core.check_sparse(params)
         done = future_on(buffer.device)
         self._held.append(Task(of, params, buffer, reduced, all_used, done))
         if self._interleave or of.is_complete:
@@ -125,7 +125,7 @@ class Stepper:
         of.has_begun = True
         with of.minding(), torch.no_grad():
             self._overlap.wait_for_steps()  # of a pass that broke off
-            self._optimizer.steps.begin_overlapped(joined=of.joined)
+            self._optimizer.steps.backward.begin(joined=of.joined)
         if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
             with of.minding():
                 self._overlap.take_over()

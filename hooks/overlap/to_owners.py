@@ -168,7 +168,7 @@ class _OwnerReductions:
     def _give_joined(self) -> None:
         """Set this rank's own gradients although it ran out of inputs, as nobody else has them."""
         for params, buffer in self._came:
-            self._optimizer.steps.drop_after_shadow(params)
+            self._optimizer.steps.joins.drop_after_shadow(params)
             for param, view in zip(params, gradients_in(buffer, params), strict=True):
                 param.grad = view.to(param.dtype, copy=True)
         self._end()

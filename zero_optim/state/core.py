@@ -1,9 +1,10 @@
 """What an optimizer consists of: who owns what, what this rank keeps and steps, and what users see of it.
 
-The optimizer and the rooms above work on a `Core`. Nothing here communicates, but `mirror_state`.
+The optimizer and the rooms above work on a `Core`. Nothing here
+communicates, but `mirror_state`, and `check_unreduced` in rare cases.
 """
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
@@ -26,9 +27,12 @@ from zero_optim.state.moving import Held, RowMap
 from zero_optim.state.options import PlanInputs
 from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.averages import EMA
+from zero_optim.step.gradients import is_sparse
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
+from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.state_view import OwnedEntries
+from zero_optim.step.unreduced import check_unreduced, unreduced_among
 
 
 @dataclass(eq=False)
@@ -97,6 +101,29 @@ class Core:
     def _cuts_of(self, group: ParamGroup) -> list[CutRows]:
         cut = filter(self.sharding.is_cut, group["params"])
         return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
+
+    def check_sparse(self, params: Iterable[Tensor]) -> None:
+        """Refuse sparse gradients of cut parameters, unless trials of the class with such gave equal bits.
+
+        To be called on all ranks, before a step with such gradients. The first call tries the class, which
+        takes some 10 ms.
+
+        Args:
+            params: those whose gradients are sparse; what is not cut, or not in the optimizer, is left out.
+        """
+        concerned = [param for param in params if len(self.sharding.pieces.get(param, ())) > 1]
+        if concerned:
+            check_sparse_rows(self.groups, concerned, self.owned.local, self.owned.leaves.tried_dtype)
+
+    def sparse_cut_params(self) -> list[Tensor]:
+        """List the cut parameters whose gradients are sparse, also where other ranks hold them."""
+        return [param for param in self.sharding.cut_params() if is_sparse(param.grad)]
+
+    def check_unreduced(self, *, in_join: bool) -> None:
+        """Refuse to step with gradients that nobody has reduced; communicates only if there may be some."""
+        unreduced = unreduced_among(self.sharding.pieces)
+        if unreduced and self.group.size > 1:
+            check_unreduced(self.group, unreduced, in_join=in_join)
 
     # ------------------------------------------------------------------ what users see
 

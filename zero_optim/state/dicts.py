@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors, map_tensors
-from zero_optim.comm.wire import copied_to_cpu
+from zero_optim.comm.wire import copied, copied_to_cpu
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import describe_options, param_names
@@ -58,7 +58,7 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
                 group,
                 core.row_map(core.piece_list(), wanted),
                 {group.rank: Held(held.state, {}, held.everywhere)},
-                copies=True,
+                copy_with=copied_to_cpu,
                 advance=advance,
             )
         if group.rank in targets:
@@ -102,7 +102,7 @@ def load(
     else:
         beside = told_by(group, src, beside, "the state dict")
     rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
-    got = move(group, rows, held, copies=True, about="the state dict")
+    got = move(group, rows, held, copy_with=copied, about="the state dict")
     with failing_together(group):
         core.check_weights()
         groups = core.with_options(beside["options"])
@@ -110,7 +110,7 @@ def load(
         described = describe_options(groups)
     agree(group, described, "the options of the state dict")
     owned = {params[index]: entries for index, entries in got.state.items()}
-    everywhere = map_tensors(beside["everywhere"], copied_to_cpu)
+    everywhere = map_tensors(beside["everywhere"], copied)
     core.take_over({**owned, **everywhere}, groups, exact=False)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested, decode, encode, map_tensors
-from zero_optim.comm.wire import copied_to_cpu, recv_encoded, send_value
+from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.state.cut_state import CutState, Joined
 
@@ -131,7 +131,7 @@ def move(
     rows: RowMap,
     held: Mapping[int, Held],
     *,
-    copies: bool,
+    copy_with: Callable[[Tensor], Tensor] | None = None,
     about: str = "optimizer state",
     advance: Callable[[int], object] = int,
 ) -> Held:
@@ -145,8 +145,7 @@ def move(
         group: the ranks.
         rows: who holds what, and who shall; equal on every rank, but for rows that stay where they are.
         held: what the holders have whose host this rank is.
-        copies: what stays on a rank is copied as well; else the part of it that is not split stays as it is,
-            without values that are live.
+        copy_with: copies what stays on a rank and is not split; None leaves that as it is.
         about: what it is, for messages.
         advance: called with the number of bytes of each piece that has come.
 
@@ -185,8 +184,8 @@ def move(
             whole = {key: value for key, value in message.items() if key not in cut}
             if held[holder].is_live:
                 whole = {key: value for key, value in whole.items() if not _is_values(key)}
-            if copies:
-                whole = map_tensors(whole, copied_to_cpu)
+            if copy_with is not None:
+                whole = map_tensors(whole, copy_with)
             parts[holder] = {**whole, **joined.copied(cut, holder)}
         merged = joined.merge([parts[holder] for holder in sorted(parts)])
     values = {~key: merged.pop(key)[_VALUES] for key in list(merged) if _is_values(key)}

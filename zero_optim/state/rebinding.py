@@ -175,7 +175,7 @@ def go_over(
         to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
         rows = core.row_map(found.pieces, to, found.hosts)
         held = {holder: replace(each, everywhere={}) for holder, each in found.held.items()}
-        moved = move(group, rows, held, copies=False)
+        moved = move(group, rows, held)
     if len(owners) < group.size:
         sharding.become(owners.index(group.rank) if group.rank in owners else -1)
     owned = _built(core, group, sharding, plan, groups)

@@ -6,14 +6,10 @@ ranks with an unsharded optimizer. The loan ends with the step: a loop that call
 of an iteration goes on with its own gradients in the next epoch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import JoinHook
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
@@ -24,50 +20,6 @@ from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import owned_gradient, set_owned_gradient
 from zero_optim.step.partial import PartialGradient
 from zero_optim.step.words import Word, exchange, ranks_that
-
-
-@dataclass(slots=True, eq=False)
-class JoinNotes:
-    """The state of an optimizer inside ``Join``.
-
-    ``is_announced``: ``Join`` knows that this rank is active in this iteration. ``given``: parameters with
-    gradients of a shadowed backward pass.
-    """
-
-    is_announced: bool = False
-    given: list[Tensor] = field(default_factory=list)
-
-    @contextmanager
-    def borrowing(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Hold borrowed gradients during the body, on a joined rank; no communication.
-
-        Afterwards new gradients are removed. The others are zeroed in place, as they may be DDP's views: they
-        were
-        zeros before, or old ones that the loop drops before use.
-        """
-        given = set(self.given)
-        held = {param for param in params if param.grad is not None and param not in given}
-        try:
-            yield
-        finally:
-            self.given = []
-            with torch.no_grad():
-                for param in {*params, *given}:
-                    if param.grad is not None and param in held:
-                        param.grad.zero_()
-                    else:
-                        param.grad = None
-
-
-class ShadowHook(JoinHook):
-    """Joins each step of the active ranks, one an iteration, through ``shadow``."""
-
-    def __init__(self, shadow: Callable[[], None]) -> None:
-        self._shadow = shadow
-
-    def main_hook(self) -> None:
-        """Shadow one iteration; ``Join`` calls it while some rank is active."""
-        self._shadow()
 
 
 def lend_gradients(
