@@ -79,7 +79,6 @@ class _Pool:
         return {name: under_way for name, under_way in taken.items() if name in self.lanes}
 
     def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
-        """Lend lanes, with traffic counted as the group's."""
         made = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
         return Lease({name: replace(lane, phase=group.phase) for name, lane in made.items()}, self.free)
 
@@ -157,7 +156,6 @@ def _pool_of(group: RankGroup, backend: str) -> _Pool:
 def _exchange(
     group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
 ) -> list[dict[str, Any]]:
-    """Exchange how many lanes each rank wants, how many exist, and which are free."""
     wish = {
         "want": f"{number} on {backend}",
         "free": {name: num_started(RankGroup.of(pool.lanes[name])) for name in sorted(offered)},

@@ -38,9 +38,8 @@ def exchange(
     """Start sending one piece to each rank, and receiving one from each; all ranks call.
 
     ``pieces``: by receiving rank; 1-D, contiguous, one dtype, equal lengths for one receiver. ``lanes``:
-    groups
-    of the same ranks; one gloo group is not reliably full duplex, so each sender has its own. Returns the
-    handles and the received pieces by sending rank; this rank's own piece is not copied.
+    groups of the same ranks; one gloo group is not reliably full duplex, so each sender has its own. Returns
+    the handles and the received pieces by sending rank; this rank's own piece is not copied.
     """
     mine = pieces[group.rank]
     received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
@@ -96,8 +95,7 @@ def start_parts(
     """Start sending parts to each rank, where `is_gloo_on_cpu` holds; all ranks call, as `exchange`.
 
     Returns the handle of all sends, and a function that starts to receive the next parts: from this rank's
-    own
-    part it returns a handle, and the parts by sending rank.
+    own part it returns a handle, and the parts by sending rank.
     """
     lane = replace(lanes[0], phase=group.phase)
     record = lane.begin_work(about)
@@ -227,5 +225,4 @@ def _irecv(group: RankGroup, tensor: Tensor, source: int, tag: int = 0) -> dist.
 
 
 def _made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
-    """Return the handles; none is None, as this process is a member."""
     return [work for work in works if work is not None]

@@ -86,14 +86,12 @@ class _Step:
     _mine: Tensor | None = None
 
     def stamp(self) -> Tensor:
-        """Return this rank's stamp, 1-D, uint8, on the CPU."""
         if self._mine is None:
             failed = None if self.failure is None else self.failure[0]
             self._mine = bytes_to_tensor(Stamp.of(self.number, self.digest, self.name, failed).packed())
         return self._mine
 
     def fail(self, failure: BaseException) -> None:
-        """Put a failure into later stamps, unless there is one."""
         if self.failure is None:
             more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
             self.failure, self._mine = failure_of(failure, more), None
@@ -113,8 +111,7 @@ class Stamps:
     """Writes and reads the stamps of one optimizer's steps, in a group of several ranks.
 
     ``tell``: called with what `check_failures` will raise. ``numbers``: see `RankGroup.numbers`; empty for
-    group
-    ranks. ``asked``: calls of a scaler since the last step, see Note [What a count cannot tell].
+    group ranks. ``asked``: calls of a scaler since the last step, see Note [What a count cannot tell].
     """
 
     def __init__(self, own_options: Collection[str] = ()) -> None:
@@ -129,7 +126,6 @@ class Stamps:
         self.numbers: Sequence[int] = ()
 
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
-        """Copy and pickle as new."""
         return Stamps, (self._own_options,)
 
     # ------------------------------------------------------------------ before and in the gathers
@@ -191,10 +187,8 @@ class Stamps:
         """Compare the calls not compared yet; all ranks call, at the same point of their programs.
 
         Communicates, and raises on every rank, if ranks are in different calls, have different options, or
-        failed;
-        raises nothing if ``call`` failed here. ``with_last``: the last call too, whose gathers are over with
-        all
-        ranks still in it.
+        failed; raises nothing if ``call`` failed here. ``with_last``: the last call too, whose gathers are
+        over with all ranks still in it.
         """
         error: Exception | None = None
         while len(self._unread) > (not with_last):
@@ -240,7 +234,6 @@ class Stamps:
         return self._compared(group, step, origins(step.options)) if differ is None else differ
 
     def _numbered(self, stamps: Mapping[int, Stamp]) -> dict[int, Stamp]:
-        """Return the stamps by the ranks' numbers in messages."""
         return dict(zip(_called(stamps, self.numbers), stamps.values(), strict=True))
 
     def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
@@ -280,7 +273,6 @@ def _difference(
 
 
 def _called(ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
-    """Return the numbers of group ranks in messages."""
     return [numbers[rank] if numbers else rank for rank in ranks]
 
 

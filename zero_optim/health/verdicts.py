@@ -92,7 +92,6 @@ class Verdicts:
         return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
-        """Return the status of all ranks of a group, by group rank, this one included."""
         found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
         seen = {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in found.items()}
         return seen | {self._rank_in(works): own}
@@ -212,7 +211,6 @@ def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
 
 
 def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
-    """Build the question that tells a verdict."""
     return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
 
 

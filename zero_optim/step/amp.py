@@ -29,8 +29,7 @@ class Scaling:
     """What a scaler gives for one step.
 
     ``found_inf``: 0-d, positive if this rank's gradients have an infinity. ``scale``: None if it is divided
-    out
-    already. ``scaler``: None if it set attributes of the optimizer.
+    out already. ``scaler``: None if it set attributes of the optimizer.
     """
 
     found_inf: Tensor
@@ -59,8 +58,7 @@ class Scaling:
         """Return whether all ranks skip the step, and mark the infinity in this rank's scaler.
 
         Its ``update()`` must back off as on the rank with the infinity. RuntimeError on every rank if some
-        scaler
-        cannot be told.
+        scaler cannot be told.
         """
         if not is_skipped_by_all(words):
             return False

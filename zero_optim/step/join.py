@@ -42,8 +42,7 @@ class JoinNotes:
         """Hold borrowed gradients during the body, on a joined rank; no communication.
 
         Afterwards new gradients are removed. The others are zeroed in place, as they may be DDP's views: they
-        were
-        zeros before, or old ones that the loop drops before use.
+        were zeros before, or old ones that the loop drops before use.
         """
         given = set(self.given)
         held = {param for param in params if param.grad is not None and param not in given}
@@ -130,7 +129,6 @@ def lend_to(
 def _parcel(
     to: int, params: Sequence[Tensor], pieces: Sequence[Pieces], groups: list[ParamGroup]
 ) -> ParamGroup:
-    """Build the parcel for one joined rank."""
     grads: dict[int, Tensor] = {}
     partial: list[int] = []
     for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
@@ -153,7 +151,6 @@ def _unpack(
     groups: list[ParamGroup],
     rank: int,
 ) -> None:
-    """Install a parcel."""
     for group, options in zip(groups, parcel["options"], strict=True):
         group.update(options)
     partial = frozenset(parcel["partial"])  # where gradients are sharded, owners have them by themselves

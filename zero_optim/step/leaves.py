@@ -46,9 +46,9 @@ class Leaves:
     """The leaf of each owned parameter: the parameter, a view of its owned rows, or a master copy.
 
     ``masters``: parameter -> master copy of the owned rows, where the parameter's float dtype is narrower
-    than
-    ``master_dtype``. ``separate``: parameter -> leaf that is not the parameter itself. ``kept``: parameter ->
-    owned rows that live outside of it, of the parameters in ``apart``, on the host if there is a ``home``.
+    than ``master_dtype``. ``separate``: parameter -> leaf that is not the parameter itself. ``kept``:
+    parameter -> owned rows that live outside of it, of the parameters in ``apart``, on the host if there is a
+    ``home``.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Leaves:
         return there.clone() if there is value else there
 
     def _at_home(self, param: Tensor, rows: Tensor) -> Tensor:
-        """Return rows on the device that steps them, as a copy if that is the host; freed rows stay freed."""
+        """Return rows on the device that steps them; freed rows stay freed."""
         if self._home is None or param not in self._apart or param in self.kept:
             return rows
         if is_freed(rows):
@@ -176,7 +176,6 @@ class Leaves:
                 leaf.data = self._stand_in(leaf)
 
     def _stand_in(self, leaf: Tensor) -> Tensor:
-        """Return a tensor like a leaf that has the memory of one element."""
         form = leaf.dtype, leaf.device
         if form not in self._nothing:
             value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
@@ -198,8 +197,7 @@ class Leaves:
         """Give separate leaves gradients and the values that were changed from outside; no wait for a device.
 
         ``gradients``: parameter -> owned rows of the gradient, or None; all parameters with their own if
-        None.
-        See Note [Masters and their parameters].
+        None. See Note [Masters and their parameters].
         """
         for param, leaf in self._some(gradients).items():
             if param in self.masters:
@@ -251,7 +249,6 @@ class Leaves:
 
 
 def _is_over(leaf: Tensor, rows: Tensor) -> bool:
-    """Return whether a leaf is a view of some rows."""
     return leaf.data_ptr() == rows.data_ptr() and leaf.stride() == rows.stride()
 
 

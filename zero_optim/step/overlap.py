@@ -41,9 +41,8 @@ class OverlappedStep:
 
     ``num_passes``: backward passes since ``step()``, this one included. ``lends``: ranks may have joined, and
     ``step()`` lends them gradients. ``stepped``: parameters stepped by any owner. ``seen``: parameter,
-    identity
-    and version of each gradient at the end of the pass. ``told``: the previous step's error, to be raised
-    then.
+    identity and version of each gradient at the end of the pass. ``told``: the previous step's error, to be
+    raised then.
     """
 
     num_passes: int
@@ -110,8 +109,8 @@ class Overlap:
 
     All ranks construct it, which takes process groups, and call its methods in the same order with the same
     parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or none]
-    in
-    `zero_optim.hooks.overlap.line`. ``lanes``: process groups for gathers. ``current``: the unfinished step.
+    in `zero_optim.hooks.overlap.line`. ``lanes``: process groups for gathers. ``current``: the unfinished
+    step.
     """
 
     def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
@@ -228,8 +227,7 @@ class Overlap:
         """Step some parameters, and start the gathers of their buckets; all ranks call.
 
         ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: an error of this
-        rank
-        so far, which the other ranks are told.
+        rank so far, which the other ranks are told.
         """
         owned = {
             param: gradient

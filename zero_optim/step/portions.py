@@ -124,7 +124,6 @@ class KeptState:
             self.keeping.keep([*rows, *more])
 
     def _beside(self, param: Tensor) -> Iterator[Tensor]:
-        """Return the master and the average of a parameter."""
         for held in (self._leaves.masters, self._average.averages):
             if param in held:
                 yield held[param]
@@ -137,7 +136,6 @@ class KeptState:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Return the plain tensors in nested dicts, lists and tuples."""
     if type(value) in (Tensor, Parameter):
         yield value  # type: ignore[misc]
     elif isinstance(value, Mapping):

@@ -29,10 +29,7 @@ _NONE = object()
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """An entry beside the class's own: all masters, or all averages.
-
-    ``tensors``: parameter -> tensor. ``prepare``: called before a write; raises if writes are forbidden.
-    """
+    """All masters, or all averages; ``prepare``, called before a write, raises if writes are forbidden."""
 
     name: str
     tensors: Mapping[Tensor, Tensor]
@@ -40,15 +37,10 @@ class _Beside:
     prepare: Callable[[], None]
 
     def shown(self, param: Tensor) -> Tensor:
-        """Return the tensor itself, detached."""
         return self.tensors[param].detach()
 
     def load(self, param: Tensor, entries: Mapping[str, Any]) -> None:
-        """Copy an entry in, or restart without one; a tensor that came from here changes nothing.
-
-        Raises StateMismatchError for another shape or layout, RuntimeError while the averages are in the
-        model.
-        """
+        """Copy an entry in, or restart without one; a tensor that came from here changes nothing."""
         given, own = entries.get(self.name), self.shown(param)
         if type(given) is Tensor and given.is_set_to(own):
             return
@@ -195,7 +187,6 @@ class OwnedStateView(MutableMapping[Any, Any]):
         return [state for state in self._states if place in state]
 
     def _home(self, place: object) -> MutableMapping[Any, Any]:
-        """Return the dict that a leaf or a global entry belongs to."""
         number = self._local.number_of(place) if isinstance(place, Tensor) else 0
         return next(iter(self._holding(place)), self._states[number])
 
