@@ -1,12 +1,11 @@
-"""PyTorch's private functions as the library uses them; their names are in `zero_optim.compat.private`.
+"""PyTorch's private functions as the library uses them; names in `zero_optim.compat.private`.
 
 Note [No split communicators]
-    If the default group was made with ``device_id=``, PyTorch makes every later NCCL communicator by
-    splitting that of the default group (``ncclCommSplit``), in which all ranks of the default group have to
-    take part. Here those that are no members do not know of the group, so the members would wait for ever.
-    Nor may a split run while the default group is used on another thread, which is when a lane is first used.
-    So no device is handed in, and the source to split from is taken out of the options before there is a
-    communicator. The members then make one by way of the store, as they do without ``device_id=``.
+    If the default group was made with ``device_id=``, PyTorch splits every later NCCL communicator off its
+    own (``ncclCommSplit``), in which all ranks must take part. Non-members do not know of our groups, so
+    members would wait for ever. Nor may a split run while another thread uses the default group, which is
+    when a lane is first used. So we pass no device, and clear the source of the split before a communicator
+    exists. Members then make one through the store, as without ``device_id=``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,41 +25,41 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wraps_tensors(tensor: Tensor) -> bool:
-    """Whether a tensor is made of other tensors: its class then defines ``__tensor_flatten__``."""
+    """Return whether a tensor is made of others: its class defines ``__tensor_flatten__``."""
     return bool(private.is_traceable_wrapper_subclass(tensor))
 
 
 def backward_number() -> int:
-    """Return the number of the backward pass that this thread is in: in a hook, or in a callback at its end.
+    """Return the number of this thread's backward pass, in a hook or final callback; -1 outside.
 
-    -1 outside of any pass. If a pass runs another one (reentrant checkpointing), that has its own number.
+    A nested pass (reentrant checkpointing) has its own number.
     """
     return int(private.current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward pass: in a hook, or in a callback at its end."""
+    """Return whether this thread is in a backward pass: in a hook or a final callback."""
     return backward_number() != -1
 
 
 def in_outer_backward() -> bool:
-    """Whether another backward pass runs this one; call it in a callback at the end of a pass."""
+    """Return, in a final callback, whether another backward pass runs this one."""
     return private.current_autograd_node() is not None
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call something when the current backward pass has computed every gradient.
+    """Call ``callback`` when the current backward pass has computed every gradient.
 
-    Call this from a hook of that pass, or from such a callback; a new callback runs after those queued
-    before. For a pass on the CPU it runs on the thread that called ``backward()``. On an accelerator a thread
-    of the engine may run it, with the caller's streams current, which wait for the gradients. What it raises,
-    ``backward()`` raises.
+    For use in a hook or such a callback; a new callback runs after the earlier ones. On the CPU it runs on
+    the
+    thread that called ``backward()``. On an accelerator it may run on an engine's thread, with the caller's
+    streams current, which wait for the gradients. ``backward()`` raises its errors.
     """
     private.execution_engine.queue_callback(callback)
 
 
 def will_run(node: Node) -> bool:
-    """Whether the current backward pass accumulates into the leaf of a node; call it in a hook of it."""
+    """Return, in a hook, whether the current backward pass accumulates into a node's leaf."""
     try:
         return bool(private.will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad was asked for this leaf, and accumulates nothing
@@ -72,7 +71,7 @@ _has_rpc_agent: Any = private.or_none("is_current_rpc_agent_set") or (lambda: Fa
 
 
 def in_distributed_autograd() -> bool:
-    """Whether this thread is in a context of ``torch.distributed.autograd``, which keeps gradients itself."""
+    """Return whether this thread is in a ``torch.distributed.autograd`` context, with its own gradients."""
     if not _has_rpc_agent():
         return False
     try:
@@ -83,7 +82,7 @@ def in_distributed_autograd() -> bool:
 
 
 def runs_distributed_backward() -> bool:
-    """Whether this process is in a backward pass of ``torch.distributed.autograd``, on whatever thread."""
+    """Return whether any thread of this process runs a ``torch.distributed.autograd`` backward pass."""
     if not _has_rpc_agent():
         return False
     debug_info: Any = private.or_none("get_debug_info") or dict
@@ -96,16 +95,16 @@ _disable: Any = private.or_none("disable_dynamo") or torch.compiler.disable
 
 
 def eager(function: F) -> F:
-    """Keep a function that counts, waits or communicates out of ``torch.compile``, and what it calls.
+    """Exclude a function that counts, waits or communicates, and its callees, from ``torch.compile``.
 
-    The function cannot be a bound method. The first call of any such function imports the compiler.
+    Not for bound methods. The first call of any such function imports the compiler.
     """
     disabled: F = _disable(function)
     return disabled
 
 
 def eager_itself(function: F) -> F:
-    """Keep a function out of ``torch.compile``, but not what it calls; otherwise as `eager`."""
+    """Exclude a function, but not its callees, from ``torch.compile``; otherwise as `eager`."""
     disabled: F = _disable(function, recursive=False)
     return disabled
 
@@ -114,7 +113,7 @@ _skip_code: Any = private.or_none("skip_code") or (lambda _: None)
 
 
 def untraced(function: F) -> F:
-    """Keep one short function, not what it calls, out of ``torch.compile``, without the 1 µs of `eager`."""
+    """Exclude a short function, not its callees, from ``torch.compile``, without the 1 µs of `eager`."""
     marked: Any = function
     marked._torchdynamo_disable = True  # where another function, which is compiled, calls it
     _skip_code(marked.__code__)  # where one that is not compiled calls it
@@ -125,12 +124,12 @@ _top_hooks: Any = private.or_none("top_saved_tensors_default_hooks") or (lambda 
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether hooks on what autograd saves are active on this thread, or are not allowed now; takes 1 µs."""
+    """Return whether this thread has saved-tensor hooks, or they are forbidden; takes 1 µs."""
     return not private.saved_tensors_hooks_is_enabled() or _top_hooks(True) is not None
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long a collective of a group may take; None if it cannot be known."""
+    """Return the timeout of a group's collectives; None if unknown."""
     for backend in _backends(group):
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
@@ -139,34 +138,32 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is at work, on this thread or all; takes less than 0.1 µs."""
+    """Return whether a profiler is active on this thread or all; takes less than 0.1 µs."""
     return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
 
 
 def default_store() -> Any:  # noqa: ANN401 - a torch.distributed.Store
-    """Return the store of the default group; ValueError if there is no default group."""
+    """Return the default group's store; ValueError without a default group."""
     return private.get_default_store()
 
 
 def address_of_store(store: Any) -> tuple[str | None, int]:  # noqa: ANN401 - a torch.distributed.Store
-    """Return host and port of what serves a store; None and 0 if nothing does, as with a file."""
+    """Return host and port of a store's server; None and 0 without one, as for a file."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", None), int(getattr(store, "port", 0) or 0)
 
 
 def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a process group with a given name. Its members call, and no other rank; communicates.
+    """Make a process group with a given name; only its members call; communicates.
 
-    `torch.distributed.new_group` takes no name. If only members call it, it derives the name from the number
-    of groups in the process, which may differ between ranks. See Note [No split communicators].
-
-    Args:
-        ranks: global ranks of the members, by group rank; this process is one of them.
-        backend: such as ``"gloo"``.
-        name: the same on every member, never used before.
-        timeout: of its collectives, and of waiting for the members; None for PyTorch's default. gloo waits
-            for them here and raises RuntimeError if one does not come, NCCL with the first collective.
+    `torch.distributed.new_group` takes no name, and derives one from the number of groups in the process,
+    which
+    may differ between ranks. See Note [No split communicators]. ``ranks``: global, by group rank. ``name``:
+    equal
+    on every member, never used before. gloo waits ``timeout`` for members here and raises RuntimeError
+    without
+    them; NCCL waits at the first collective.
     """
     world: Any = private.world
     _, store = world.pg_map[dist.group.WORLD]
@@ -202,22 +199,22 @@ def _changed(what: str) -> RuntimeError:
 
 
 def aborts_of(group: dist.ProcessGroup) -> list[Callable[[], None]]:
-    """List what ends all that a group has under way, by backend. gloo has no such call.
+    """Return the calls that abort a group's pending work, by backend; gloo has none.
 
-    What waits for it, a stream or the CPU, then goes on, with wrong values; the group cannot be used again.
+    Waiting streams and CPUs go on, with wrong values; the group is unusable afterwards.
     """
     gloo: Any = getattr(dist, "ProcessGroupGloo", ())  # PyTorch may be built without it
     return [backend.abort for backend in _backends(group) if not isinstance(backend, gloo)]
 
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
-    """List a group's backends, without the wrappers of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    """Return a group's backends without the wrappers of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     backends = [private.get_backend(group, device) for device in private.device_types(group)]
     return [getattr(backend, "wrapped_pg", backend) for backend in backends]
 
 
 def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend for a device can take several collectives as one."""
+    """Return whether a device's backend can start several collectives as one."""
     # A subclass of ProcessGroup does everything itself; PyTorch's `batch_isend_irecv` asks in the same way.
     return type(group) is dist.ProcessGroup and bool(private.get_backend(group, device).supports_coalescing)
 
@@ -226,9 +223,7 @@ def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
 def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
     """Start the asynchronous collectives of the body as one; only where `coalesces`.
 
-    Yields:
-        A list, which gets the handle for all of them when the body ends. The handles that the collectives
-        return are of no use.
+    Yields a list that gets the handle of all at the end of the body; their own handles are of no use.
     """
     works: list[dist.Work] = []
     private.start_coalescing(group, device)

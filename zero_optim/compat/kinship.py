@@ -1,7 +1,7 @@
 """Makes ``isinstance(optimizer, torch.distributed.optim.ZeroRedundancyOptimizer)`` true for our class.
 
-Public code asks this before it consolidates. PyTorch's class has the metaclass `abc.ABCMeta`, through
-`Joinable`. So our class can be registered as a subclass of it, and inherits nothing.
+Public code tests this before it consolidates. PyTorch's class has the metaclass `abc.ABCMeta`, through
+`Joinable`, so ours can be registered as a subclass and inherits nothing.
 """
 
 import warnings
@@ -9,7 +9,7 @@ from abc import ABCMeta
 
 
 def make_known(kind: type) -> None:
-    """Register a class as a subclass of PyTorch's ``ZeroRedundancyOptimizer``, if this PyTorch has that."""
+    """Register a class as a subclass of PyTorch's ``ZeroRedundancyOptimizer``, if that exists."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import compiles functions with torch.jit, which is deprecated
         try:

@@ -1,21 +1,18 @@
-"""Memory of the host, page by page: what the C library keeps, pages that move, pages that CUDA knows.
+"""Host memory: what the C library keeps, pages that move, pages that CUDA knows.
 
 Note [Blocks that the C library keeps]
-    glibc takes a small block from its heap, where a freed block stays, and asks the system for a large one,
-    which goes back when it is freed. A block is large from 128 KiB on, but the limit becomes the size of each
-    large block that is freed, up to 32 MiB. Where blocks that stay lie between blocks that come and go, such
-    as the gradients of owners between those of a backward pass, the free memory is in pieces, and the heap
-    grows: a fully sharded model whose units have 3 MiB took 9 to 32 % more than its tensors, with a fixed
-    limit 3 %. A fixed limit costs CPU time, as the system zeroes each page of a block when it is first
-    touched: 0.5 ms a MiB on a virtual machine, against 0.03 for a copy. So the choice is the user's, for the
-    whole process: nothing here changes it unasked.
+    glibc keeps freed small blocks in its heap, and returns large ones to the system. Large is from 128 KiB
+    on, but the limit rises to the size of each large block that is freed, up to 32 MiB. Blocks that stay
+    among blocks that come and go, such as owners' gradients, fragment the heap: a fully sharded model with
+    units of 3 MiB took 9 to 32 % more than its tensors, with a fixed limit 3 %. A fixed limit costs CPU time,
+    as the system zeroes pages at first touch: 0.5 ms a MiB on a virtual machine, against 0.03 for a copy. So
+    the user chooses, for the whole process.
 
 Note [Pinned in full]
-    PyTorch rounds pinned memory up to a power of two, and never gives it back: rows of a model on the host
-    took up to twice their size. So what stays for long is memory of the system, registered with CUDA; that
-    takes as long as PyTorch's way does. Nobody notes which copies are under way when it ends, so the CPU then
-    waits for the device. The pages are shared with forked processes: a copy on write would not be the page
-    that CUDA knows.
+    PyTorch rounds pinned memory up to a power of two and never returns it: rows on the host took up to twice
+    their size. So lasting memory is the system's, registered with CUDA, which takes no longer. Nobody tracks
+    its pending copies, so its end waits for the device. Its pages are shared with forked processes: a copy on
+    write would not be the page that CUDA knows.
 """
 
 import ctypes
@@ -47,17 +44,18 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 def return_freed_memory(threshold: int = 2**16) -> None:
     """Have the C library return freed memory to the system at once, in this process from now on.
 
-    Resident memory is then what tensors take, where it may be a quarter more. It costs CPU time: see Note
-    [Blocks that the C library keeps]. What is free at the moment is returned too. Does not communicate; ranks
-    may differ. The same as ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
+    Resident memory is then what tensors take, where it may be a quarter more; it costs CPU time, see Note
+    [Blocks that the C library keeps]. Also returns what is free now. Does not communicate; ranks may differ.
+    The
+    same as ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
 
     Args:
-        threshold: blocks of at least so many bytes are returned when they are freed.
+        threshold: bytes from which on a block is returned when it is freed.
 
     Raises:
         TypeError: ``threshold`` is no integer.
         ValueError: it is less than a page, or more than 32 MiB.
-        RuntimeError: the C library is another one than glibc. Nothing has changed.
+        RuntimeError: the C library is not glibc. Nothing has changed.
     """
     if type(threshold) is not int:
         raise TypeError(f"expected threshold to be a number of bytes, got {threshold!r}")
@@ -75,17 +73,18 @@ def return_freed_memory(threshold: int = 2**16) -> None:
 
 
 def is_seen_by_others(tensor: Tensor) -> bool:
-    """Whether another tensor, or an array, may have the memory of this one, no view. True if unknown."""
+    """Return whether another tensor or array, no view, may share this memory; True if unknown."""
     count = private.or_none("storage_Use_Count")
     storage = tensor.untyped_storage()
     return count is None or count(private.cdata(storage)) > 2  # the tensor, and the Python object
 
 
 def give_back_pages(tensor: Tensor) -> None:
-    """Give the pages that a tensor of the CPU fills back to the system, on Linux; they then show zeros.
+    """Return the pages that a CPU tensor fills to the system, on Linux; they then show zeros.
 
-    For memory that this library made and nobody sees: a storage is released as a whole, so where tensors move
-    out of one block one by one, it would stay beside their new memory until the last one has moved.
+    For the library's own memory that nobody sees: storages are freed as a whole, so a block whose tensors
+    move
+    out one by one would stay until the last has moved.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return
@@ -96,12 +95,12 @@ def give_back_pages(tensor: Tensor) -> None:
 
 
 def with_room_to_align(nbytes: int) -> int:
-    """Return how many addresses to ask for, so that `aligned` finds so many among them."""
+    """Return how many bytes to allocate so that `aligned` finds ``nbytes`` in them."""
     return nbytes + _HUGE if nbytes >= _HUGE else nbytes
 
 
 def aligned(start: int, nbytes: int) -> int:
-    """Return where something begins that may have huge pages, at or behind some address."""
+    """Return the first address, from ``start`` on, that may have huge pages."""
     return -(-start // _HUGE) * _HUGE if nbytes >= _HUGE else start
 
 
@@ -123,7 +122,7 @@ class PageMoves:
         self.madvise.argtypes = (address, size, number)
 
     def new_pages(self, start: int, nbytes: int) -> None:
-        """Have fresh pages at some addresses; MemoryError if the system gives none."""
+        """Put fresh pages at an address; MemoryError if the system gives none."""
         flags = PRIVATE | ANONYMOUS | MAP_FIXED | NO_RESERVE
         if self.mmap(start, nbytes, READ_WRITE, flags, -1, 0) != start:
             why = os.strerror(ctypes.get_errno())
@@ -132,7 +131,7 @@ class PageMoves:
             self.madvise(start, nbytes, _WANTS_HUGE)
 
     def moved_away(self, start: int, nbytes: int) -> int | None:
-        """Move pages away, and return where they are; there are fresh ones in their place. None if not."""
+        """Move pages away and return their new address; fresh ones replace them. None if impossible."""
         length = with_room_to_align(nbytes)
         begin: int = self.mmap(None, length, 0, PRIVATE | ANONYMOUS | NO_RESERVE, -1, 0)
         if begin == _FAILED:
@@ -146,12 +145,12 @@ class PageMoves:
         return target if result == target else None
 
     def moved_to(self, start: int, nbytes: int, source: int) -> bool:
-        """Move pages to some addresses; whether that was possible."""
+        """Move pages to an address; returns whether that was possible."""
         return bool(self.mremap(source, nbytes, nbytes, _MAY_MOVE | _FIXED, start) == start)
 
 
 def page_moves() -> PageMoves | None:
-    """Return the calls, tried on one page; None if this system cannot move pages and keep their addresses."""
+    """Return the calls, tried on one page; None if this system cannot move pages."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
     try:
@@ -168,7 +167,7 @@ def page_moves() -> PageMoves | None:
 
 
 class _Pages(mmap.mmap):
-    """Memory that CUDA knows; it forgets it before the memory goes."""
+    """Memory that CUDA unregisters before it goes."""
 
     module: Any = None  # PyTorch's module for the device; None until the pages are registered
     device: torch.device
@@ -182,9 +181,9 @@ class _Pages(mmap.mmap):
 
 
 def pinned_in_full(like: Tensor, module: Any) -> Tensor | None:  # noqa: ANN401 - a module, such as torch.cuda
-    """Make pinned host memory of exactly the size of a 1-D tensor of a device: Note [Pinned in full].
+    """Allocate pinned host memory of exactly the size of a 1-D device tensor: Note [Pinned in full].
 
-    None for a device without such a call, or without elements. RuntimeError if it cannot be pinned.
+    None for a device without such a call, or for no elements. RuntimeError if pinning fails.
     """
     if not hasattr(module, "cudart") or not like.numel():
         return None

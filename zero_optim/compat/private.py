@@ -1,11 +1,10 @@
-"""The one list of PyTorch's private names that the library uses, by the feature that needs them.
+"""The one list of PyTorch's private names that the library uses, by feature.
 
 Note [Private names]
-    A name is looked up when it is first used: ``private.foreach_copy_(...)`` is ``torch._foreach_copy_``. So
-    a PyTorch that lacks it costs one feature, whose first use raises and names it. Of a class, what is looked
-    up takes the object first: ``private.indices(tensor)`` is ``tensor._indices()``,
-    ``private.version(tensor)`` is ``tensor._version``. Names of `INHERITED` are used on objects as they are;
-    the constructor of the feature calls `require`. PyTorch 2.8.0 and 2.13.0 have all names.
+    A name is looked up at its first use: ``private.foreach_copy_(...)`` is ``torch._foreach_copy_``. So a
+    PyTorch without it loses one feature, whose first use raises and names it. Names of a class take the
+    object first: ``private.version(tensor)`` is ``tensor._version``. Names of `INHERITED` are used on objects
+    directly; the feature's constructor calls `require`. PyTorch 2.8.0 and 2.13.0 have all names.
 """
 
 from inspect import getattr_static, isclass, isdatadescriptor, signature
@@ -161,18 +160,14 @@ def __getattr__(alias: str) -> Any:  # noqa: ANN401 - whatever PyTorch has
 
 
 def require(feature: str) -> None:
-    """Check the names that a feature uses on objects as they are.
-
-    Raises:
-        RuntimeError: some are missing; the message names them, the feature and the versions that have them.
-    """
+    """Raise RuntimeError if names are missing that a feature uses on objects directly."""
     missing = [path for path in INHERITED[feature] if not _is_there(path)]
     if missing:
         raise _lacks(feature, ", ".join(missing))
 
 
 def or_none(alias: str) -> Any:  # noqa: ANN401
-    """Return what a name stands for; None where this PyTorch lacks it."""
+    """Return what a name stands for; None if this PyTorch lacks it."""
     try:
         return __getattr__(alias)
     except RuntimeError:
@@ -197,7 +192,7 @@ def _look_up(feature: str, path: str) -> Any:  # noqa: ANN401
 
 
 def _is_there(path: str) -> bool:
-    """Whether this PyTorch has a name; what a class declares, or its constructor sets, counts too."""
+    """Return whether this PyTorch has a name, which a class may also declare or set when constructed."""
     owner_path, _, name = path.rpartition(".")
     try:
         owner = resolve_name(owner_path)

@@ -1,21 +1,17 @@
-"""Streams: work that an accelerator still does when the call has returned. The one place that asks for them.
-
-On the CPU a call has done its work when it returns. There the functions here do nothing, or the plain thing.
+"""Streams of accelerators, used only through here. On the CPU these functions do nothing, or the plain thing.
 
 Note [Streams]
-    An accelerator does the work of one stream in order, and streams beside each other. `Work.wait` of an NCCL
-    collective, and `Future.wait` of a future that has been set, make the *current stream* wait, not the CPU.
-    (gloo's make the CPU wait too.) So whoever reads a tensor must do it on a stream that waits for the one
-    that writes it. Memory is returned for the stream that it was allocated on: a tensor that another stream
-    uses must be kept, or marked with `record_use`, until that stream has got there. A CPU that reads a value
-    waits for all of that; `HostCopy` lets it look later.
+    A stream runs its work in order, beside other streams. `Work.wait` of NCCL, and `Future.wait` of a future
+    that has been set, make the *current stream* wait, not the CPU. (gloo's make the CPU wait too.) So read a
+    tensor on a stream that waits for its writer. Memory is returned for the stream that allocated it: keep a
+    tensor that another stream uses, or mark it with `record_use`, until that stream is done. A CPU that reads
+    a value waits for all of that; `HostCopy` delays it.
 
 Note [Asked by another thread]
-    A thread that never chose a device asks CUDA for device 0: the first question makes a context there, of
-    some 500 MiB, by each process of the host. So who asks uses the device of what is asked about. Nor may a
-    thread ask while another one captures a graph: CUDA takes it for a mistake of the capture, which fails. It
-    does not where the thread that asks says that captures of others do not concern it. PyTorch has no call
-    for that, so the driver's is used.
+    A thread without a device queries CUDA for device 0: the first query makes a context there of some 500
+    MiB, in each process. So a query uses the device of what it asks about. Nor may a thread query while
+    another captures a graph: CUDA fails the capture, unless the thread declares that others' captures do not
+    concern it. PyTorch has no call for that, so the driver's is used.
 """
 
 import ctypes
@@ -48,7 +44,7 @@ def _driver() -> Any:  # noqa: ANN401 - of ctypes
 
 @contextmanager
 def _harmless_to_captures() -> Iterator[None]:
-    """Let this thread call CUDA while others capture; see Note [Asked by another thread]."""
+    """Let this thread query CUDA while others capture; see Note [Asked by another thread]."""
     exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", lambda _: 0)
     mode = ctypes.c_int(_THREAD_LOCAL)
     exchange(ctypes.byref(mode))  # which holds the mode of before then
@@ -60,62 +56,58 @@ def _harmless_to_captures() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """The streams of one type of device.
-
-    Args:
-        module: PyTorch's module for it, such as ``torch.cuda``.
-    """
+    """The streams of a device type; ``module`` is PyTorch's, such as ``torch.cuda``."""
 
     module: Any
 
     def current_stream(self, device: torch.device) -> Stream:
-        """Return the stream that this thread uses on a device."""
+        """Return this thread's current stream on a device."""
         return self.module.current_stream(device)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream of this thread notes what it is given, for a graph."""
+        """Return whether this thread's current stream captures a graph."""
         asks = getattr(self.module, "is_current_stream_capturing", None)
         return asks is not None and bool(asks())
 
     @contextmanager
     def asking(self, device: torch.device) -> Iterator[None]:
-        """Use a device on this thread to ask what it has done; see Note [Asked by another thread]."""
+        """Use a device on this thread for queries; see Note [Asked by another thread]."""
         with _harmless_to_captures(), self.module.device(device):
             yield
 
     def new_stream(self, device: torch.device) -> Stream:
-        """Make a stream beside the others."""
+        """Return a new stream."""
         return self.module.Stream(device=device)
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """Use a stream, and its device, on this thread while the context lasts."""
+        """Use a stream and its device on this thread in the body."""
         # The device first: on a thread that has none yet, PyTorch's stream context returns to device 0 when
         # it ends, by the call that makes a context there, of half a GB. Its device context does not.
         with self.module.device(stream.device), self.module.stream(stream):
             yield
 
     def recorded_event(self, device: torch.device) -> Event:
-        """Make an event that happens when the current stream has done what it was given so far."""
+        """Record an event on the current stream."""
         event = self.module.Event()
         event.record(self.current_stream(device))
         return event
 
     def record_use(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory until the current stream has done what it was given so far."""
+        """Keep a tensor's memory until the current stream has done its present work."""
         tensor.record_stream(self.current_stream(tensor.device))
 
     def host_tensor(self, like: Tensor) -> Tensor:
-        """Make a tensor on the host to which copies run beside the CPU."""
+        """Allocate a pinned host tensor, for copies beside the CPU."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
     def future(self, device: torch.device) -> torch.futures.Future[Tensor]:
-        """Make a future that orders streams: who waits for it has its stream wait for the one that set it."""
+        """Return a future whose waiters' streams wait for the stream that set it."""
         return torch.futures.Future(devices=[device])
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Give the streams of a device; None for a device without streams."""
+    """Return the streams of a device; None for a device without streams."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
@@ -123,36 +115,36 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def current_device(kind: str) -> torch.device:
-    """Return the device of a type that this thread uses where none is named."""
+    """Return this thread's current device of a type."""
     index = getattr(torch.get_device_module(kind), "current_device", None)
     return torch.device(kind) if index is None else torch.device(kind, index())
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether work may still be under way on a device when the call that asked for it has returned."""
+    """Return whether calls on a device return before their work is done."""
     return accelerator_of(device) is not None
 
 
 def current_stream(device: torch.device) -> Stream | None:
-    """Return the stream that this thread uses on a device; None if the device has none."""
+    """Return this thread's current stream on a device; None without streams."""
     accelerator = accelerator_of(device)
     return None if accelerator is None else accelerator.current_stream(device)
 
 
 def asking(device: torch.device) -> AbstractContextManager[None]:
-    """Let this thread, which uses no device itself, ask what one has done; nothing without streams."""
+    """Let a thread that uses no device query one; does nothing without streams."""
     accelerator = accelerator_of(device)
     return nullcontext() if accelerator is None else accelerator.asking(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether this thread captures a graph of what the device is to do; such work cannot be asked about."""
+    """Return whether this thread captures a graph on the device; its work cannot be queried."""
     accelerator = accelerator_of(device)
     return accelerator is not None and accelerator.is_capturing()
 
 
 def using_stream(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:
-    """Use a stream of a device, and the device, on this thread; nothing for None."""
+    """Use a stream and its device on this thread; does nothing for None."""
     accelerator = accelerator_of(device)
     if accelerator is None or stream is None:
         return nullcontext()
@@ -160,13 +152,13 @@ def using_stream(device: torch.device, stream: Stream | None) -> AbstractContext
 
 
 def new_stream(device: torch.device) -> Stream | None:
-    """Make a stream of a device, beside the others; None if the device has none."""
+    """Return a new stream of a device; None without streams."""
     accelerator = accelerator_of(device)
     return None if accelerator is None else accelerator.new_stream(device)
 
 
 def recorded_event(device: torch.device) -> Event | None:
-    """Make an event that happens when the current stream has done its work so far; None without streams."""
+    """Record an event on the current stream; None without streams."""
     accelerator = accelerator_of(device)
     return None if accelerator is None else accelerator.recorded_event(device)
 
@@ -179,7 +171,7 @@ def wait_for_event(device: torch.device, event: Event | None) -> None:
 
 
 def record_use(*tensors: Tensor) -> None:
-    """Keep the memory of tensors until the current stream has done its work so far; see Note [Streams]."""
+    """Keep tensors' memory until the current stream has done its present work; see Note [Streams]."""
     for tensor in tensors:
         accelerator = accelerator_of(tensor.device)
         if accelerator is not None:
@@ -188,12 +180,12 @@ def record_use(*tensors: Tensor) -> None:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Give the tensors that hold the memory of a tensor."""
+    """Return the tensors that hold a tensor's memory."""
     return (private.indices(tensor), private.values(tensor)) if tensor.is_sparse else (tensor,)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a small tensor of the CPU to a device. The CPU does not wait for the copy."""
+    """Copy a small CPU tensor to a device. The CPU does not wait."""
     accelerator = accelerator_of(device)
     if accelerator is None:
         return tensor.to(device)
@@ -201,7 +193,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_to(place: Tensor, tensor: Tensor) -> None:
-    """Copy a small tensor of the CPU to a place on a device. The CPU does not wait for the copy."""
+    """Copy a small CPU tensor into a device tensor. The CPU does not wait."""
     accelerator = accelerator_of(place.device)
     if accelerator is None:
         place.copy_(tensor)
@@ -210,13 +202,13 @@ def copy_to(place: Tensor, tensor: Tensor) -> None:
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
-    """Make a future for a tensor on a device."""
+    """Return a future for a tensor on a device."""
     accelerator = accelerator_of(device)
     return torch.futures.Future() if accelerator is None else accelerator.future(device)
 
 
 def brought_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a small tensor from anywhere; the CPU waits only if it has to come to the CPU."""
+    """Copy a small tensor to a device; the CPU waits only for a copy to the CPU."""
     if tensor.device == device:
         return tensor
     if tensor.device.type == "cpu":
@@ -225,11 +217,11 @@ def brought_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy for the CPU, which need not wait for it at once, and waits once.
+    """A copy for the CPU, which waits for it later, once.
 
-    Args:
-        *tensors: one tensor; or several of one dtype, 1-D, from any devices, which are copied one after the
-            other into one. They are read by the current stream; later work of that stream may change them.
+    Of one tensor, or of several 1-D ones of one dtype, concatenated from any devices. The current stream
+    reads
+    them; its later work may change them.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -250,11 +242,11 @@ class HostCopy:
 
     @property
     def is_here(self) -> bool:
-        """Whether the value is known to have come, so that nobody waits for it."""
+        """Whether the value is known to be complete, so that nobody waits."""
         return not self._events
 
     def read(self) -> Tensor:
-        """Wait on the CPU until the value has come, and give it, on the CPU."""
+        """Wait on the CPU, and return the value there."""
         events, self._events = self._events, []
         for event in events:
             event.synchronize()
@@ -262,9 +254,9 @@ class HostCopy:
 
 
 class LateCopies:
-    """Copies between a device and memory of the host, for which the CPU waits when it uses that memory.
+    """Copies between device and host, for which the CPU waits before it uses the host memory.
 
-    Each thread may start them, and wait. On a device without streams they are done at once.
+    Thread-safe. Without streams copies are done at once.
     """
 
     def __init__(self) -> None:
@@ -272,7 +264,7 @@ class LateCopies:
         self._lock = threading.Lock()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor of a device to new memory of the host; later work may change it."""
+        """Start to copy a device tensor to new host memory; later work may change it."""
         accelerator = accelerator_of(tensor.device)
         if accelerator is None:
             return tensor.detach().to("cpu", copy=True)
@@ -283,13 +275,9 @@ class LateCopies:
         return place
 
     def to_place(self, place: Tensor, tensor: Tensor) -> None:
-        """Start to copy a tensor of the host to a place on a device, or the other way round.
+        """Start to copy between tensors of host and device with as many elements, in either direction.
 
-        Each may have a dtype of its own; it is converted on the device.
-
-        Args:
-            place: where to.
-            tensor: of as many elements. Memory of the host is that of `to_host` or `host_memory`.
+        Dtypes may differ; the device converts. Host memory is from `to_host` or `host_memory`.
         """
         device = tensor.device if place.device.type == "cpu" else place.device
         beside = is_asynchronous(device)
@@ -305,7 +293,7 @@ class LateCopies:
             self._events[device, current_stream(device)] = recorded_event(device)
 
     def wait(self) -> None:
-        """Wait on the CPU until all that were started so far are done."""
+        """Wait on the CPU for all copies started so far."""
         if self._events:
             with self._lock:
                 for event in self._events.values():
@@ -314,14 +302,7 @@ class LateCopies:
 
 
 def host_memory(like: Tensor) -> Tensor:
-    """Make memory of the host, to stay for long, for copies that run beside the CPU.
-
-    Args:
-        like: 1-D, on the device.
-
-    Returns:
-        A tensor of its form; it takes no more memory than that.
-    """
+    """Allocate lasting host memory of exactly the size of a 1-D device tensor, for copies beside the CPU."""
     accelerator = accelerator_of(like.device)
     if accelerator is None:
         return torch.empty_like(like, device="cpu")
@@ -330,19 +311,19 @@ def host_memory(like: Tensor) -> Tensor:
 
 
 class StreamBeside:
-    """A stream of one's own on each device, made when it is first used."""
+    """One extra stream on each device, made at its first use."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Stream | None] = {}
 
     def using(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Use it, and its device, on this thread; nothing on a device without streams."""
+        """Use it and its device on this thread; does nothing without streams."""
         if device not in self._streams:
             self._streams[device] = new_stream(device)
         return using_stream(device, self._streams[device])
 
     def join(self) -> None:
-        """Let the current stream of each device wait for what the stream beside it was given so far."""
+        """Let the current stream of each device wait for the extra one's present work."""
         for device, stream in self._streams.items():
             with using_stream(device, stream):
                 event = recorded_event(device)

@@ -1,4 +1,4 @@
-"""The configuration of a run: one immutable object that checks itself and is saved as JSON."""
+"""The configuration of a run, immutable, checked, and saved as JSON."""
 
 import json
 import math
@@ -29,11 +29,9 @@ _CHOICES = {
 class ModelShape:
     """The sizes that a checkpoint's tensors depend on.
 
-    Attributes:
-        context: bytes that the model sees at once.
-        layers: transformer blocks.
-        width: features of a position.
-        heads: attention heads. Each gets ``width / heads`` features, which must be an even number.
+    ``context``: bytes that the model sees at once. ``width``: features of a position. ``heads``: attention
+    heads
+    of ``width / heads`` features, an even number.
     """
 
     context: int
@@ -54,7 +52,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that a run depends on: the options of ``zero-optim train``, whose help describes them."""
+    """The options of ``zero-optim train``, whose help describes them."""
 
     out: str
     text: tuple[str, ...] = ()
@@ -143,12 +141,12 @@ class RunConfig:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def to_json(self) -> str:
-        """Write as one JSON object, which `from_json` reads."""
+        """Return one JSON object, for `from_json`."""
         return json.dumps(self.to_dict(), indent=1)
 
     @staticmethod
     def from_json(text: str) -> "RunConfig":
-        """Read what `to_json` wrote; ValueError or TypeError for anything else."""
+        """Parse what `to_json` wrote; ValueError or TypeError for anything else."""
         values = {name: _tuples(value) for name, value in json.loads(text).items()}
         for gone in ("survive", "hook_options"):  # in configs of earlier versions
             values.pop(gone, None)
@@ -156,12 +154,12 @@ class RunConfig:
 
 
 def defaults() -> dict[str, Any]:
-    """Return the default of every field that has one."""
+    """Return the fields' defaults."""
     return {field.name: field.default for field in fields(RunConfig) if field.name != "out"}
 
 
 def flag(name: str) -> str:
-    """Return the option of the command line for a field."""
+    """Return a field's command-line option."""
     return "--lr-schedule" if name == "schedule" else "--" + name.replace("_", "-")
 
 

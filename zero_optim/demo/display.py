@@ -1,4 +1,4 @@
-"""What the user sees: a bar on a terminal, plain lines elsewhere, a table at the end. Needs rich."""
+"""The output for users: a bar on a terminal, plain lines elsewhere, a table at the end. Needs rich."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,17 +36,14 @@ class Summary:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise an error, where rich would end the process without a message."""
+        """Raise an error, where rich would end the process silently."""
         raise BrokenPipeError("standard output was closed")
 
 
 class Display:
-    """A bar that moves, on a terminal; else plain lines for logs and pipes. Validations are lines in both.
+    """A bar on a terminal; else plain lines. Validations are lines in both.
 
-    Args:
-        console: where to write.
-        done: updates made before this part of the run.
-        steps: updates in the whole run.
+    ``done``: updates before this part of the run; ``steps``: updates of the whole run.
     """
 
     def __init__(self, console: Console, done: int, steps: int) -> None:
@@ -80,7 +77,7 @@ class Display:
             self._bar.stop()
 
     def say(self, line: str) -> None:
-        """Write one line. It is never wrapped: a log has one line for each event."""
+        """Write one line, never wrapped: a log has one line for each event."""
         self._console.print(Text(line), soft_wrap=True)
 
     def fact(self, name: str, value: str) -> None:
@@ -110,7 +107,7 @@ class Display:
 
 
 def make_display(done: int, steps: int) -> Display:
-    """Make the display that suits standard output; see `Display` for the arguments."""
+    """Return the `Display` that suits standard output."""
     console = _Console(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         console = _Console(highlight=False, width=_PLAIN_WIDTH)
@@ -118,12 +115,12 @@ def make_display(done: int, steps: int) -> Display:
 
 
 def print_fact(console: Console, name: str, value: str) -> None:
-    """Write one labelled line. It is never wrapped, so that a path in it can be copied."""
+    """Write one labelled line, never wrapped, so that a path in it can be copied."""
     console.print(Text.assemble((f"{name:<12}", "dim"), value), soft_wrap=True)
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """Write the table of ranks, then the result of the run and its folder."""
+    """Write the table of ranks, then the run's result and folder."""
     console.print()
     console.print(_table(summary.shards, plain=not console.is_terminal))
     console.print()
@@ -164,7 +161,7 @@ def _bytes(number: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Write a time as h:mm:ss or m:ss."""
+    """Format seconds as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

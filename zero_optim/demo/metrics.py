@@ -1,4 +1,4 @@
-"""What rank 0 writes of a run: ``metrics.jsonl``, one line an update, ``loss.png``, lines on the terminal."""
+"""What rank 0 writes of a run: ``metrics.jsonl``, ``loss.png``, lines on the terminal."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ PICTURE = "loss.png"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One update. Step 0 is the state before the first update, and has only a validation loss."""
+    """One update; step 0 has only the validation loss before the first."""
 
     step: int  # from 1
     train_loss: float | None = None  # of its batch before the update, in nats per byte, over all ranks
@@ -33,12 +33,12 @@ class Metric:
     save_stall: float | None = None  # seconds that training waited before it, for a checkpoint
 
     def to_json(self) -> str:
-        """Write as one line, without the fields that are None."""
+        """Return one JSON line without the fields that are None."""
         return json.dumps({key: value for key, value in asdict(self).items() if value is not None})
 
 
 class MetricsFile:
-    """The records of a run folder, which exists. ``earlier`` records replace the file's content."""
+    """The records of a run folder; ``earlier`` ones replace the file's content."""
 
     def __init__(self, folder: Path, earlier: Iterable[Metric] = ()) -> None:
         self._folder = folder
@@ -48,7 +48,7 @@ class MetricsFile:
         beside.replace(folder / METRICS)
 
     def add(self, record: Metric) -> None:
-        """Append one record; it is in the file when this returns."""
+        """Append one record; it is in the file on return."""
         self.entries.append(record)
         with (self._folder / METRICS).open("a") as file:
             file.write(record.to_json() + "\n")
@@ -75,10 +75,9 @@ class MetricsFile:
 
 
 def read(folder: Path, through: int) -> list[Metric]:
-    """Read a run's records up to the step of the checkpoint that it resumes from.
+    """Read a run's records up to the checkpoint's step.
 
-    Raises:
-        ValueError: a line is no record. Not for the last, of which a killed process may leave half.
+    ValueError for a line that is no record, but for the last: a killed process may leave half of it.
     """
     path = folder / METRICS
     lines = path.read_text().splitlines() if path.exists() else []
@@ -93,7 +92,7 @@ def read(folder: Path, through: int) -> list[Metric]:
 
 
 class RunLog:
-    """Writes to the terminal and to the run folder; made once the trainer is restored. No communication."""
+    """Writes to the terminal and the run folder, after the trainer is restored. No communication."""
 
     def __init__(self, trainer: "Trainer") -> None:
         config = trainer.config
@@ -138,7 +137,7 @@ class RunLog:
         self.display.update(record)
 
     def tell_saved(self, stall: float) -> None:
-        """Draw the losses so far, as a save has begun; training waited ``stall`` seconds for it."""
+        """Draw the losses as a save begins; training waited ``stall`` seconds for it."""
         self._stalls.append(stall)
         self._records.draw(self._what_is_sharded())
 

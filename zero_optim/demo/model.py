@@ -1,7 +1,6 @@
-"""A small GPT over bytes, in which every parameter is a matrix.
+"""A small GPT over bytes whose parameters are all matrices: norms have no weights, layers no bias.
 
-Norms have no weights and linear layers no bias. So any optimizer can train it with one parameter group, even
-one for matrices only (Muon).
+So any optimizer can train it with one parameter group, even one for matrices only (Muon).
 """
 
 import torch
@@ -74,9 +73,9 @@ def generate(
     length: int,  # bytes to add
     seed: int,
 ) -> bytes:
-    """Continue a prompt, one sampled byte after another, and return the new bytes.
+    """Return bytes that continue a prompt, sampled at temperature 0.8.
 
-    Sampling uses temperature 0.8 and runs on the CPU, so that equal weights give equal text.
+    Runs on the CPU, so equal weights give equal text.
     """
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -89,7 +88,7 @@ def generate(
 
 
 def _matrix(inputs: int, outputs: int, *, zero: bool = False) -> nn.Linear:
-    """Make a linear layer. The last of each branch starts at zero, so that a new block is the identity."""
+    """Return a linear layer; a branch's last starts at zero, so a new block is the identity."""
     matrix = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(matrix.weight, std=0.0 if zero else 0.5 * inputs**-0.5)
     return matrix
@@ -107,7 +106,7 @@ def _turns(positions: int, features: int, device: torch.device) -> Tensor:
 
 
 def _rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate pairs of features by their position's angles, so that dot products depend on distance."""
+    """Rotate pairs of features by their position's angles: dot products then depend on distance."""
     cos, sin = turns
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).type_as(x)

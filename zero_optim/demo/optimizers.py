@@ -1,4 +1,4 @@
-"""Turns ``--optimizer`` and ``--opt`` into a class and its options, and tries them on a small matrix."""
+"""Turns ``--optimizer`` and ``--opt`` into a class and its options, and tries them."""
 
 import ast
 import importlib
@@ -23,10 +23,9 @@ _WORDS: dict[str, OptionValue] = {"true": True, "false": False, "none": None}
 
 
 def find(name: str) -> type[Optimizer]:
-    """Find a class by name in torch.optim, then in torch_optimizer, or as ``package.module:Class``.
+    """Return a class of torch.optim, torch_optimizer, or ``package.module:Class``.
 
-    Raises:
-        ValueError: there is none. The message has similar names.
+    ValueError if there is none, with similar names.
     """
     if ":" in name:
         return _find_in_module(name)
@@ -60,10 +59,9 @@ def _classes(module: ModuleType) -> dict[str, type[Optimizer]]:
 
 
 def parse(arguments: Iterable[str]) -> dict[str, OptionValue]:
-    """Read ``key=value`` pairs. A value that is not a Python literal is a string.
+    """Parse ``key=value`` pairs; a value that is no Python literal is a string.
 
-    Raises:
-        ValueError: not a pair, or a value that is not a number, a string, a boolean, None or a tuple.
+    ValueError if not a pair, or the value is no number, string, boolean, None or tuple.
     """
     options = {}
     for argument in arguments:
@@ -90,21 +88,20 @@ def _immutable(key: str, value: object) -> OptionValue:
 
 
 def with_presets(optimizer: str, options: Mapping[str, OptionValue]) -> Options:
-    """Add options that suit the demo's model, where the user gives none. Only for AdamW."""
+    """Add options that suit the demo's model, where the user gives none; for AdamW only."""
     return tuple(sorted({**(_PRESETS if optimizer == "AdamW" else {}), **options}.items()))
 
 
 def has_rate(optimizer: Optimizer) -> bool:
-    """Return whether there is a learning rate to schedule. A few classes choose their own."""
+    """Return whether there is a learning rate to schedule; a few classes choose their own."""
     return isinstance(optimizer.param_groups[0].get("lr"), int | float)
 
 
 def check(name: str, options: Options) -> Optimizer:
-    """Check that the class takes the options, steps a matrix with them, and can be sharded; return the trial.
+    """Check that the class takes the options and can be sharded; return the trial on a small matrix.
 
-    Raises:
-        ValueError: the class does not know an option or refuses its value, needs more than a gradient (a
-            closure, sparse gradients), or is not separable.
+    ValueError for options it refuses, a need beyond gradients (closure, sparse gradients), or coupled
+    parameters.
     """
     optimizer_class = find(name)
     _, *parameters = inspect.signature(optimizer_class).parameters.values()

@@ -1,6 +1,6 @@
-"""Checks a run, and the checkpoint that it continues from, before any process starts. No communication.
+"""Checks a run, and the checkpoint it continues, before any process starts. No communication.
 
-A checkpoint has the step, and in the config the seed; the order of samples follows from these two.
+A checkpoint has the step and the seed, which determine the order of samples.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """What a checkpoint holds, read without loading it."""
+    """A checkpoint's content, read without loading it."""
 
     run: RunConfig  # of the run that saved it
     step: int  # updates made
@@ -48,15 +48,10 @@ class Saved:
 
 
 def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
-    """Make the configuration of a run from the command line, and check it.
+    """Build and check a run's configuration from the command line; ValueError says in one line what is wrong.
 
-    Args:
-        arguments: the fields of `RunConfig` on the command line, with ``options`` still a list of KEY=VALUE
-            and ``resume`` as `locate` takes it. The others come from the checkpoint, or are the defaults.
-        started: this rank, if torchrun started it.
-
-    Raises:
-        ValueError: what is wrong, in one line.
+    ``arguments``: fields of `RunConfig`, with ``options`` a list of KEY=VALUE and ``resume`` as for `locate`;
+    others are from the checkpoint or defaults. ``started``: this rank, if torchrun started it.
     """
     missing = [name for name in ("matplotlib", "rich") if importlib.util.find_spec(name) is None]
     if missing:
@@ -85,7 +80,7 @@ def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
 
 
 def make_folder(config: RunConfig) -> None:
-    """Make the run folder, in one process; ValueError if it holds another run or cannot be written to."""
+    """Create the run folder, in one process; ValueError if it has another run or cannot be written."""
     folder = Path(config.out)
     own = config.resume is not None and run_folder(config.resume) == folder
     if not own and any((folder / name).exists() for name in (_CHECKPOINTS, METRICS)):
@@ -99,7 +94,7 @@ def make_folder(config: RunConfig) -> None:
 
 
 def choose_device(device: Device, local_world_size: int) -> str:
-    """Return "cuda" or "cpu"; ValueError if "cuda" was chosen and this host has fewer GPUs than ranks."""
+    """Return "cuda" or "cpu"; ValueError for "cuda" with fewer GPUs than ranks on this host."""
     usable = torch.cuda.is_available() and dist.is_nccl_available()
     num_gpus = torch.cuda.device_count() if usable else 0
     if device == "cuda" and num_gpus < local_world_size:
@@ -115,20 +110,19 @@ def checkpoint_folder(out: str, step: int) -> Path:
 
 
 def run_folder(path: str | Path) -> Path:
-    """Return the run folder of a checkpoint."""
+    """Return a checkpoint's run folder."""
     return Path(path).parent.parent
 
 
 def extra(config: RunConfig, step: int, text_digest: str) -> dict[str, Any]:
-    """Return what a checkpoint holds beside model, optimizer and scheduler."""
+    """Return what a checkpoint has beside model, optimizer and scheduler."""
     return {"kind": _KIND, "config": config.to_json(), "step": step, "text_digest": text_digest}
 
 
 def locate(place: str) -> Path:
-    """Find the newest complete checkpoint; ValueError if there is none.
+    """Return the newest complete checkpoint; ValueError if there is none.
 
-    Args:
-        place: a run folder, a checkpoint itself, or "" for the newest run in ``runs``.
+    ``place``: a run folder, a checkpoint, or "" for the newest run in ``runs``.
     """
     if place == "":
         runs = sorted(
@@ -149,7 +143,7 @@ def locate(place: str) -> Path:
 
 
 def look(path: Path) -> Saved:
-    """Read what a checkpoint of ``zero-optim train`` holds, without loading it; ValueError for any other."""
+    """Read the content of a ``zero-optim train`` checkpoint without loading it; ValueError for others."""
     try:
         peek = checkpoint.peek(path)
         if not isinstance(peek.extra, dict) or peek.extra.get("kind") != _KIND:
@@ -161,7 +155,7 @@ def look(path: Path) -> Saved:
 
 
 def _check_class(name: object, *, named: bool) -> None:
-    """Refuse to import a module that only the checkpoint names: a file must never choose which code runs."""
+    """Refuse to import a module that only the checkpoint names: a file must never choose code."""
     if not isinstance(name, str) or not re.fullmatch(r"[\w.]+(:[\w.]+)?", name):
         raise ValueError(f"the checkpoint names no optimizer class, but {ascii(name)[:80]}")
     if ":" in name and not named:
@@ -198,7 +192,7 @@ def _merge(
 
 
 def _new_folder(optimizer: str) -> str:
-    """Name a run after its optimizer and the time, with a number if others have the same name."""
+    """Return a run's name: optimizer and time, with a number if taken."""
     word = re.sub(r"[^A-Za-z0-9]+", "-", optimizer.rpartition(":")[2]).strip("-").lower()
     name = Path("runs") / f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = sum(1 for _ in name.parent.glob(name.name + "*"))

@@ -1,9 +1,8 @@
 """The text: bytes as tokens, the last tenth held out, and an order of samples for any number of ranks.
 
 Note [Data order]
-    Sample ``n``, counted over all ranks and updates, depends on (seed, n) only. Update ``s`` takes samples
-    from ``s * batch_size`` on. So a resumed run sees the same samples as one that was not interrupted, on any
-    number of ranks.
+    Sample ``n``, counted over ranks and updates, depends on (seed, n) only. Update ``s`` takes samples from
+    ``s * batch_size`` on. So a resumed run sees the samples of an uninterrupted one, on any number of ranks.
 """
 
 import hashlib
@@ -31,19 +30,14 @@ class Corpus:
 
     @property
     def numel(self) -> int:
-        """Number of bytes in both parts."""
+        """Return the bytes in both parts."""
         return self.train.numel() + self.held_out.numel()
 
 
 def load(paths: Sequence[str], context: int) -> Corpus:
-    """Read the text, on every rank.
+    """Read the text, on every rank; ValueError for an unreadable file, or a text too short for ``context``.
 
-    Args:
-        paths: files, joined by newlines; empty for the language reference that comes with Python.
-        context: bytes of a sample; both parts of the text must hold one.
-
-    Raises:
-        ValueError: a path is not a readable file, or the text is too short.
+    ``paths``: files, joined by newlines; empty for the language reference that comes with Python.
     """
     if paths:
         content = b"\n".join(map(_read, paths))
@@ -83,7 +77,7 @@ class Samples:
     seed: int
 
     def take(self, first: int, count: int) -> Windows:
-        """Return ``count`` samples, from number ``first`` on."""
+        """Return ``count`` samples from number ``first`` on."""
         num_windows = max(1, (len(self.tokens) - 1) // self.context - 1)
         passes = range(first // num_windows, (first + count - 1) // num_windows + 1)
         starts = torch.cat([self._one_pass(number, num_windows) for number in passes])
@@ -91,7 +85,7 @@ class Samples:
         return _cut(self.tokens, starts[skipped : skipped + count], self.context)
 
     def _one_pass(self, number: int, num_windows: int) -> Tensor:
-        """Return the first byte of each window of one pass, shuffled; each pass cuts the text differently."""
+        """Return the first byte of each window of one pass, shuffled; passes cut the text differently."""
         slack = len(self.tokens) - 1 - num_windows * self.context
         generator = torch.Generator().manual_seed(mix(self.seed, number))
         shift = torch.randint(min(slack, self.context) + 1, (), generator=generator)
@@ -99,9 +93,9 @@ class Samples:
 
 
 def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -> Iterator[Windows]:
-    """Yield this rank's part of the validation samples, in chunks. Each sample is on one rank only.
+    """Yield this rank's validation samples in chunks; each sample is on one rank.
 
-    There are as many chunks on every rank, since ranks may have to call the model together; some are empty.
+    Every rank gets as many chunks, some empty: ranks may have to call the model together.
     """
     available = (len(tokens) - 1) // context
     count = min(available, MAX_EVAL_WINDOWS)
@@ -112,12 +106,12 @@ def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -
 
 
 def _cut(tokens: Tensor, starts: Tensor, context: int) -> Windows:
-    """Cut samples out of a text: inputs, and as target of each byte the next one."""
+    """Return samples of a text: inputs, and the byte behind each as its target."""
     windows = tokens[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
 def mix(*numbers: int) -> int:
-    """Make one 32-bit seed from several numbers. Torch's CPU generator uses no more bits."""
+    """Return one 32-bit seed, all that torch's CPU generator uses."""
     text = " ".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")

@@ -1,4 +1,4 @@
-"""A profile of one iteration: a Chrome trace of ``torch.profiler``, and a picture of it."""
+"""A profile of one iteration: a Chrome trace of ``torch.profiler``, and a picture."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ _COLOURS: Mapping[Row, str] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """A time interval of one event, in ms from the start of the first one."""
+    """An event's interval, in ms from the start of the first."""
 
     start: float
     stop: float
@@ -58,7 +58,7 @@ def traced(path: Path) -> Iterator[None]:
 
 
 def _all_threads() -> dict[str, Any]:
-    """Return the option with which the profiler records the thread that steps, if this PyTorch has it."""
+    """Return the option that records the stepping thread, if this PyTorch has it."""
     try:
         return {"experimental_config": private.or_none("ExperimentalConfig")(profile_all_threads=True)}
     except TypeError:  # this PyTorch has no such option
@@ -97,7 +97,7 @@ def _stop(event: Mapping[str, Any]) -> float:
 
 
 def hidden(spans: Iterable[Span]) -> float:
-    """Return which fraction of reductions, steps and gathers overlapped with forward or backward, 0 to 1."""
+    """Return the fraction (0 to 1) of reductions, steps and gathers during forward or backward."""
     spans = list(spans)
     compute = [span for span in spans if span.row == "compute"]
     others = [span for span in spans if span.row != "compute"]
@@ -107,7 +107,7 @@ def hidden(spans: Iterable[Span]) -> float:
 
 
 def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
-    """Draw iterations, each a title and spans, below each other on one time axis, into a PNG file."""
+    """Draw titled iterations below each other on one time axis, into a PNG file."""
     import matplotlib as mpl
 
     mpl.use("Agg")

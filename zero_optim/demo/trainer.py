@@ -1,10 +1,9 @@
 """The training of one rank: DDP averages the gradients, the sharded optimizer steps.
 
 Note [Bitwise resume]
-    On the same number of ranks, a resumed run equals the uninterrupted one bit for bit: it sees the same
-    samples (Note [Data order]), and no update draws random numbers. On three ranks or more, DDP's first
-    backward pass sums in another order than later ones, since it then makes other buckets. So every run
-    starts with a pass that trains nothing.
+    On as many ranks a resumed run equals the uninterrupted one bit for bit: it sees the same samples (Note
+    [Data order]), and updates draw no random numbers. On three or more ranks DDP's first backward pass sums
+    in another order, as it rebuilds its buckets. So every run starts with a pass that trains nothing.
 """
 
 import math
@@ -58,7 +57,7 @@ _HOOKS: dict[str, Hook | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank keeps; None for what it keeps whole. Bytes are measured."""
+    """The measured bytes that one rank keeps; None for what it keeps whole."""
 
     num_parameters: int  # elements of the parameters that it owns
     state_nbytes: int
@@ -68,13 +67,7 @@ class Shard:
 
 
 class Trainer:
-    """A model, its sharded optimizer and the text. Every rank has one, and calls the same methods.
-
-    Args:
-        config: of the run, equal on every rank; the default process group exists.
-        device: where this rank computes.
-        corpus: the text.
-    """
+    """A model, its sharded optimizer and the text; all ranks call the same methods."""
 
     def __init__(self, config: RunConfig, device: torch.device, corpus: Corpus) -> None:
         torch.manual_seed(config.seed)  # the same initial weights on any number of ranks
@@ -144,7 +137,7 @@ class Trainer:
         )
 
     def _clip(self) -> float | None:
-        """Clip the gradients and return their norm before; None with ``--overlap owners``, which has none."""
+        """Clip the gradients and return their norm; None with ``--overlap owners``, which has none."""
         if self.config.overlap == "owners":
             return None
         if self.config.shard != "state":
@@ -154,7 +147,7 @@ class Trainer:
         return get_total_norm([p.grad for p in self.gpt.parameters() if p.grad is not None]).item()
 
     def _backward(self) -> Tensor:
-        """Compute the gradients of this rank's part of a batch, and return its mean loss."""
+        """Compute the gradients of this rank's part of a batch; return its mean loss."""
         passes = self.config.accumulate
         count = self.config.batch_size // dist.get_world_size() // passes
         first = self.step * self.config.batch_size + dist.get_rank() * count * passes
@@ -190,8 +183,7 @@ class Trainer:
     def save(self) -> float:
         """Start a save in the background; CheckpointError if the last one failed.
 
-        Returns:
-            Seconds that training waited on this rank.
+        Returns the seconds that training waited on this rank.
         """
         self._saving = checkpoint.save_async(
             prepare.checkpoint_folder(self.config.out, self.step),
@@ -204,7 +196,7 @@ class Trainer:
         return self._saving.stall
 
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is complete; CheckpointError if it could not be written."""
+        """Wait until the last checkpoint is complete; CheckpointError if it failed."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -235,18 +227,18 @@ class Trainer:
         return [Shard(*theirs.tolist()) for theirs in everyone]
 
     def whole(self) -> AbstractContextManager[None]:
-        """Have the whole parameters on each rank for the time of a ``with``; all ranks enter and leave it."""
+        """Gather whole parameters for the body; all ranks enter and leave."""
         return unsharded(self.gpt, writes=False) if self.config.shard == "parameters" else nullcontext()
 
     def sample(self) -> tuple[str, str]:
-        """Return the start of the held-out text, and how the model continues it; inside of `whole`."""
+        """Return the start of the held-out text and the model's continuation; inside `whole`."""
         prompt = self.corpus.held_out[: min(64, self.config.context)]
         added = generate(self.gpt, prompt, self.config.sample_length, self.config.seed)
         return bytes(prompt.tolist()).decode(errors="replace"), added.decode(errors="replace")
 
 
 def rate_factor(step: int, schedule: Schedule, warmup: int, steps: int) -> float:
-    """Return the fraction of the full learning rate that update ``step``, counted from 0, uses."""
+    """Return the fraction of the full learning rate at update ``step``, from 0."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
@@ -255,10 +247,11 @@ def rate_factor(step: int, schedule: Schedule, warmup: int, steps: int) -> float
 
 
 def _peak_of_units(model: FullyShardedDataParallel, run: Callable[[], int]) -> tuple[int, int]:
-    """Run a pass; return what it returned, and the most bytes of whole units that this rank had at once.
+    """Run a pass; return its result, and the peak bytes of whole units on this rank.
 
-    It looks before each module is called and when each gradient comes: then the unit in use is whole, and the
-    next one may be on its way.
+    It measures before each module call and at each gradient: then the unit in use is whole, and the next one
+    may
+    be in flight.
     """
     peak = 0
 

@@ -1,4 +1,4 @@
-"""What every rank runs: it trains, with what is due between updates. Rank 0 also informs the user."""
+"""The work of every rank: training, and what is due between updates. Rank 0 informs the user."""
 
 import os
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""Find out what an optimizer class tolerates, by running it on small tensors."""
+"""Probes: small trials that show what an optimizer class tolerates."""

@@ -1,4 +1,4 @@
-"""Find parameters and gradients that an optimizer class accepts, or what else it needs; for `probe`."""
+"""Finds parameters and gradients that an optimizer class accepts, or what else it needs."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ _FEEDS = (
 
 
 def first_accepted(subject: OptimizerUnderTest) -> tuple[OptimizerUnderTest, TrialRecord] | str:
-    """Run all parameters together with the first feed the class accepts, or say why there is none."""
+    """Record the first feed that the class accepts, all parameters together, or return why there is none."""
     errors: list[str] = []
     plain = subject.without_switches()
     for candidate in (subject,) if plain.options == subject.options else (subject, plain):
@@ -46,7 +46,7 @@ def first_accepted(subject: OptimizerUnderTest) -> tuple[OptimizerUnderTest, Tri
 
 
 def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
-    """Find out what a class needs that an ordinary step does not give."""
+    """Return what a class needs that an ordinary step lacks."""
     for feed in (_FEEDS[0], replace(_FEEDS[0], num_groups=1), _FEEDS[3]):
         for step, needs in ((_step_with_closure, NEEDS_CLOSURE), (_step_with_graph, NEEDS_SECOND_ORDER)):
             try:
@@ -62,7 +62,7 @@ def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
 
 
 def _needed_by_step(subject: OptimizerUnderTest) -> str:
-    """Name the arguments without which a class's ``step()`` cannot be called."""
+    """Return the required arguments of a class's ``step()``."""
     try:
         step = start(subject, _FEEDS[0], starts_of(_FEEDS[0])).optimizer.step
         parameters = inspect.signature(step).parameters.values()
@@ -100,6 +100,6 @@ def _call(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
 
 
 def first_line_of(error: Exception) -> str:
-    """Return the name of an error and the first line of its message."""
+    """Return an error's name and the first line of its message."""
     first_line = (message_of(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}"

@@ -1,4 +1,4 @@
-"""Compare a trial of an optimizer class with the first one, bit for bit, and say in words what differs."""
+"""Compares trials of an optimizer class bit for bit, and describes differences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ def difference(
     *,
     with_state: bool = True,
 ) -> str | None:
-    """Repeat a trial with the recorded gradients, and say what differs from the record; None if equal."""
+    """Repeat a trial with its recorded gradients; return what differs, None if nothing."""
     try:
         run = begin()
         differs = _first_difference(record, run, step_run)
@@ -50,7 +50,7 @@ def _first_difference(record: TrialRecord, run: TrialRun, step_run: StepRun) -> 
 
 
 def _how_much(got: bytes, expected: bytes, dtype: torch.dtype) -> str:
-    """Say how large a difference is, to tell rounding from another algorithm."""
+    """Return how large a difference is, to tell rounding from another algorithm."""
     a, b = (torch.frombuffer(bytearray(bits), dtype=dtype).double().numpy() for bits in (got, expected))
     with np.errstate(all="ignore"):
         apart = float(np.nanmax(np.abs(a - b) / np.maximum(np.abs(b), 1e-30), initial=0.0))
@@ -58,7 +58,7 @@ def _how_much(got: bytes, expected: bytes, dtype: torch.dtype) -> str:
 
 
 def state_difference(record: TrialRecord, run: TrialRun) -> str | None:
-    """Compare the final state of each parameter, and the state that belongs to no parameter."""
+    """Compare the final state of each parameter, and global state."""
     for index in run.leaves:
         (whole,) = record.run.leaves[index]
         if not same_pieces(record.run.state_of(index)[0], run.state_of(index), whole.shape):
@@ -69,9 +69,9 @@ def state_difference(record: TrialRecord, run: TrialRun) -> str | None:
 
 
 def _group_difference(subject: OptimizerUnderTest, record: TrialRecord, run: TrialRun) -> str | None:
-    """Compare the final group entries, but for caches such as RAdam's buffer.
+    """Compare final group entries, except caches such as RAdam's buffer.
 
-    An entry is a cache if the class gives equal results with this trial's entry before every step.
+    A cache gives equal results with this trial's entry before every step.
     """
     differing = []
     both = zip(record.run.optimizer.param_groups, run.optimizer.param_groups, strict=True)
@@ -96,7 +96,7 @@ def _group_difference(subject: OptimizerUnderTest, record: TrialRecord, run: Tri
 
 
 def same(a: object, b: object) -> bool:
-    """Compare values bit for bit; objects of other kinds are not compared."""
+    """Compare values bit for bit; skip objects of other kinds."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and same_tensors(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -112,7 +112,7 @@ def same(a: object, b: object) -> bool:
 
 
 def same_tensors(a: Tensor, b: Tensor) -> bool:
-    """Compare tensors bit for bit: values, dtype, shape. Tensors made of others are compared by these."""
+    """Compare values, dtype and shape bit for bit; tensors made of others by these."""
     if wraps_tensors(a) or wraps_tensors(b):
         return type(a) is type(b) and a.shape == b.shape and same(_inside(a), _inside(b))
     return to_hashable(a.to_dense() if a.is_sparse else a) == to_hashable(b.to_dense() if b.is_sparse else b)
@@ -124,7 +124,7 @@ def _inside(tensor: Tensor) -> list[object]:
 
 
 def same_pieces(whole: object, pieces: Sequence[Any], shape: torch.Size) -> bool:
-    """Compare a parameter's state with that of its pieces: only entries of the parameter's shape are cut."""
+    """Compare a parameter's state with its pieces': only entries of the parameter's shape are cut."""
     if len(pieces) == 1:
         return same(whole, pieces[0])
     if isinstance(whole, Tensor) and whole.shape == shape:

@@ -1,7 +1,7 @@
-"""Find out what an optimizer class tolerates, by trying it.
+"""Probes what an optimizer class tolerates. No communication.
 
-Sharding must not change the algorithm, and only the class knows what it does. So `probe` runs it on small
-tensors (`trials`), compares bits, and allows only what gave equal bits. Nothing here communicates.
+Sharding must not change the algorithm, which only the class knows. So `probe` runs it on small tensors
+(`trials`) and allows only what gave equal bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,16 +50,12 @@ def probe(
     options: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> Traits:
-    """Try what a class with some options tolerates. Takes 10 to 40 ms; the result is cached.
+    """Probe a class with some options: 10 to 40 ms, cached, without side effects or random numbers.
 
-    Draws no random number and has no side effect. Ranks with equal arguments get equal answers.
-
-    Args:
-        optimizer_class: a class, or a function that builds an optimizer from groups and keyword arguments.
-        options: its keyword arguments. Tensors are copied to the CPU. ``lr=0`` becomes a small rate.
-            ``capturable``, ``fused`` and ``differentiable`` are switched off if the CPU has no such
-            implementation.
-        groups: the options of each parameter group, if groups have their own.
+    Ranks with equal arguments get equal answers. ``optimizer_class``: a class or a function that builds an
+    optimizer from groups and ``options``. Tensors are copied to the CPU, ``lr=0`` becomes a small rate, and
+    ``capturable``, ``fused``, ``differentiable`` are off if the CPU lacks them. ``groups``: each group's own
+    options.
     """
     return _try(OptimizerUnderTest.of(optimizer_class, options, groups)).traits
 
@@ -70,17 +66,17 @@ def why_not_cut(
     groups: Sequence[Mapping[str, Any]] = (),
     dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Return why ranks cannot share the rows of parameters; None if a class with these options bears cuts.
+    """Return why ranks cannot share the rows of parameters; None if the class bears cuts.
 
-    Rows of small parameters are stepped as parameters of their own. They must have the bits of the whole
-    parameter, and so must their state: each entry either has the parameter's shape, and is cut like it, or is
-    the same for all rows. Numbers that are zero are tried with another value too, as options may change. The
-    very rows that a plan cuts are tried by `zero_optim.probe.rows.why_rows_not_cut`.
+    Rows stepped as parameters must have the bits of the whole, and so must their state: an entry has the
+    parameter's shape and is cut with it, or is equal for all rows. Zero numbers are tried with another value
+    too,
+    as options may change. `zero_optim.probe.rows.why_rows_not_cut` tries a plan's very rows.
 
-    Takes 5 to 40 ms more than `probe`; the result is cached. Ranks with other processors may get other
-    answers. Arguments are as for `probe`; ``dtype`` is that of what is stepped on the CPU, else float32: it
-    is assumed, and tried by ``make gpu``, that kernels of accelerators compute each element in the same way
-    wherever the tensor ends.
+    Takes 5 to 40 ms beyond `probe`; cached. Other processors may give other answers. ``dtype``: of what is
+    stepped on the CPU, else float32: accelerators' kernels are assumed, and tested by ``make gpu``, to
+    compute
+    elements alike wherever a tensor ends.
     """
     if dtype.itemsize < (8 if dtype.is_complex else 4):  # too few elements show it for a trial to rely on
         return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"
@@ -89,7 +85,7 @@ def why_not_cut(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The traits, and which subject and feed showed them; both None if the class could not be tried."""
+    """The traits, with the subject and feed that showed them; None for both if nothing could be tried."""
 
     traits: Traits
     subject: OptimizerUnderTest | None = None
@@ -144,7 +140,7 @@ def _try_cut(subject: OptimizerUnderTest, dtype: torch.dtype) -> str | None:
 
 
 def _why_coupled(subject: OptimizerUnderTest, trial: TrialRecord, *, with_state: bool = True) -> str | None:
-    """Step each parameter with a separate optimizer, and compare; another optimizer steps none."""
+    """Step each parameter with its own optimizer, and compare; another optimizer steps none."""
     if trial.drew:
         return "it draws random numbers, and each rank would draw others"
     for indices in (*([index] for index in trial.starts), []):
@@ -159,7 +155,7 @@ def _why_coupled(subject: OptimizerUnderTest, trial: TrialRecord, *, with_state:
 
 
 def _why_coupled_otherwise(subject: OptimizerUnderTest, trial: TrialRecord) -> str | None:
-    """Try again where NaN, single precision or a small size may have hidden a difference."""
+    """Try again where NaN, single precision or a small size may hide a difference."""
     if trial.feed.dtype != torch.float32 or trial.feed.shapes == _SEVERAL_LARGE:
         return None
     tamer = [] if trial.finite or trial.feed.huge == 1 else [replace(trial.feed, huge=1.0)]
@@ -178,13 +174,13 @@ def _why_coupled_otherwise(subject: OptimizerUnderTest, trial: TrialRecord) -> s
 
 
 def _holds_leftovers(subject: OptimizerUnderTest, trial: TrialRecord) -> bool:
-    """Whether equal trials give unequal state only: fused SGD in bfloat16 leaves some of it unwritten."""
+    """Return whether equal trials differ in state only: fused SGD in bfloat16 leaves some unwritten."""
     repeated = record(subject, trial.feed)
     return repeated.values == trial.values and state_difference(trial, repeated.run) is not None
 
 
 def _why_shape_used(subject: OptimizerUnderTest, trial: TrialRecord) -> str | None:
-    """Cut every parameter in pieces, and compare; if there is no difference, cut a larger one too."""
+    """Cut every parameter in pieces, and compare; without a difference cut a larger one too."""
     if trial.feed.sparse:
         return "it takes sparse gradients, which are not cut"
     feed = replace(
@@ -205,10 +201,10 @@ def _why_shape_used(subject: OptimizerUnderTest, trial: TrialRecord) -> str | No
 def _why_rows_differ(
     subject: OptimizerUnderTest, feed: Feed, trial: TrialRecord, cut_long: Cut = by_rows
 ) -> str | None:
-    """Cut parameters between rows as a plan does, and so that no piece fills a vector; and compare.
+    """Cut parameters between rows, as a plan does, into pieces that fill no vector, and compare.
 
-    A kernel may treat what does not fill a vector otherwise: in some classes, few of a thousand elements show
-    it. Long tensors are divided among threads anywhere, by fused kernels where plans cut.
+    Kernels may treat partial vectors differently: in some classes few of a thousand elements show it. Long
+    tensors are split among threads anywhere, by fused kernels where plans cut.
     """
     one = replace(feed, num_groups=1, num_in_group=1, gaps=False)
     large = replace(one, shapes=_LARGE, num_steps=_STEPS_OF_LARGE).with_groups(subject)
@@ -233,7 +229,7 @@ def _why_rows_differ(
 
 
 def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | None:
-    """Try again with numbers awake that hide arithmetic: all that the class bears, or else the usual ones."""
+    """Repeat with `awake` numbers: all that the class bears, or else the usual ones."""
     for names in (None, _OFTEN_CHANGED):
         awake = subject.awake(feed.shapes[0], names)
         if awake is None:
@@ -248,7 +244,7 @@ def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | Non
 
 
 def _why_not_joined(trial: TrialRecord) -> str | None:
-    """Name state that nobody could join: containers with tensors, and tensors of subclasses."""
+    """Return state that cannot be joined: containers with tensors, tensor subclasses."""
     for index, (leaf,) in trial.run.leaves.items():
         (state,) = trial.run.state_of(index)
         for entry in state.values() if isinstance(state, Mapping) else ():
@@ -263,7 +259,7 @@ _WITHOUT_GRADIENT = "it changes parameters that have no gradient, and these are 
 
 
 def _moves_frozen(subject: OptimizerUnderTest, trial: TrialRecord) -> bool:
-    """Whether a frozen parameter changes: step with every second one frozen, then with the others."""
+    """Return whether frozen parameters change: every second one frozen, then the others."""
     for kind in (0, 1):
         try:
             run = start(subject, trial.feed, trial.starts)

@@ -1,11 +1,11 @@
-"""Find out whether ranks may share the rows of one parameter where a plan cuts it. Nothing here communicates.
+"""Probes whether ranks may share the rows that a plan cuts. No communication.
 
 Note [Rows that are cut]
-    Some classes work in blocks of elements: torchao's and bitsandbytes' keep state in blocks of 256, from
-    4,096 elements on. Whether they bear a cut depends on the parameter and on the row. So the rows that a
-    plan cuts are tried themselves, in as many steps as it takes for rounded state to reach the parameter. A
-    smaller weight stands for a large one: its pieces have as many elements, but for multiples of `_BLOCK`,
-    and at least `_ENOUGH` unless the real one has fewer. `why_not_cut` of `probe` shows larger blocks.
+    Classes of torchao and bitsandbytes keep state in blocks of 256 elements, from 4,096 on, so whether they
+    bear a cut depends on the parameter and the row. So a plan's very cuts are tried, in as many steps as
+    rounded state needs to reach the parameter. A smaller weight stands for a large one: its pieces are
+    shorter by multiples of `_BLOCK`, with at least `_ENOUGH` elements unless the real one has fewer.
+    `why_not_cut` of `probe` shows larger blocks.
 """
 
 import math
@@ -30,7 +30,7 @@ _NUM_STEPS = 3
 
 
 class CutRows(NamedTuple):
-    """Where a parameter is cut."""
+    """The cuts of a parameter."""
 
     dtype: torch.dtype  # of what is stepped, see `zero_optim.probe.probe.why_not_cut`
     shape: tuple[int, ...]  # of the parameter
@@ -43,11 +43,11 @@ def why_rows_not_cut(
     group: Mapping[str, Any],
     cut: CutRows,
 ) -> str | None:
-    """Return why ranks cannot share some rows of a parameter; None if they can. See Note [Rows that are cut].
+    """Return why ranks cannot share rows of a parameter; None if they can. See Note [Rows that are cut].
 
-    To be asked if `zero_optim.probe.probe.why_not_cut` found nothing. Takes some ms for each kind of pieces,
-    10 ms for parameters of 2^18 elements; the result is cached. ``group`` has the options of the parameter's
-    group.
+    For cuts that `zero_optim.probe.probe.why_not_cut` allows. Takes some ms for each kind of pieces, 10 ms
+    for
+    parameters of 2^18 elements; cached. ``group``: the options of the parameter's group.
     """
     subject = OptimizerUnderTest.of(optimizer_class, options, [group])
     for shape, sizes in like_rows(cut.shape, cut.ends):
@@ -58,10 +58,9 @@ def why_rows_not_cut(
 
 
 def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int, ...]]]:
-    """List what stands for the pieces of a parameter: shapes, with the number of rows of each piece.
+    """Return stand-ins for a parameter's pieces: shapes, and the rows of each piece.
 
-    A small parameter stands for itself. Each piece of a large one is tried between what is before and behind
-    it.
+    A small parameter stands for itself. Each piece of a large one is tried between its neighbours.
     """
     bounds = (0, *ends, shape[0])
     if math.prod(shape) <= _SMALL:

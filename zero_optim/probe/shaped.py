@@ -1,4 +1,4 @@
-"""Find by a trial which entries an optimizer's state has, and which have the shape of their parameter."""
+"""Probes which entries a class's state has, and which have their parameter's shape."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,9 +19,9 @@ _LARGE_VECTOR = (4352,)
 
 @dataclass(slots=True)
 class ShapedKeys:
-    """Which entries of a class's state have the shape of their parameter, to check a loaded state dict.
+    """The state entries with the parameter's shape, to check a loaded state dict.
 
-    One step of a temporary optimizer finds them, for each number of dimensions and two sizes.
+    One step of a temporary optimizer shows them, for each number of dimensions and two sizes.
     """
 
     optimizer_class: Callable[..., Optimizer]
@@ -29,11 +29,11 @@ class ShapedKeys:
     _found: dict[int, dict[str, bool]] = field(default_factory=dict)
 
     def of(self, num_dims: int) -> frozenset[str]:
-        """Name the entries that have the parameter's shape; none if the class cannot be tried."""
+        """Return entries with the parameter's shape; none if the class cannot be tried."""
         return frozenset(name for name, is_shaped in self.entries(num_dims).items() if is_shaped)
 
     def entries(self, num_dims: int) -> dict[str, bool]:
-        """Name all entries, and tell of each whether it has the parameter's shape; see `of`."""
+        """Return for each entry whether it has the parameter's shape; see `of`."""
         if num_dims not in self._found:
             found: dict[str, bool] = {}
             if 0 < num_dims <= len(_TRIAL_SIZES):

@@ -1,8 +1,7 @@
-"""Find out whether ranks may share the rows of a parameter whose gradients are sparse.
+"""Probes whether ranks may share the rows of a parameter with sparse gradients. No communication.
 
-To coalesce a sparse gradient, as Adagrad does, adds the entries of a row up in an order that depends on the
-other rows. And a class may keep a gradient as its state, as SGD does with momentum; such state is not joined.
-Plain SGD adds entry by entry to the parameter, and gives equal bits. Nothing here communicates.
+Coalescing, as in Adagrad, adds a row's entries in an order that depends on other rows. SGD with momentum
+keeps a gradient as state, which cannot be joined. Plain SGD adds entry by entry, with equal bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,12 +35,13 @@ def why_not_sparse_rows(
     dtype: torch.dtype,
     take: Take,
 ) -> str | None:
-    """Return why a class gives other bits if it steps rows with rows of sparse gradients, or None.
+    """Return why a class steps rows of sparse gradients with other bits, or None.
 
-    Gradients have several entries for a row, some more entries than the parameter has elements, and some are
-    coalesced. Takes about 10 ms on the CPU; the result is cached. (Kernels of accelerators that add the
-    entries of one row in any order give no certain bits, cut or not.) ``take`` takes the rows of a piece out
-    of a gradient.
+    Gradients have several entries for a row, some more entries than elements; some are coalesced. Takes about
+    10
+    ms on the CPU; cached. (Accelerator kernels that add in any order have no certain bits, cut or not.)
+    ``take``
+    returns a piece's rows of a gradient.
     """
     return _try(OptimizerUnderTest.of(optimizer_class, options, [group]), dtype, take)
 
@@ -97,7 +97,7 @@ def _noise(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtyp
 def _gradient(
     generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, *, coalesced: bool
 ) -> Tensor:
-    """Make a sparse gradient, half of whose entries are for one row."""
+    """Return a sparse gradient with half of its entries in one row."""
     rows = torch.randint(shape[0], (1, _NUM_ENTRIES), generator=generator)
     rows[0, ::2] = rows[0, 0].clone()
     values = _noise(generator, (_NUM_ENTRIES, *shape[1:]), dtype)
@@ -106,7 +106,7 @@ def _gradient(
 
 
 def _held(run: TrialRun) -> Iterator[Tensor]:
-    """Go through all tensors of the state of parameters."""
+    """Return all tensors of the parameters' state."""
     for index in run.leaves:
         for state in run.state_of(index):
             for entry in state.values():

@@ -1,4 +1,4 @@
-"""What a trial runs: an optimizer class and its options, as a value that can be a key of a cache."""
+"""The subject of a trial: an optimizer class and its options, as a cache key."""
 
 import math
 import weakref
@@ -25,17 +25,17 @@ _NUM_EXACT_GROUPS = 4  # up to this many different groups are all tried; of more
 
 @dataclass(slots=True)
 class Held:
-    """An option that cannot be copied. It is not hashable, so no cache keeps it."""
+    """An option that cannot be copied; not hashable, so no cache keeps it."""
 
     value: Any
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever it was
-        """Return the object; stands in for a weak reference if the object allows none."""
+        """Return the object, as a weak reference would."""
         return self.value
 
 
 def to_hashable(value: object) -> object:
-    """Turn an option into an immutable, hashable value; `from_hashable` reverses it."""
+    """Convert an option to an immutable, hashable value; `from_hashable` reverses it."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
         return type(value), value
     if type(value) in (list, tuple):
@@ -49,7 +49,7 @@ def to_hashable(value: object) -> object:
 
 
 def from_hashable(value: Any) -> Any:  # noqa: ANN401 - whatever it was
-    """Return a new copy of the option: a trial may change it."""
+    """Return a new copy of the option, which a trial may change."""
     if isinstance(value, Held):
         return value.value
     if value[0] is Tensor:
@@ -70,7 +70,7 @@ def bits(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerUnderTest:
-    """A class and its options, without keeping the class alive; hashable if its options are."""
+    """A class, held weakly, and its options; hashable if they are."""
 
     reference: Callable[[], Any]
     options: object
@@ -92,9 +92,9 @@ class OptimizerUnderTest:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a kernel takes the whole step, and divides its work where plans cut: of one of `by_kernel`.
+        """Whether a kernel takes the whole step, split where plans cut; for subjects of `by_kernel`.
 
-        Other kernels divide long tensors among threads anywhere.
+        Other kernels split long tensors among threads anywhere.
         """
         return all(self._fused())
 
@@ -103,18 +103,18 @@ class OptimizerUnderTest:
         return [bool({**options, **from_hashable(group)}.get("fused")) for group in self.groups or (_NONE,)]
 
     def by_kernel(self) -> "tuple[OptimizerUnderTest, ...]":
-        """Divide it: the groups that a fused kernel steps, and the others."""
+        """Split it into the groups with a fused kernel and the others."""
         found = list(zip(self.groups or (_NONE,), self._fused(), strict=True))
         parts = (tuple(group for group, fused in found if fused is kind) for kind in (True, False))
         held = [part for part in parts if part]
         return (self,) if len(held) == 1 else tuple(replace(self, groups=part) for part in held)
 
     def awake(self, shape: tuple[int, ...], names: Collection[str] | None) -> "OptimizerUnderTest | None":
-        """Return the same with other values for numbers that hide arithmetic; None if there are none.
+        """Return the same with other numbers for those that hide arithmetic; None if there are none.
 
-        To add nothing, or a multiple by a power of two, rounds nothing. Numbers that the class fills in count
-        too: they may change later. ``shape`` is of a parameter that it takes, ``names`` are of the numbers
-        that may change (None: all).
+        Adding nothing, or a multiple by a power of two, rounds nothing. Defaults of the class count too, as
+        they may
+        change. ``shape``: a parameter that it takes; ``names``: the numbers that may change (None: all).
         """
         own = [from_hashable(group) for group in self.groups or (_NONE,)]
         built = self.build([[torch.zeros(shape, requires_grad=True)] for _ in own]).param_groups
@@ -123,7 +123,7 @@ class OptimizerUnderTest:
         return replace(self, groups=tuple(groups)) if any(woken) else None
 
     def woken(self, asleep: "OptimizerUnderTest") -> str:
-        """Name the numbers that `awake` has changed, for messages."""
+        """Return the names of numbers that `awake` changed."""
         before = [from_hashable(group) for group in asleep.groups or (_NONE,)]
         after = map(from_hashable, self.groups)
         changed = {
@@ -135,7 +135,7 @@ class OptimizerUnderTest:
         return ", ".join(sorted(changed))
 
     def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
-        """Build the optimizer. A group without parameters stays, as on a rank that owns none of it."""
+        """Build the optimizer. Empty groups stay, as on a rank that owns nothing of them."""
         own = [from_hashable(group) for group in self.groups] or [{}]
         groups = [{**own[index % len(own)], "params": list(members)} for index, members in enumerate(params)]
         optimizer: Optimizer = self.reference()(groups, **from_hashable(self.options))
@@ -143,13 +143,13 @@ class OptimizerUnderTest:
         return optimizer
 
     def without_switches(self) -> "OptimizerUnderTest":
-        """Return the same without the options that choose an implementation, which the CPU may lack."""
+        """Return the same without options that choose an implementation, which the CPU may lack."""
         options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
         return replace(self, options=options, groups=tuple(groups))
 
 
 def remembered(function: F) -> F:
-    """Cache a function of a subject. Keys hold the class weakly and options as values."""
+    """Cache a function of a subject, by options and a weak reference to the class."""
     cached: Any = lru_cache(maxsize=4096)(function)
 
     def call(subject: OptimizerUnderTest, *args: object) -> Any:  # noqa: ANN401
@@ -176,7 +176,7 @@ def _reference(build: Builder) -> Callable[[], Any]:
 
 
 def _awake(options: Mapping[str, Any]) -> ParamGroup:
-    """Leave out the parameters, and replace a rate of zero (a warm-up's start), which hides differences."""
+    """Drop the parameters, and replace a zero rate (a warm-up's start), which hides differences."""
     kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
     rate = kept.get("lr")
     if isinstance(rate, int | float) and rate == 0:
@@ -187,7 +187,7 @@ def _awake(options: Mapping[str, Any]) -> ParamGroup:
 
 
 def _woken(options: Mapping[str, Any], names: Collection[str] | None) -> ParamGroup:
-    """Find other values for numbers that are zero, and for fractions and rates that are powers of two."""
+    """Return other values for zeros, and for fractions and rates that are powers of two."""
     changed: ParamGroup = {}
     for key, value in options.items():
         if type(value) not in (int, float) or not (names is None or key in names):
@@ -200,7 +200,7 @@ def _woken(options: Mapping[str, Any], names: Collection[str] | None) -> ParamGr
 
 
 def _kind_of(group: Mapping[str, Any]) -> object:
-    """Return a group's options, with only the sign of numbers: forty rates do not need forty trial groups."""
+    """Return a group's options with only the signs of numbers: forty rates need no forty trial groups."""
     return tuple(
         (key, type(value), (value > 0, value < 0)) if type(value) in (int, float) else (key, repr(value))
         for key, value in sorted(_awake(group).items())

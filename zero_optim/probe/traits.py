@@ -1,4 +1,4 @@
-"""What an optimizer class tolerates: the answers of `probe`, and the message when a class is refused."""
+"""What an optimizer class tolerates: the result of `probe`, and the refusal's message."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ NEEDS_SECOND_ORDER = "its step() needs second-order gradients, of backward(creat
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What an optimizer class with its options tolerates, bit for bit; None stands for no reason."""
+    """What a class with its options tolerates, bit for bit: reasons against it, or None."""
 
     coupling: str | None = None  # why parameters cannot be stepped by separate optimizers
     counting: str | None = None  # why one optimizer cannot step part of its parameters at a time
@@ -25,11 +25,11 @@ class Traits:
     moves_frozen: bool = False  # whether a step changes parameters that never had a gradient
 
     def answers(self) -> list[bool]:
-        """List what a class tolerates that is not refused, for ranks to combine."""
+        """Return the tolerances beyond `separable` as bools, for ranks to combine."""
         return [self.counting is None, self.shape_use is None, not self.moves_frozen]
 
     def combined(self, said_by_all: Sequence[bool]) -> "Traits":
-        """Return what it tolerates on every rank: for each of the `answers`, whether all ranks say yes."""
+        """Return the traits that hold on every rank, from `answers` that all ranks gave."""
         in_parts, in_pieces, spares_frozen = said_by_all
         return replace(
             self,
@@ -45,17 +45,17 @@ class Traits:
 
     @property
     def steppable_in_parts(self) -> bool:
-        """Whether it may be stepped bucket by bucket, as `trials.step_in_parts` does."""
+        """Whether it may be stepped by buckets, as `trials.step_in_parts` does."""
         return self.separable and self.counting is None
 
     @property
     def elementwise(self) -> bool:
-        """Whether its parameters may be cut in one-dimensional pieces."""
+        """Whether parameters may be cut into 1-D pieces."""
         return self.separable and self.shape_use is None
 
 
 def refusal(optimizer_class: Callable[..., Optimizer], traits: Traits) -> str:
-    """Say why a class is not sharded, and what to do about it."""
+    """Return why a class is refused, and what to do."""
     name = getattr(optimizer_class, "__qualname__", None) or repr(optimizer_class)
     if traits.untried is not None and traits.untried not in (NEEDS_CLOSURE, NEEDS_SECOND_ORDER):
         return (

@@ -1,14 +1,14 @@
-"""Trial runs of a user's optimizer class on a few small tensors, for `probe` to compare.
+"""Trial runs of an optimizer class on a few small tensors.
 
-The first trial steps all parameters together and records its gradients. Other trials get the same gradients,
-but step the parameters one by one, in parts, or cut in pieces, and must give the same bits.
+The first trial steps all parameters together and records gradients. Others step them one by one, in parts, or
+cut into pieces, and must give the same bits.
 
 Note [Gradients that trigger]
-    Some optimizers couple parameters only under a condition. So the gradients meet all known conditions: a
-    huge constant gradient (SWATS switches a whole group to SGD when two estimates agree), a norm far above
-    any clipping threshold, gradients orthogonal to the weights (AdamP and SGDP then project), tiny, zero and
-    missing gradients, changing signs, weights of zero (LARS does not scale them), and more steps than RAdam's
-    warm-up and Ranger's look-ahead need.
+    Some optimizers couple parameters only under a condition. So gradients meet all known ones: a huge
+    constant gradient (SWATS switches a group to SGD when two estimates agree), a norm above any clipping
+    threshold, gradients orthogonal to the weights (AdamP and SGDP project), tiny, zero and missing ones,
+    changing signs, zero weights (LARS does not scale them), and more steps than RAdam's warm-up and Ranger's
+    look-ahead need.
 """
 
 import math
@@ -54,11 +54,11 @@ class Feed:
     huge: float = _HUGE
 
     def with_groups(self, subject: OptimizerUnderTest) -> "Feed":
-        """Return a feed with enough parameters for every group of the subject."""
+        """Return a feed with enough parameters for every group."""
         return replace(self, num_groups=max(self.num_groups, len(subject.groups)))
 
     def with_rows(self) -> "Feed":
-        """Return a feed of the same kind, whose parameters are long enough for `by_rows` to cut them."""
+        """Return a feed with parameters long enough for `by_rows`."""
         return replace(self, shapes=tuple(self._longer(shape) for shape in self.shapes))
 
     def _longer(self, shape: Shape) -> Shape:
@@ -67,28 +67,28 @@ class Feed:
 
     @property
     def num_params(self) -> int:
-        """How many parameters there are."""
+        """The number of parameters."""
         return max(len(self.shapes), self.num_in_group * self.num_groups)
 
     def shape(self, index: int) -> Shape:
-        """The shape of a parameter."""
+        """Return a parameter's shape."""
         return self.shapes[index % len(self.shapes)]
 
     def noise(self) -> list[Tensor]:
-        """Fixed normal numbers: for each parameter one row for each step, and the last row for its start."""
+        """Return fixed normal numbers: a row for each step of a parameter, and a last one for its start."""
         generator = torch.Generator().manual_seed(20)
         sizes = [torch.Size(self.shape(index)).numel() for index in range(self.num_params)]
         rows = torch.randn((self.num_steps + 1, sum(sizes)), generator=generator, dtype=torch.float32)
         return list(torch.split(rows, sizes, dim=1))
 
     def start(self, index: int, noise: Tensor) -> Tensor:
-        """The first value of a parameter."""
+        """Return a parameter's first value."""
         row = noise[-1]
         values = (row, row * 0, row * 1e-3, row, row.clamp(min=0), row)[index % 6]
         return values.reshape(self.shape(index)).to(self.dtype)
 
     def gradient(self, index: int, step: int, noise: Tensor, weights: Tensor) -> Tensor | None:
-        """The gradient of one parameter at one step, from its current value."""
+        """Return a parameter's gradient at a step, from its current value."""
         if self.gaps and (index, step) in _GAPS:
             return None
         dense = self._dense(index % 6, step, noise, weights).reshape(weights.shape).to(self.dtype)
@@ -122,13 +122,13 @@ def _orthogonal(rows: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class TrialRun:
-    """One optimizer over some of the parameters, each whole or in pieces."""
+    """One optimizer over some parameters, whole or in pieces."""
 
     optimizer: Optimizer
     leaves: dict[int, list[Tensor]]
 
     def give(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Set copies of gradients, cut like the parameters; classes change gradients in place."""
+        """Set copies of gradients, cut like the parameters; classes change them in place."""
         for index, gradient in gradients.items():
             pieces = self.leaves[index]
             if len(pieces) == 1 or gradient is None:
@@ -140,16 +140,16 @@ class TrialRun:
                 leaf.grad = part.reshape(leaf.shape).clone()
 
     def bits(self, index: int) -> bytes:
-        """The current value of a parameter."""
+        """Return a parameter's current value."""
         pieces = self.leaves[index]
         return bits(pieces[0]) if len(pieces) == 1 else b"".join(map(bits, pieces))
 
     def state_of(self, index: int) -> list[Any]:
-        """The state of each piece of a parameter."""
+        """Return the state of each piece of a parameter."""
         return [self.optimizer.state.get(leaf, {}) for leaf in self.leaves[index]]
 
     def global_state(self) -> dict[Any, Any]:
-        """State that belongs to no parameter."""
+        """Return state that belongs to no parameter."""
         held: dict[Any, Any] = self.optimizer.state
         return {key: value for key, value in held.items() if not isinstance(key, Tensor)}
 
@@ -157,7 +157,7 @@ class TrialRun:
 def start(
     subject: OptimizerUnderTest, feed: Feed, values: Mapping[int, Tensor], *, cut: Cut | None = None
 ) -> TrialRun:
-    """Build an optimizer over some parameters, whole or cut. The groups are the same for any choice."""
+    """Build an optimizer over some parameters, whole or cut, with the same groups for any choice."""
     leaves = {
         index: [piece.clone().requires_grad_() for piece in ([value] if cut is None else cut(index, value))]
         for index, value in values.items()
@@ -169,33 +169,33 @@ def start(
 
 
 def starts_of(feed: Feed, noise: list[Tensor] | None = None) -> dict[int, Tensor]:
-    """The first values of all parameters."""
+    """Return the first values of all parameters."""
     numbers = feed.noise() if noise is None else noise
     return {index: feed.start(index, row) for index, row in enumerate(numbers)}
 
 
 def anywhere(index: int, value: Tensor) -> list[Tensor]:
-    """Cut a parameter in 1-D pieces, which do not fit vector instructions; a third one has one element."""
+    """Cut a parameter into 1-D pieces that do not fit vectors; a third one has one element."""
     middle = value.numel() * 3 // 8 | 1
     sizes = [middle, 1, value.numel() - middle - 1] if index == 1 else [middle, value.numel() - middle]
     return list(torch.split(value.reshape(-1), sizes))
 
 
 def by_rows(index: int, value: Tensor) -> list[Tensor]:
-    """Cut a parameter between rows of dimension 0, as a plan does; the second one in three pieces."""
+    """Cut between rows of dimension 0, as a plan does; the second parameter in three pieces."""
     step = _rows_apart(value)
     sizes = [step, step, len(value) - 2 * step] if index == 1 else [step, len(value) - step]
     return list(torch.split(value, sizes))
 
 
 def below_vectors(index: int, value: Tensor) -> list[Tensor]:
-    """Cut a parameter between rows in pieces below two vectors of 64 bytes: kernels take two at a time."""
+    """Cut between rows into pieces below two vectors of 64 bytes, which kernels take at a time."""
     row_nbytes = value.element_size() * value.numel() // len(value)
     return list(torch.split(value, max(1, (2 * _ALIGNMENT_NBYTES - 1) // row_nbytes)))
 
 
 def _rows_apart(value: Tensor) -> int:
-    """Return how many rows lie between two places where a plan may cut."""
+    """Return the number of rows between places where a plan may cut."""
     row_nbytes = value.element_size() * value.numel() // len(value)
     return math.lcm(row_nbytes, _ALIGNMENT_NBYTES) // row_nbytes
 
@@ -208,7 +208,7 @@ def step_whole(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None])
 
 
 def step_in_parts(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
-    """Step bucket by bucket, the last parameters first; each bucket gets its gradients just before."""
+    """Step buckets, last parameters first, each with its gradients set just before."""
     groups = run.optimizer.param_groups
     members = [group["params"] for group in groups]
     order = sorted(run.leaves, reverse=True)
@@ -234,7 +234,7 @@ def _evaluate(run: TrialRun, step: int) -> None:
 
 @dataclass(slots=True)
 class TrialRecord:
-    """A trial of all parameters together: its gradients and its results."""
+    """A trial of all parameters together: its gradients and results."""
 
     feed: Feed
     run: TrialRun
@@ -255,7 +255,7 @@ class TrialRecord:
 
 
 def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
-    """Run all parameters together and choose the gradients; raises whatever the class raises."""
+    """Run all parameters together and choose the gradients; raises the class's errors."""
     noise = feed.noise()
     starts = starts_of(feed, noise)
     run = start(subject, feed, starts)
@@ -272,7 +272,7 @@ def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
 
 
 def recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
-    """Do as `record`, but return None if the class raises: it need not know bfloat16, for example."""
+    """Do as `record`; None if the class raises, as it need not know bfloat16."""
     try:
         return record(subject, feed)
     except Exception:  # noqa: BLE001 - the user's class may raise anything
@@ -286,7 +286,7 @@ def _random_states() -> tuple[object, ...]:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run a trial on the CPU with gradients, then restore random states, modes, hooks and warnings."""
+    """Run on the CPU with gradients, then restore random states, modes, hooks and warnings."""
     ours = random.getstate(), np.random.get_state(), torch.get_rng_state()
     # Not by get_default_device(): in PyTorch 2.8 it raises once somebody has called set_default_device(None).
     elsewhere = torch.empty(0).device.type != "cpu"
@@ -308,7 +308,7 @@ def isolated() -> Iterator[None]:
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Disable hooks on the steps of every optimizer: a trial is not a step of the user."""
+    """Disable global optimizer hooks: a trial is not the user's step."""
     tables: list[dict[int, Any]] = [
         private.global_optimizer_pre_hooks,
         private.global_optimizer_post_hooks,

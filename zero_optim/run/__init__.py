@@ -1,1 +1,1 @@
-"""Around the training: launch ranks, send them a call, show progress on a terminal."""
+"""Launching ranks, sending them a call, and progress bars."""

@@ -1,4 +1,4 @@
-"""The set-up of a rank on its host before any work: when it ends, its network interface, its cores."""
+"""The set-up of a rank on its host: its end, its network interface, its cores."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ _CLOSED = ("onnection closed by peer", "onnection reset by peer")  # what gloo s
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process as soon as its parent, a process id, is gone; called once, before any work."""
+    """Kill this process when its parent (a process id) is gone; called once, before any work."""
     if not _ask_kernel():
         threading.Thread(target=watch, args=(parent,), daemon=True, name="parent watch").start()
     if os.getppid() != parent:  # it ended before the kernel was asked
@@ -28,7 +28,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def _ask_kernel() -> bool:
-    """Ask Linux to kill this process, which works at once, even if it hangs in C++; False if Linux cannot."""
+    """Ask Linux to kill this process with its parent, even if it hangs in C++; False if it cannot."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -45,11 +45,11 @@ def watch(parent: int) -> None:
 
 
 def order_of(error: BaseException) -> int:
-    """Place a failure among those of all ranks: the lowest is the most likely to be the cause.
+    """Return a failure's place among those of all ranks; the lowest is the likely cause.
 
-    Returns:
-        1 for what this rank did itself; 3 for what it only heard of, or for a connection that another rank
-        has closed; 2 if that came while the rank dealt with a failure of its own.
+    1: by this rank itself; 3: told by another rank, or a connection that one closed; 2: 3 while this rank
+    handled
+    its own failure.
     """
     is_closed = isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
     if not is_heard_of(error) and not is_closed:
@@ -61,11 +61,11 @@ def order_of(error: BaseException) -> int:
 
 
 def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bool]) -> None:
-    """Wait before this rank ends, if it only heard that another one has failed.
+    """Delay this rank's end if it only heard of another's failure.
 
-    A launcher ends all ranks soon after the first one has ended. If that one only heard of a failure, the
-    rank that failed may be killed before it has written down why. The wait ends with the process, or when all
-    ranks have told how they ended; its limit is for a rank that is stopped, or has caught its exception.
+    The launcher ends all ranks soon after the first, so the failed rank might be killed before it has written
+    why. The wait ends when all ranks have reported; its limit is for a rank that is stopped or caught its
+    error.
     """
     if order_of(error) == 1:
         return
@@ -78,8 +78,8 @@ def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bo
 def use_loopback() -> None:
     """Make later process groups use the loopback interface; for jobs on one host.
 
-    Otherwise gloo listens on the address of the host's name, which other machines may reach. So does NCCL,
-    until its ranks have found each other; an interface that the user chose for NCCL stays.
+    Otherwise gloo, and NCCL until its ranks have met, listen on the address of the host's name, which other
+    machines may reach. A user's interface for NCCL stays.
     """
     name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -87,7 +87,7 @@ def use_loopback() -> None:
 
 
 def num_cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

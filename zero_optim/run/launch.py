@@ -1,20 +1,19 @@
-"""Run a function on several ranks of this host, from a script, a notebook or a test.
+"""Runs a function on several ranks of this host, from a script, a notebook or a test.
 
 Note [Processes]
-    PyTorch's elastic launcher would take over the signal handlers of the calling process, which a notebook
-    needs itself. Processes are spawned, not forked: a fork inherits locks and thread pools without the
-    threads, so it hangs at its first parallel loop, and it cannot use CUDA.
+    PyTorch's elastic launcher takes over the caller's signal handlers, which a notebook needs. Processes are
+    spawned: a fork inherits locks and thread pools without the threads, hangs at its first parallel loop, and
+    cannot use CUDA.
 
 Note [No process left]
-    Before `launch` returns or raises, it kills the ranks. If the caller itself is killed, the kernel kills
-    the ranks. Ctrl-C reaches only the caller: it is blocked while processes start, and each rank has its own
-    session.
+    `launch` kills the ranks before it returns or raises; the kernel kills them if the caller is killed.
+    Ctrl-C reaches only the caller: each rank has its own session, and starting blocks it.
 
 Note [Ctrl-C while ranks start]
-    A `KeyboardInterrupt` inside of `start_processes` would lose the processes that were started. To block the
-    signal is not enough: a mask is of one thread, and the kernel gives the signal to another one, such as one
-    of a BLAS library; Python then raises in the main thread all the same. So meanwhile the handler only takes
-    note. The mask is for the ranks, which inherit it until they have a handler of their own.
+    A `KeyboardInterrupt` inside `start_processes` would lose processes. Blocking the signal is not enough: a
+    mask is of one thread, and the kernel signals another, such as a BLAS library's, so Python raises in the
+    main thread all the same. So the handler only records it meanwhile. The mask is for the ranks, which
+    inherit it until they have a handler.
 """
 
 import multiprocessing
@@ -59,27 +58,29 @@ def launch(
     Each rank is a new process with an initialised default process group on the loopback interface. See Notes
     [Processes] and [No process left], and Note [Which failure is reported] in `zero_optim.run.rank`.
 
-    Functions from a notebook cell or a prompt, lambdas and nested functions are sent as code, with the
-    current values of the global names that they use. That needs cloudpickle to be installed. A script needs
-    ``if __name__ == "__main__":`` around the code that calls this, since the ranks import the script.
+    Notebook functions, lambdas and nested functions are sent as code, with the current values of their
+    globals;
+    that needs cloudpickle. A script needs ``if __name__ == "__main__":`` around the call, since the ranks
+    import
+    it.
 
     Args:
-        fn: called on each rank. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set as
-            torchrun sets them.
+        fn: called on each rank, with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` set as
+            by torchrun.
         nproc: number of ranks, at least 1.
-        *args: the same for every rank; pickled, so each rank has its own copy, also of tensors.
+        *args: equal for every rank; pickled, so each rank has its own copy, also of tensors.
         backend: of the process group; with "nccl" rank r uses GPU r.
-        threads: PyTorch's threads on each rank; None divides the cores between the ranks.
-        timeout: seconds for the whole call, including some seconds to start; None has no limit.
-        prepare: called on each rank with its rank, before the process group is made: to set environment
-            variables that a backend reads, or to enter a network namespace. Sent as ``fn`` is.
+        threads: PyTorch's threads on each rank; None divides the cores.
+        timeout: seconds for the whole call, including some to start; None for no limit.
+        prepare: called on each rank with its rank before the process group is made, to set a backend's
+            environment variables or enter a network namespace. Sent as ``fn`` is.
 
     Returns:
         What ``fn`` returned, by rank; anything that can be pickled.
 
     Raises:
-        TypeError: an argument of the wrong kind, or one that cannot be sent to another process.
-        ValueError: an argument out of range, or a backend that this PyTorch or this host lacks.
+        TypeError: an argument has a wrong type, or cannot be sent to another process.
+        ValueError: an argument is out of range, or this PyTorch or host lacks the backend.
         RankFailedError: ``fn`` raised, or a rank was killed or ended by itself.
         LaunchTimeoutError: the ranks took longer than ``timeout``.
         RuntimeError: the call is not under ``if __name__ == "__main__":``.
@@ -107,7 +108,7 @@ def launch(
 def _check(
     fn: object, nproc: object, backend: object, threads: object, timeout: object, prepare: object
 ) -> None:
-    """Refuse wrong arguments before any process starts."""
+    """Raise TypeError or ValueError for wrong arguments, before any process starts."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
             "launch() was called while a rank imported the main module: put the code that calls it under "
@@ -136,7 +137,7 @@ def _check(
 
 @contextmanager
 def _started(job: Job) -> Iterator[list[BaseProcess]]:
-    """Start the ranks, and end all of them, however the body ends."""
+    """Start the ranks for the body, and end them all however it ends."""
     processes: list[BaseProcess] = []
     try:
         # Starting a process starts the resource tracker first, which would unblock SIGINT for the ranks.
@@ -151,7 +152,7 @@ def _started(job: Job) -> Iterator[list[BaseProcess]]:
 
 @contextmanager
 def _interrupt_held_back() -> Iterator[None]:
-    """Have a Ctrl-C act after the body, not in it; see Note [Ctrl-C while ranks start]."""
+    """Delay a Ctrl-C until after the body; see Note [Ctrl-C while ranks start]."""
     came: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     # Only the main thread may set a handler, and only there does one raise. What is no function does not.
@@ -170,7 +171,7 @@ def _interrupt_held_back() -> Iterator[None]:
 
 
 def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
-    """Wait until all have ended, or until the deadline. Once one has failed, wait only `_GRACE` longer."""
+    """Wait for all ranks or the deadline; after a failure only `_GRACE` longer."""
     failed = False
     while running := [process.sentinel for process in processes if process.exitcode is None]:
         if not failed and any(process.exitcode for process in processes):
@@ -184,7 +185,7 @@ def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Kill the ranks that still run, with the processes that they started, and wait for their end."""
+    """Kill the running ranks with their child processes, and wait for their end."""
     for process in processes:
         if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):  # not in a session of its own yet
@@ -210,7 +211,7 @@ def _failures_text(failures: Sequence[Failure], nproc: int) -> str:
 def _stacks_text(
     job: Job, processes: Sequence[BaseProcess], late: Sequence[int], timeout: float | None
 ) -> str:
-    """Tell where the late ranks are."""
+    """Return the stacks of the late ranks."""
     begun = {rank: pid for rank in late if (pid := processes[rank].pid) and job.path("begun", rank).exists()}
     stacks = stacks_of({rank: (pid, job.path("stacks", rank)) for rank, pid in begun.items()})
     lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]

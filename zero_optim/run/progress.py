@@ -1,4 +1,4 @@
-"""A progress bar for work that takes more than a second: on a terminal, if tqdm is installed."""
+"""A progress bar for work of more than a second, on a terminal with tqdm."""
 
 import importlib.util
 import sys
@@ -10,7 +10,7 @@ _PATIENCE = 1.0  # seconds without a bar
 
 @contextmanager
 def progress(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
-    """Yield a function that counts bytes; after a second a bar shows them on standard error, with tqdm."""
+    """Yield a function that counts bytes; after a second a bar shows them on standard error."""
     if not (shown and sys.stderr.isatty()) or importlib.util.find_spec("tqdm") is None:
         yield int
         return

@@ -1,11 +1,9 @@
-"""A rank of `launch`: a new process that calls a function in a process group, and tells how it ended.
-
-The caller and its ranks tell each other by files in a folder.
+"""A rank of `launch`: a new process that calls a function in a process group, and reports by files.
 
 Note [Which failure is reported]
-    When a rank fails, the others lose their connections and fail as well, and may end first. So each rank
-    writes down the time of its exception before it closes anything; the earliest is the cause. A killed rank
-    writes nothing, and comes before those. An exception that only repeats that of another rank comes last.
+    When a rank fails, others lose connections, fail too, and may end first. So each rank writes the time of
+    its exception before it closes anything; the earliest is the cause. A killed rank writes nothing, and
+    comes first. An exception that only repeats another rank's comes last.
 """
 
 import json
@@ -29,7 +27,7 @@ from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed."""
+    """A rank's failure."""
 
     rank: int
     order: list[int]  # smaller for causes than for consequences
@@ -39,7 +37,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What both the caller and the ranks know."""
+    """What the caller and the ranks share."""
 
     folder: str  # where they leave files for each other
     nproc: int
@@ -48,11 +46,11 @@ class Job:
     parent: int  # process id of the caller
 
     def path(self, name: str, rank: int | None = None) -> Path:
-        """Name a file, of one rank or of all."""
+        """Return the path of a file, of one rank or of all."""
         return Path(self.folder, name if rank is None else f"{name}-{rank}")
 
     def failures(self, processes: Sequence[BaseProcess]) -> list[Failure]:
-        """List the ranks that have failed so far, the cause first."""
+        """Return the failures so far, the cause first."""
         failures = (self._failure(rank, process.exitcode) for rank, process in enumerate(processes))
         return sorted(filter(None, failures), key=lambda failure: failure.order)
 
@@ -71,13 +69,13 @@ class Job:
         return Failure(rank, [0, rank], line + why, line)
 
     def write_failure(self, failure: Failure) -> None:
-        """Write the file about a failure, in one step."""
+        """Write a failure's file atomically."""
         path = self.path("failure", failure.rank)
         path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
         path.with_suffix(".part").rename(path)
 
     def is_told(self) -> bool:
-        """Tell whether every rank has left its value, or why it failed."""
+        """Return whether every rank has reported a value or a failure."""
         return all(
             any(self.path(name, rank).exists() for name in ("failure", "value")) for rank in range(self.nproc)
         )
@@ -95,7 +93,7 @@ def _signal(number: int) -> str:
 
 
 def enter(rank: int, job: Job) -> None:
-    """Run as a rank: call the function in a process group, and write a file that says how it ended."""
+    """Run as a rank: call the function in a process group, and report how it ended."""
     end_with_parent(job.parent)
     os.setsid()
     signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which processes started here would inherit

@@ -1,4 +1,4 @@
-"""Where ranks are, and where they failed: stacks on request, tracebacks without the frames of a launcher."""
+"""Stacks of running ranks, and tracebacks without the launcher's frames."""
 
 import faulthandler
 import os
@@ -15,20 +15,16 @@ _MOST_POLLS = 600  # half a minute, far more than a process needs to write its s
 
 
 def answer_with_stacks(path: Path) -> TextIO:
-    """Have this process write the stacks of its threads into a file whenever `stacks_of` asks for them.
-
-    It answers from anywhere, also from C++. Returns the file, which stays open.
-    """
+    """Write this process's stacks to a file when `stacks_of` asks, even from C++; returns the open file."""
     file = path.open("w")
     faulthandler.register(signal.SIGUSR1, file)
     return file
 
 
 def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Ask processes on this host where they are, and wait for the answers that can come.
+    """Return each process's heading and stacks, or why it did not answer; waits for the answers.
 
-    ``processes`` has by rank the process id and the file that it gave to `answer_with_stacks`. Returns by
-    rank a heading and the stacks, most recent call first; where no answer came, that and why.
+    ``processes``: rank -> (process id, the file of `answer_with_stacks`), on this host.
     """
     for pid, _ in processes.values():
         with suppress(ProcessLookupError):
@@ -49,7 +45,7 @@ def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
 
 
 def _why_silent(pid: int) -> str:
-    """Say why a process cannot answer; empty if it can, or if this system does not tell."""
+    """Return why a process cannot answer; "" if it can, or if this system does not tell."""
     try:
         os.kill(pid, 0)
         # The state comes behind the name of the program, which is in parentheses and may hold some itself.
@@ -68,7 +64,7 @@ def _read(path: Path) -> str:
 
 
 def traceback_text(error: BaseException, caller: str) -> str:
-    """Return a traceback as text, without its first frames, as far as they are of the file ``caller``."""
+    """Return a traceback without its first frames of the file ``caller``."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caller and frames.tb_next is not None:
         frames = frames.tb_next

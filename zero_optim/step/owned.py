@@ -180,7 +180,7 @@ class OwnedState:
             self._kept.add(before, group, owned)
 
     def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
-        """Copy what `load` and a step replace; returns a function that restores it."""
+        """Copy owned parameters and record what `load` replaces; returns a function that restores both."""
         before = self.local.save()
         beside = [*self.leaves.masters.values(), *self.average.averages.values()]
         copies = list(self._copies([*map(self.leaves.rows, owned), *beside]))
