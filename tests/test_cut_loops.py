@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from cuts import ONE_A_BUCKET, SHAPES, cut_pair, cutting, sparse_gradient
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, train_both
 from zero_optim import ZeroRedundancyOptimizer
 
@@ -57,7 +57,10 @@ def test_the_norm_of_a_cut_parameter_is_pytorchs_to_the_bit(norm_type: float) ->
         assert_same_bits(params_of(sharded), params_of(plain), step)
 
 
-def check_scaler(rows_of_rank: int, unscale_first: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("rows_of_rank", [0, 1])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_an_infinity_in_one_piece_skips_the_step_everywhere(unscale_first: bool, rows_of_rank: int) -> None:
     """One infinity, in rows that one rank owns, and on that rank alone."""
     plain, sharded = cut_pair(make_params(((64, 8), (5,))))
     kinds = (torch.amp.GradScaler, agreeing_scaler)
@@ -76,12 +79,6 @@ def check_scaler(rows_of_rank: int, unscale_first: bool) -> None:
             scaler.update()
         assert_same_bits(params_of(sharded), params_of(plain), step)
         assert scalers[0].get_scale() == scalers[1].get_scale()
-
-
-@pytest.mark.parametrize("unscale_first", [False, True])
-def test_an_infinity_in_one_piece_skips_the_step_everywhere(ranks2: Ranks, unscale_first: bool) -> None:
-    ranks2.run(check_scaler, 1, unscale_first)
-    ranks2.run(check_scaler, 0, unscale_first)
 
 
 @on_ranks(2)

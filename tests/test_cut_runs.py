@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cuts import ONE_A_BUCKET, SHAPES, cut_pair, cutting, sparse_gradient
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from training import assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Piece
@@ -55,18 +55,18 @@ def check_parity(name: str, view: bool, cap: float) -> None:
     assert_same_rows(plain, sharded)
 
 
+@on_ranks(2)
 @VIEWS
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_run_with_cut_parameters_has_the_bits_of_the_unsharded_run(
-    ranks2: Ranks, name: str, view: bool
-) -> None:
-    ranks2.run(check_parity, name, view, ONE_A_BUCKET)
+def test_a_run_with_cut_parameters_has_the_bits_of_the_unsharded_run(name: str, view: bool) -> None:
+    check_parity(name, view, ONE_A_BUCKET)
 
 
+@on_ranks(4)
 @VIEWS
-def test_four_ranks_cut_each_parameter_or_a_bucket(ranks4: Ranks, view: bool) -> None:
-    ranks4.run(check_parity, "adamw", view, ONE_A_BUCKET)
-    ranks4.run(check_parity, "adamw", view, 1.0)
+@pytest.mark.parametrize("cap", [ONE_A_BUCKET, 1.0])
+def test_four_ranks_cut_each_parameter_or_a_bucket(view: bool, cap: float) -> None:
+    check_parity("adamw", view, cap)
 
 
 @on_ranks(2)
@@ -328,7 +328,8 @@ def test_a_rank_steps_its_rows_alone() -> None:
     assert all(param.grad is not None and param.grad.shape == param.shape for param in params_of(sharded))
 
 
-def check_explained() -> list[str]:
+@on_ranks(2)
+def test_explain_tells_what_is_cut_and_why_the_rest_is_not() -> None:
     """One model of AdamW that is cut, with a group of Muon-like matrices that are not."""
     params = make_params(((1024, 128), (96, 16), (400, 100)))
     texts = []
@@ -351,13 +352,10 @@ def check_explained() -> list[str]:
             assert mine.state_nbytes == 2 * mine.param_nbytes + 4 * mine.num_params
         assert ("cut: parameter" in str(told)) == (max(map(len, sharded.pieces().values())) > 1)
         texts.append(str(told))
-    return texts
-
-
-def test_explain_tells_what_is_cut_and_why_the_rest_is_not(ranks2: Ranks) -> None:
-    texts = ranks2.run(check_explained)
-    assert texts[0] == texts[1]
-    cut, whole, off, untried = texts[0]
+    everyone: list[list[str]] = [[]] * 2
+    dist.all_gather_object(everyone, texts)
+    assert everyone[0] == everyone[1]
+    cut, whole, off, untried = texts
     assert "cut: parameter 0 of group 0 (shape (1024, 128)) in 2 pieces, owners [0, 1]" in cut
     assert "not cut:" not in cut
     assert "balance: fullest rank / mean = 1.00" in cut

@@ -1,5 +1,6 @@
 """Classes that work in blocks of elements: a weight is cut only where its rows, or the like, were tried."""
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from own_classes import InBlocks, Quantized, RoundsLarge
-from pool import Ranks
+from pool import on_ranks
 from training import make_params, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.probe.comparison import same
@@ -24,62 +25,51 @@ BLOCKS = [{}, {"wraps": False}, {"block": 128, "wraps": False}, {"block": 2048}]
 # ------------------------------------------------------------------ whole runs
 
 
-def check_training(shape: tuple[int, ...], options: dict[str, Any]) -> int:
-    params = [*make_params((shape,)), *make_params(((33, 7),), seed=2)]
-    plain = Quantized(params, **options)
-    sharded = ZeroRedundancyOptimizer(twin(params), Quantized, **options)
-    train_both(plain, sharded, 4)
-    return max(map(len, sharded.pieces().values()))
-
-
-@pytest.mark.parametrize("options", BLOCKS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_state_in_blocks_trains_as_without_sharding(
-    ranks2: Ranks, shape: tuple[int, ...], options: dict[str, Any]
-) -> None:
-    assert ranks2.run(check_training, shape, options) == [1, 1]
-
-
-# Their sizes fit no tensor of a trial, but those that are cut.
-ODD = [{"block": 1000, "least": 60_000}, {"block": 256, "least": 100_000}, {"block": 125, "least": 125_000}]
-
-
-@pytest.mark.parametrize("options", ODD, ids=str)
-def test_blocks_and_thresholds_of_any_size_are_seen_where_the_very_rows_are_tried(
-    ranks2: Ranks, options: dict[str, Any]
-) -> None:
-    options = {**options, "wraps": False}
-    assert why_not_cut(Quantized, options) is None
-    assert ranks2.run(check_training, (1000, 160), options) == [1, 1]
-    # Of blocks that its rows do not fill, none is ever made.
-    assert ranks2.run(check_training, (1001, 161), options) == [2, 2]
-
-
-def check_told() -> str:
-    params = make_params(((1000, 160),))
-    build = partial(Quantized, least=100_000, wraps=False)
-    (line,) = ZeroRedundancyOptimizer(params, build).explain(quiet=True).cuts
-    return line
-
-
-def test_explain_tells_why_rows_are_not_shared(ranks2: Ranks) -> None:
-    for line in ranks2.run(check_told):
-        assert "with rows of (1000, 160) cut at" in line
-
-
-def check_others() -> list[int]:
-    """The first fills blocks and stays whole; so the second is cut elsewhere, and is tried there too."""
-    params = make_params(((1000, 160), (1001, 161), (501, 161)))
-    options = {"block": 1000, "least": 60_000, "wraps": False}
+def num_pieces_trained(shapes: Sequence[tuple[int, ...]], options: dict[str, Any]) -> list[int]:
+    """Train as without sharding, and give the number of pieces of each parameter."""
+    params = make_params(shapes)
     plain = Quantized(params, **options)
     sharded = ZeroRedundancyOptimizer(twin(params), Quantized, **options)
     train_both(plain, sharded, 4)
     return [len(pieces) for pieces in sharded.pieces().values()]
 
 
-def test_what_is_cut_instead_of_another_is_tried_too(ranks2: Ranks) -> None:
-    first, second, _ = ranks2.run(check_others)[0]
-    assert (first, second) == (1, 2)
+@on_ranks(2)
+@pytest.mark.parametrize("options", BLOCKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_state_in_blocks_trains_as_without_sharding(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    assert num_pieces_trained([shape, (33, 7)], options) == [1, 1]
+
+
+# Their sizes fit no tensor of a trial, but those that are cut.
+ODD = [{"block": 1000, "least": 60_000}, {"block": 256, "least": 100_000}, {"block": 125, "least": 125_000}]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", ODD, ids=str)
+def test_blocks_and_thresholds_of_any_size_are_seen_where_the_very_rows_are_tried(
+    options: dict[str, Any],
+) -> None:
+    options = {**options, "wraps": False}
+    assert why_not_cut(Quantized, options) is None
+    assert num_pieces_trained([(1000, 160), (33, 7)], options) == [1, 1]
+    # Of blocks that its rows do not fill, none is ever made.
+    assert max(num_pieces_trained([(1001, 161), (33, 7)], options)) == 2
+
+
+@on_ranks(2)
+def test_explain_tells_why_rows_are_not_shared() -> None:
+    params = make_params(((1000, 160),))
+    build = partial(Quantized, least=100_000, wraps=False)
+    (line,) = ZeroRedundancyOptimizer(params, build).explain(quiet=True).cuts
+    assert "with rows of (1000, 160) cut at" in line
+
+
+@on_ranks(2)
+def test_what_is_cut_instead_of_another_is_tried_too() -> None:
+    """The first fills blocks and stays whole; so the second is cut elsewhere, and is tried there too."""
+    options = {"block": 1000, "least": 60_000, "wraps": False}
+    assert num_pieces_trained([(1000, 160), (1001, 161), (501, 161)], options)[:2] == [1, 2]
 
 
 # ------------------------------------------------------------------ the trials

@@ -1,13 +1,13 @@
-"""The overlapped step of a bucket: reduce, step, gather during the backward pass.
+"""Reduction, step and gather of a bucket during the backward pass.
 
 Note [Who does what]
-    The hook of a full bucket starts the reduction and queues the bucket (`line`). A thread, or the next hook,
-    waits for it, then steps and gathers the optimizer's full buckets. Collectives have one order on every
-    rank. The first hook begins the step and takes over the user's changes, while nothing else reads
-    parameters. DDP waits for the futures at the end of backward; a callback behind DDP's does the rest.
+    A full bucket's hook starts the reduction and queues the bucket (`line`). A thread, or the next hook,
+    waits for it, then steps and gathers the optimizer's full buckets, in one order on every rank. The first
+    hook takes over the user's changes, while nothing else reads parameters. DDP waits for the futures at the
+    end of backward; a callback behind DDP's does the rest.
 
 Note [Backward passes within backward passes]
-    Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Whether DDP
+    Reentrant checkpointing runs one for each segment, and the last bucket may become full in it. Whether DDP
     has assigned gradients by then depends on the DDP. So ``step()`` handles all-zero gradients, and late
     changes of gradients are not noticed.
 """
@@ -31,7 +31,7 @@ class Stepper:
     """Queues DDP's buckets for the step, and ends it with the backward pass.
 
     ``to_owners`` replaces ``hook``; all ranks then construct this, which may create process groups.
-    ``all_used`` is called for each bucket, with the same result on all ranks.
+    ``all_used()`` is equal on all ranks.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Stepper:
         self._interleave = interleave
         self._all_used = all_used
         self._pass: SteppedPass | None = None
-        self._held: list[Task] = []  # came, and are not in line yet
-        self._asked: set[int] = set()  # the engine's numbers of the passes that will call `_end`
+        self._held: list[Task] = []  # not queued yet
+        self._asked: set[int] = set()  # numbers of the engine's passes that will call `_end`
         self._line = line_of(self._overlap)
 
     def take(self, state: object, bucket: GradBucket) -> TensorFuture:
@@ -70,15 +70,15 @@ class Stepper:
         all_used = getattr(bucket, "all_used", False) or self._all_used()
         reduced = self._launched(state, bucket, joined, all_used)
         if buffer.is_sparse:
-            # On this thread: to try a class is no work for a thread beside the backward pass, which may draw
-            # random numbers. Every rank sees the same buckets, so all fail.
+            # On this thread, as trying a class beside the backward pass could draw random numbers. Every rank
+            # sees the same buckets, so all fail.
             with of.minding():
                 self._optimizer.steps.check_sparse(params)
         done = future_on(buffer.device)
         self._held.append(Task(of, params, buffer, reduced, all_used, done))
         if self._interleave or of.is_complete:
             self._release(of)
-        if joined and of.is_complete:  # there is no backward pass to end
+        if joined and of.is_complete:  # no backward pass will end
             self._end_joined(of)
         return done
 
@@ -98,7 +98,7 @@ class Stepper:
         if self._to_owners is not None:
             ownership = self._to_owners.plan(bucket, ranks.size)
             return self._to_owners.launch(ranks, bucket, ownership, joined=joined, all_used=all_used)
-        # A record, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
+        # PyTorch's DDP makes no record; with this one the watchdog sees who waits for the hook.
         watched = ranks.during("reduce", is_exposed=False)
         record = watched.begin_work(f"bucket {bucket.index()}")
         record.runs_hook = True
@@ -109,13 +109,12 @@ class Stepper:
         return Work(reduced, watched.phase, record)
 
     def _release(self, of: SteppedPass) -> None:
-        """Queue the held buckets."""
         if not of.has_begun:
             self._begin(of)
         tasks, self._held = self._held, []
         for task in tasks:
-            # From here on any moment may change them. Autograd has to refuse to read old values, and on this
-            # thread it does so whatever the timing.
+            # The thread may change them from now on. Changed here, versions make autograd refuse old values,
+            # whatever the timing.
             known = [param for param in task.params if self._overlap.bucket_of(param) is not None]
             torch.autograd.graph.increment_version(known)
         self._line.put(tasks)
@@ -126,17 +125,14 @@ class Stepper:
         with of.minding(), torch.no_grad():
             self._overlap.wait_for_steps()  # of a pass that broke off
             self._optimizer.steps.begin_overlapped(joined=of.joined)
-        if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
+        if of.error is not None:  # maybe before this; a gather would do it on another thread or stream
             with of.minding():
                 self._overlap.take_over()
 
     # ------------------------------------------------------------------ at the end of the backward pass
 
     def _before_end(self) -> None:
-        """Queue `_end` behind DDP's callback.
-
-        Waiting for the thread here measures the wait, which PyTorch's DDP would not.
-        """
+        """Queue `_end` behind DDP's callback; PyTorch's DDP would not measure this wait for the thread."""
         after_backward(self._end)
         of = self._pass
         if self._overlap.takes_thread and of is not None and (of.is_complete or not in_outer_backward()):
@@ -169,7 +165,6 @@ class Stepper:
             self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
 
     def _end_joined(self, of: SteppedPass) -> None:
-        """Take part in the same gathers."""
         self._pass = None
         self._overlap.wait_for_steps()
         current = self._overlap.current

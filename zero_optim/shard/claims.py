@@ -186,7 +186,7 @@ def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Te
 
 
 def reusable_buckets(claim: UnitsClaim | None) -> list[UnitBucket]:
-    """List the buckets that the next optimizer may reuse; none if rows must move to other files."""
+    """List buckets for reuse by the next optimizer; none if rows must move to other files."""
     if claim is None or not claim.is_open or claim.forms.keeping is not None:
         return []
     return list(chain.from_iterable(claim.buckets))

@@ -36,7 +36,7 @@ from zero_optim.health.stamps import Stamps
 from zero_optim.plan.layout import Layout
 from zero_optim.shard.storage import ParamBucket, rows_of
 
-# Flat tensors of gathers under way take no more memory than so many of the largest bucket.
+# The flat tensors of pending gathers take at most the memory of this many largest buckets.
 NUM_FLAT_TENSORS = 4
 # See Note [A lane an owner].
 LANES_FROM_NBYTES = 2**20
@@ -243,7 +243,7 @@ class Gathers:
 
 
 def _gains_by_lanes(group: RankGroup, buckets: Sequence[ParamBucket]) -> bool:
-    """Whether lanes make a gather of these buckets faster; the same on every rank."""
+    """Whether lanes make a gather faster; the same on every rank."""
     sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
     if group.size == 1 or sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
         return False

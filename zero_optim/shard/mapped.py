@@ -162,7 +162,6 @@ class MappedMemory:
             self._trim(0)
 
     def _pages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_File, _Range]]:
-        """Yield the page ranges of tensors, neighbours joined."""
         by_file: dict[int, list[_Range]] = {}
         for tensor in tensors:
             file = self._file_of(tensor)
@@ -178,7 +177,6 @@ class MappedMemory:
 
 
 def _joined(ranges: list[_Range]) -> Iterator[_Range]:
-    """Join ascending ranges that touch or overlap."""
     current = ranges[0]
     for following in ranges[1:]:
         if following.start > current.stop:

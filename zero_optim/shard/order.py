@@ -63,7 +63,6 @@ class Alike(NamedTuple):
 
 
 def _digests(params: Sequence[Tensor]) -> bytes:
-    """Return digests of some elements of each parameter."""
     read = []
     for param in params:
         elements = memory_of(param).view(-1, param.element_size())

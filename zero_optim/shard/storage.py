@@ -198,7 +198,6 @@ class Bucket:
             self._memory.give_back(index)
 
     def _copy(self, flat: Tensor, parts: Sequence[tuple[int, Piece]], *, into_params: bool) -> None:
-        """Copy between parameters' rows and the flat tensor in one call."""
         if not parts:
             return
         views = views_in(flat, self._forms, self.layout)

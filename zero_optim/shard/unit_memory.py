@@ -40,7 +40,7 @@ from zero_optim.shard.mapped import in_pages
 
 _MOST_RANGES = 32
 _LEAST_RANGE = 2**16
-_MOST_NOTED = 2**16  # changes in a period; whoever keeps a unit whole for long takes no memory for them
+_MOST_NOTED = 2**16  # stored changes of a period, which may be long
 
 _MOVED = (
     "the memory of a fully sharded model's parameters was replaced, as share_memory() does: share a copy "
@@ -119,7 +119,6 @@ class _Period:
         self._is_alike = True
 
     def change(self, nbytes: int) -> None:
-        """Add to the bytes in use."""
         number = len(self.in_use)
         self._now += nbytes
         self._most = max(self._most, self._now)
@@ -129,11 +128,9 @@ class _Period:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is in use."""
         return not self._now
 
     def may_wait(self) -> int:
-        """Return how many free bytes may wait after the last change."""
         if self.is_over:
             return min(self._most, self._most_before)
         if self._is_alike:
@@ -141,7 +138,6 @@ class _Period:
         return 0
 
     def next(self) -> "_Period":
-        """Return the following period."""
         return _Period(self.in_use, self._most)
 
 

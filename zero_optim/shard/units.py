@@ -118,7 +118,7 @@ class UnitBucket(Uncopied):
 
     @property
     def nbytes_live(self) -> int:
-        """Current bytes of the flat tensor beside the row."""
+        """Current bytes beside the row."""
         return self._flat.nbytes_live
 
     @property
@@ -132,7 +132,7 @@ class UnitBucket(Uncopied):
         return int(private.cdata(self._flat.tensor.untyped_storage()))
 
     def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of the flat tensor that dies when it is freed."""
+        """Whether a tensor is a view of the flat tensor, which dies with it."""
         return self._flat.is_viewed_by(tensor)
 
     def shows_freed(self, tensor: Tensor) -> bool:
@@ -160,7 +160,7 @@ class UnitBucket(Uncopied):
         self._has_changed = True
 
     def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter of which this rank owns rows, with these rows as views of `row`."""
+        """Yield the parameters of which this rank owns rows, with these views of `row`."""
         self._own.make()
         for place in self._own.places():
             yield self.params[place.param], place.rows
@@ -182,7 +182,7 @@ class UnitBucket(Uncopied):
         return self._flat.views_of(flat)
 
     def flat_as_kept(self) -> Tensor:
-        """Return a flat tensor in the row's dtype, zero but for this rank's row."""
+        """Return a flat tensor in the row's dtype, with zeros beside this rank's row."""
         flat = self._flat.tensor.new_zeros(self.layout.numel, dtype=self.row.dtype)
         self._own.read(flat[self._flat.span])
         return flat
@@ -223,7 +223,7 @@ class UnitBucket(Uncopied):
         self.pass_over()
 
     def pass_over(self) -> None:
-        """Accept the versions that a step changed, which are no writes by the user."""
+        """Accept the versions that a step changed."""
         self._freed.note_versions()
 
     @torch.no_grad()
