@@ -1,15 +1,15 @@
 """Messages between two ranks, and exchanges between all pairs.
 
 Note [gloo and CUDA]
-    gloo copies CUDA tensors to the host in its collectives. In `isend` and `irecv` it takes the pointer for
-    host memory. So CUDA tensors on gloo are exchanged by an all-to-all, and `send` and `recv` use the small
-    tensors' device, the CPU. gloo's all-to-all knows few dtypes and no lists, hence one tensor of bytes. CPU
-    tensors go piece by piece, without a second copy.
+    gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host
+    memory. So on gloo CUDA tensors are exchanged by an all-to-all of one tensor of bytes, as it knows few
+    dtypes and no lists, and `send` and `recv` go through the CPU. CPU tensors go piece by piece, without a
+    second copy.
 
 Note [Two ranks of many]
     For a single send NCCL makes a communicator of two ranks, which takes some hundred ms and MiB, and stays.
-    Sends started as one use the whole group's, so sends are always started so. They must not be the group's
-    first call, as all ranks make the communicator: ranks agree first.
+    Sends started as one use the group's, so all are. They must not be the group's first call, as all ranks
+    make the communicator: ranks agree first.
 """
 
 from collections.abc import Callable, Iterable, Sequence

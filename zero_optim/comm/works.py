@@ -3,16 +3,15 @@
 A *work* is a collective with a `Record`, which has no tensor. The *ring* has the last `KEPT` records.
 
 Note [Waits that end]
-    A waiting thread is in C++ code that nothing can interrupt, and gloo cannot wait for sends and receives in
-    slices: a timeout breaks all connections of the group. But just that helps. So waits have no limit and are
-    recorded here. To give up a group, the watchdog breaks its connections from another thread
-    (`GroupWorks.cut`). Each wait then raises, and `WorkLog.explain` says why.
+    Nothing can interrupt a thread that waits in C++, and gloo cannot wait for sends and receives in slices: a
+    timeout breaks all connections of the group. Just that helps: waits have no limit, and to give up a group
+    the watchdog breaks its connections from another thread (`GroupWorks.cut`). Each wait then raises, and
+    `WorkLog.explain` says why.
 
 Note [Groups that end]
-    gloo closes a group's connections when nothing refers to it. An error's traceback refers to it by the
-    frames that waited; in a cycle until garbage is collected, while other ranks wait. So nothing here keeps
-    an error. A caller may: so releasing ranks after a failed wait cuts all their groups
-    (`WorkLog.cut_if_failed`).
+    gloo closes a group's connections when nothing refers to it. An error's traceback does, by the frames that
+    waited, in a cycle until garbage is collected, while other ranks wait. So nothing here keeps an error. A
+    caller may: so releasing ranks after a failed wait cuts all their groups (`WorkLog.cut_if_failed`).
 """
 
 import itertools

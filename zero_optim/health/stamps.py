@@ -4,22 +4,21 @@ Each owner writes a stamp into the header space of its row. All ranks read all s
 so they may communicate about it. If all agree, a step has no further collective.
 
 Note [When stamps are read]
-    On the CPU at the end of the step, if it waits for its gathers. Otherwise after the next step's gathers:
-    an accelerator would make the CPU wait, and gathers that modules wait for end at different times on
-    different ranks. On the CPU a failure is raised once the gathers are over, as it needs no exchange.
-    `step()` or the next backward pass reads the stamps of a step in the backward pass.
+    On the CPU at the end of the step, if it waits for its gathers; a failure needs no exchange and is raised
+    as soon as they are over. Otherwise after the next step's gathers: an accelerator would make the CPU wait,
+    and gathers that modules wait for end at different times on different ranks. `step()` or the next backward
+    pass reads the stamps of a step in the backward pass.
 
 Note [What may differ]
     If digests differ, ranks exchange all options and who wrote them. An option that differs is an error
     unless a class wrote it in a step on some rank, or every rank has the class's default: some classes count
-    in their groups. Such an option leaves the digest, so a right run pays one exchange at most.
+    in their groups. It leaves the digest, so a right run pays one exchange at most.
 
 Note [What a count cannot tell]
-    Ranks whose gathers meet have counted alike. A rank that left out a step shows when its next collective
-    meets another, and the watchdog tells; or in the next forward pass: Note [Stamps of units] in
-    `unit_stamps`. Counts of backward passes may differ in right runs. But a ``GradScaler`` calls the
-    optimizer at each step, even one it leaves out, so these calls are counted: otherwise rows of two
-    iterations would meet where one rank's scaler finds an infinity.
+    Ranks whose gathers meet have counted alike. A step left out shows when the next collective meets another,
+    by the watchdog, or in the next forward pass: Note [Stamps of units] in `unit_stamps`. Counts of backward
+    passes may differ in right runs. But a ``GradScaler`` calls the optimizer at each step, even one it leaves
+    out, so these calls are counted: otherwise rows of two iterations would meet.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -2,13 +2,12 @@
 
 Note [Giving up together]
     The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It makes
-    a verdict, tells all, and breaks its connections; so do they: waits raise, and no work begins any more. A
-    wait that fails early, as gloo saw a closed connection, asks too, and decides if ranks have ended.
+    a verdict, tells all, and breaks its connections; so do they: waits raise, and no work begins. A wait that
+    fails early, as gloo saw a closed connection, also asks, and decides if ranks have ended.
 
     Several ranks may decide at once. So a verdict first goes to the lowest rank that answers, which keeps the
-    first it hears of. A rank that answered before is asked again for some seconds. Two verdicts remain
-    possible if the lowest rank answers only one of two in the same second: then reasons differ, and nobody
-    hangs. The store as arbiter would often be on the silent rank.
+    first. A rank that answered before is asked again for some seconds. If the lowest answers only one of two
+    in the same second, reasons differ, and nobody hangs. The store would often be on the silent rank.
 """
 
 import logging

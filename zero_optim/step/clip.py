@@ -1,18 +1,17 @@
 """The global gradient norm, equal on all ranks, and clipping by it.
 
-A parameter's owner takes its norm; the owner of the first rows does so for a cut one. All ranks combine the
-norms in one order, so the bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one
-dtype and device. With sharded gradients each owner measures its rows, and the last bits may differ.
+Owners take the norms (of a cut whole gradient the owner of its first rows), and all ranks combine them in one
+order. The bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one dtype and
+device; with sharded gradients the last bits may differ.
 
 Note [One gather, one wait]
-    Ranks know the owners, so every rank sends a fixed length: an error byte, a digest of its arguments, then
-    a byte (has a gradient) and a float64 (norm) for each parameter of the fullest rank. Ranks exchange more
-    only after an error.
+    A rank sends a fixed length: an error byte, a digest of its arguments, then a byte (has a gradient) and a
+    float64 (norm) for each parameter of the fullest rank. More is exchanged only after an error.
 
-    On an accelerator norms exist only when the backward pass has ended. If the group has a CPU backend too
-    (``cpu:gloo,cuda:nccl``), the bytes go over it and the norms stay on the device: no wait. With NCCL alone
-    one message has all, and the CPU waits once: reading it later would step with arguments that differ.
-    With gloo alone the CPU sends the norms.
+    On an accelerator norms exist after the backward pass. If the group has a CPU backend too
+    (``cpu:gloo,cuda:nccl``), bytes use it and norms stay on the device: no wait. With NCCL alone one message
+    has all, and the CPU waits once: reading it later would step with arguments that differ. With gloo alone
+    the CPU sends the norms.
 """
 
 import hashlib

@@ -1,9 +1,8 @@
-"""Uneven inputs: a rank that has run out of data still steps what it owns while others train.
+"""Uneven inputs: a rank without data still steps what it owns while others train.
 
-A joined rank computes no gradients, and DDP does not give it reduced ones. So an active rank lends it the
-gradients of the rows it owns, and the options, which schedulers change. The bits are those of the active
-ranks with an unsharded optimizer. The loan ends with the step: a loop that calls ``zero_grad()`` at the end
-of an iteration goes on with its own gradients in the next epoch.
+It has no gradients, and DDP does not give it reduced ones. So an active rank lends it those of its rows, and
+the options, which schedulers change. The bits are those of the active ranks with an unsharded optimizer. The
+loan ends with the step: a loop with ``zero_grad()`` at its end keeps its own gradients for the next epoch.
 """
 
 from collections.abc import Callable, Iterator, Sequence

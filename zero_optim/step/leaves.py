@@ -3,19 +3,17 @@
 State dicts have master copies as an entry of the parameter's state, `MASTER`.
 
 Note [Masters and their parameters]
-    A stale master must not undo a checkpoint that was loaded into the model. No version counter sees every
-    write, so values are compared: an element that is not its master rounded was changed from outside, and the
-    master takes it over. The other elements keep their masters: a mask or a clamp after each step would
-    otherwise round the whole tensor. A NaN differs from itself and is taken over, which changes nothing.
+    A stale master must not undo a checkpoint loaded into the model. No version counter sees every write, so
+    an element that is not its master rounded was changed from outside, and the master takes it over. Other
+    elements keep their masters: a mask or a clamp after each step would otherwise round the whole tensor. A
+    NaN is always taken over, which changes nothing.
 
 Note [Leaves of cut parameters]
-    The leaf of a cut parameter without a master is a view of the owned rows. Users, buckets or copies may
-    give the parameter other memory at any time, and expect the old memory to be freed. So the leaf views the
-    rows only while a class uses it. `Leaves.let_go` then points it at one NaN, expanded to its shape: shapes
-    stay readable, arithmetic in place raises.
-
-    Between `Leaves.take_in` and `Leaves.put_back` the leaf counts: `put_back` copies its values to the
-    parameter if the class gave it other memory, and tells autograd about the write.
+    The leaf of a cut parameter without a master views the owned rows, only while a class uses it: users,
+    buckets or copies may give the parameter other memory at any time, and expect the old to be freed.
+    `Leaves.let_go` points it at one NaN, expanded: shapes stay readable, arithmetic in place raises. After a
+    step `Leaves.put_back` copies values to the parameter if the class gave the leaf other memory, and tells
+    autograd about the write.
 """
 
 import math

@@ -2,12 +2,12 @@
 
 Note [Overlap is no mode]
     A comm hook steps a bucket once its gradients are reduced and starts its gather; ``step()`` steps the
-    rest. The optimizer's owners and buckets never change, so DDP may rebuild its own buckets at any time.
+    rest. The optimizer's owners and buckets never change, so DDP may rebuild its buckets at any time.
 
 Note [Phases of an overlapped step]
     The first bucket of a backward pass creates an `OverlappedStep` in ``Phase.BACKWARD``. The end of the pass
-    moves it to ``Phase.WAITING``, until ``step()`` drops it or the next pass replaces it. If the next pass
-    finds it in ``Phase.BACKWARD``, the pass before broke off.
+    moves it to ``Phase.WAITING``, until ``step()`` or the next pass. If the next pass finds it in
+    ``Phase.BACKWARD``, the last one broke off.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,15 +1,15 @@
 """`PartialGradient`: ``param.grad`` on a rank without the whole reduced gradient.
 
 Note [Partial gradients]
-    With sharded gradients, ``param.grad`` of a rank that is no owner must not be None, which means "unused"
-    to optimizers, ``GradScaler`` and users. A tensor of some values would have a wrong norm, silently. So it
-    is a tensor without memory that holds the owned rows, if any. Elementwise operators in place work on those
-    rows; all others raise. What is None after a backward pass is None on every rank.
+    On a rank that is no owner ``param.grad`` must not be None, which means "unused" to optimizers,
+    ``GradScaler`` and users, nor a tensor with a wrong norm. So it is a tensor without memory that holds the
+    owned rows, if any. Elementwise operators in place work on those; all others raise. What is None after a
+    backward pass is None on every rank.
 
 Note [Infinities in sharded gradients]
-    ``GradScaler`` looks for infinities with one operator for each device and dtype. An infinity in a sharded
-    gradient is on one rank, and all must skip the step. So partial gradients answer that operator with a
-    collective. A rank that owns every gradient of a dtype as a whole must call it too: hence `OwnedGradient`.
+    ``GradScaler`` checks with one operator for each device and dtype. One rank may have the infinity, and all
+    must skip the step. So partial gradients answer that operator with a collective. A rank that owns every
+    gradient of a dtype as a whole must call it too: hence `OwnedGradient`.
 """
 
 import copy
@@ -53,10 +53,9 @@ class PartialGradient(Tensor):
     ``clamp_``, those of ``GradScaler``. Others raise. ``zero_grad()`` drops it, even with
     ``set_to_none=False``.
 
-    ``piece``: the owned rows, None for none; ``dtype``: theirs, which may be wider than the parameter's,
-    though autograd sees the parameter's. ``comes``: waits until rows are on the host; None if they are with
-    the parameter. ``agree``: tells all ranks of infinities, see Note [Infinities in sharded gradients].
-    ``is_of_sparse``: the reduced gradient is sparse.
+    ``dtype``: of the rows; may be wider than the parameter's, which autograd sees. ``comes``: waits until
+    rows are on the host; None if they are with the parameter. ``agree``: see Note [Infinities in sharded
+    gradients].
     """
 
     is_of_sparse: bool

@@ -1,10 +1,10 @@
 """Steps of some parameters at a time, for owned tensors that are in files.
 
 Note [Steps in portions]
-    A step goes through the parameters in the order of their rows, as many at a time as the budget allows
-    (rows, gradient, state, master, average), and writes these out before the next. The class must bear steps
-    in parts, as for the overlapped step; then the bits are those of one call. A probe measures the state
-    (`ShapedKeys`); the first step warns of a class that makes more, such as a matrix for each dimension.
+    A step takes the parameters in the order of their rows, as many at a time as the budget allows (rows,
+    gradient, state, master, average), and writes these out before the next. The class must bear steps in
+    parts; then the bits are those of one call. A probe measures the state (`ShapedKeys`); the first step
+    warns of a class that makes more, such as a matrix for each dimension.
 """
 
 import logging

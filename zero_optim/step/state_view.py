@@ -1,15 +1,13 @@
 """``optimizer.state`` as users read and write it: by parameter, with masters and averages.
 
 Note [Writes to the state]
-    Scripts clear ``optimizer.state``, fill it, move it or replace it. If local optimizers step the parameters
-    themselves, users see the class's dict. Otherwise they see an `OwnedStateView`, which writes to that dict
-    under the parameter's leaf. Entries of a parameter are the class's dict, or `OwnedEntries` if there is
-    more to show.
+    Scripts clear, fill, move or replace ``optimizer.state``. If local optimizers step the parameters
+    themselves, it is the class's dict. Otherwise an `OwnedStateView` writes to that dict under the leaf, and
+    a parameter's entries are `OwnedEntries` if there is more to show than the class's.
 
-    Masters and averages are always present and cannot be removed. Clearing a parameter's state restarts them
-    from the parameter's value, as loading a state dict without them does. Setting one writes its values; the
-    parameter gets a master's values too, since it would win at the next step (Note [Masters and their
-    parameters] in `step.leaves`).
+    Masters and averages cannot be removed: clearing restarts them from the parameter's value, as loading a
+    state dict without them does. Setting a master also sets the parameter, which would win at the next step
+    (Note [Masters and their parameters] in `step.leaves`).
 """
 
 from collections import defaultdict
