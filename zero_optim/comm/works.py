@@ -46,10 +46,10 @@ class GroupWorks:
     """The works of one process group in this process, with a weak reference to it.
 
     ``limit``: the group's timeout in seconds. ``verdict``: why the group was given up; no work begins any
-    more. ``has_failed``: a wait raised the backend's error. ``tags``: numbers of messages of an exchange in
-    parts, equal on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
-    ``outstanding``: a device's work while the CPU goes on; one, as works of a group end in order. Its handle
-    keeps the tensors, so it is dropped once a stream waits.
+    more. ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts,
+    equal on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
+    ``outstanding``: the one pending work of a device (they end in order); its handle keeps tensors, so it is
+    dropped once a stream waits.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ def explain_nothing(_record: Record, _error: RuntimeError) -> None:
 class WorkLog:
     """The works of this process, as long as the default group lives.
 
-    ``ring``: the last works, newest last. ``waits``: works that a thread waits for. ``groups``: id of a
-    process group -> works, read by the watchdog while other threads add. ``verdicts``: ranks -> verdict of a
-    group given up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict.
-    ``explain``: turns the backend's error into the wait's exception; None if its own message is best.
+    ``ring``: the last works, newest last. ``waits``: works that a thread waits for. ``groups``: works by id
+    of the group; the watchdog reads while others add. ``verdicts``: by the ranks of a group given up.
+    ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: turns the
+    backend's error into the wait's exception; None if its own message is best.
     """
 
     ring: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))

@@ -17,9 +17,9 @@ _ADVICE = (
 class Status:
     """What a process says of itself; as JSON, tuples are lists.
 
-    ``waits``: texts of its threads' waits, longest first. ``open``: names and counts of the calls it is in,
-    outermost first. ``last``: its last begin or end as text. ``verdict``: message and missing ranks, if it
-    gave up the group; ``is_deciding``: it is about to.
+    ``waits``: of its threads, longest first. ``open``: names and counts of its calls, outermost first.
+    ``last``: its last begin or end. ``verdict``: message and missing ranks, if it gave up; ``is_deciding``:
+    it is about to.
     """
 
     waits: Sequence[str]

@@ -29,8 +29,8 @@ from zero_optim.step.words import Word, exchange, ranks_that
 class JoinNotes:
     """The state of an optimizer inside ``Join``.
 
-    ``is_announced``: ``Join`` knows that this rank is active in this iteration. ``given``: parameters with
-    gradients of a shadowed backward pass.
+    ``is_announced``: ``Join`` knows that this rank is active. ``given``: parameters with gradients of a
+    shadowed backward pass.
     """
 
     is_announced: bool = False
@@ -40,8 +40,8 @@ class JoinNotes:
     def borrowing(self, params: Sequence[Tensor]) -> Iterator[None]:
         """Hold borrowed gradients during the body, on a joined rank; no communication.
 
-        Afterwards new gradients are removed. The others are zeroed in place, as they may be DDP's views: they
-        were zeros before, or old ones that the loop drops before use.
+        Afterwards new gradients are removed, and others zeroed in place, as they may be DDP's views: they
+        were zeros, or old ones that the loop drops before use.
         """
         given = set(self.given)
         held = {param for param in params if param.grad is not None and param not in given}

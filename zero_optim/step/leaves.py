@@ -43,10 +43,9 @@ OLD_MASTER = "master"  # its name in older files
 class Leaves:
     """The leaf of each owned parameter: the parameter, a view of its owned rows, or a master copy.
 
-    ``masters``: parameter -> master copy of the owned rows, where the parameter's float dtype is narrower
-    than ``master_dtype``. ``separate``: parameter -> leaf that is not the parameter itself. ``kept``:
-    parameter -> owned rows that live outside of it, of the parameters in ``apart``, on the host if there is a
-    ``home``.
+    ``masters``: parameter -> master copy, where its float dtype is narrower than ``master_dtype``.
+    ``separate``: parameter -> leaf other than itself. ``kept``: parameter of ``apart`` -> owned rows outside
+    of it, on the host with a ``home``.
     """
 
     def __init__(

@@ -39,10 +39,9 @@ class Phase(Enum):
 class OverlappedStep:
     """One step that is taken during a backward pass. See Note [Phases of an overlapped step].
 
-    ``num_passes``: backward passes since ``step()``, this one included. ``lends``: ranks may have joined, and
-    ``step()`` lends them gradients. ``stepped``: parameters stepped by any owner. ``seen``: parameter,
-    identity and version of each gradient at the end of the pass. ``told``: the previous step's error, to be
-    raised then.
+    ``num_passes``: since ``step()``, this one included. ``lends``: ``step()`` lends joined ranks gradients.
+    ``stepped``: parameters stepped by any owner. ``seen``: parameter, identity and version of each gradient
+    at the end of the pass. ``told``: the previous step's error, to be raised then.
     """
 
     num_passes: int
@@ -107,10 +106,9 @@ class OverlappedStep:
 class Overlap:
     """Steps a sharded optimizer bucket by bucket, and starts the gather of each bucket.
 
-    All ranks construct it, which takes process groups, and call its methods in the same order with the same
-    parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or none]
-    in `zero_optim.hooks.overlap.line`. ``lanes``: process groups for gathers. ``current``: the unfinished
-    step.
+    All ranks construct it, which takes process groups (``lanes``), and call its methods in one order with
+    equal parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or
+    none] in `zero_optim.hooks.overlap.line`. ``current``: the unfinished step.
     """
 
     def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
