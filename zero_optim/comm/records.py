@@ -96,8 +96,8 @@ class Record:
 
     ``number``: from 1, in its group on this process. ``phase``: of `zero_optim.comm.traffic.PHASES`, or
     ``checkpoint`` or ``buffers``. ``about``: such as ``bucket 3 (layers.7.weight, …)``, or empty.
-    ``timeout``:
-    seconds. ``failure``: the message of its wait's error. ``runs_hook``: a comm hook may raise in it.
+    ``timeout``: seconds. ``failure``: the message of its wait's error. ``runs_hook``: a comm hook may raise
+    in it.
     """
 
     group: "GroupWorks"

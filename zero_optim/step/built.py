@@ -47,7 +47,7 @@ class BuiltOptimizer:
         self.traits = self._found(steps_parts=steps_parts)
 
     def _found(self, *, steps_parts: bool) -> Traits | None:
-        """Probe the class; raise ValueError if sharding, or stepping in parts, would change its results."""
+        """Probe the class; raise ValueError if sharding or stepping in parts would change its results."""
         if not self._is_tried:
             return None
         traits = probe(self.spec.optimizer_class, self.spec.arguments, self.given)
@@ -84,8 +84,7 @@ class BuiltOptimizer:
         """Return why the class cannot step some rows with rows of a sparse gradient; None if it can.
 
         Called in every step, so the class is probed again only if the options differ in kind: momentum that
-        is
-        switched on, not a rate that a scheduler changes.
+        is switched on, not a rate that a scheduler changes.
         """
         if not self._is_tried:
             return "it was not tried (assume_separable=True)"
@@ -184,7 +183,7 @@ def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:
 
 
 def _as_saved(loaded: Any, saved: Any, name: object = None) -> Any:  # noqa: ANN401 - whatever the class keeps
-    """Restore the dtypes and containers that loading changed; devices and step counts stay as loaded."""
+    """Restore the dtypes and containers that loading changed, but not devices or step counts."""
     if name == "step" or isinstance(loaded, Tensor) != isinstance(saved, Tensor):
         return loaded
     if isinstance(saved, Tensor):

@@ -1,9 +1,8 @@
-"""Uneven inputs: a rank that has run out of data still steps what it owns while others train.
+"""Uneven inputs: a rank without data still steps what it owns while others train.
 
-A joined rank computes no gradients, and DDP does not give it reduced ones. So an active rank lends it the
-gradients of the rows it owns, and the options, which schedulers change. The bits are those of the active
-ranks with an unsharded optimizer. The loan ends with the step: a loop that calls ``zero_grad()`` at the end
-of an iteration goes on with its own gradients in the next epoch.
+It has no gradients, and DDP does not give it reduced ones. So an active rank lends it those of its rows, and
+the options, which schedulers change. The bits are those of the active ranks with an unsharded optimizer. The
+loan ends with the step: a loop with ``zero_grad()`` at its end keeps its own gradients for the next epoch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +41,7 @@ class JoinNotes:
         """Hold borrowed gradients during the body, on a joined rank; no communication.
 
         Afterwards new gradients are removed. The others are zeroed in place, as they may be DDP's views: they
-        were
-        zeros before, or old ones that the loop drops before use.
+        were zeros before, or old ones that the loop drops before use.
         """
         given = set(self.given)
         held = {param for param in params if param.grad is not None and param not in given}
@@ -130,7 +128,6 @@ def lend_to(
 def _parcel(
     to: int, params: Sequence[Tensor], pieces: Sequence[Pieces], groups: list[ParamGroup]
 ) -> ParamGroup:
-    """Build the parcel for one joined rank."""
     grads: dict[int, Tensor] = {}
     partial: list[int] = []
     for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
@@ -153,7 +150,6 @@ def _unpack(
     groups: list[ParamGroup],
     rank: int,
 ) -> None:
-    """Install a parcel."""
     for group, options in zip(groups, parcel["options"], strict=True):
         group.update(options)
     partial = frozenset(parcel["partial"])  # where gradients are sharded, owners have them by themselves
