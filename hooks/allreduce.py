@@ -25,7 +25,7 @@ def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with the bits of DDP without a hook: multiply by 1 / number of ranks.
 
-    DDP divides gradients that are views of their bucket, which a hook cannot see.
+    DDP divides gradients that are views of their bucket; a hook cannot know.
     """
     group, buffer = group_of(state), bucket.buffer()
     if buffer.is_sparse:

@@ -113,7 +113,7 @@ def _work(line: "_Queue") -> None:
 class InlineLine:
     """A queue without a thread: each bucket's hook steps the one before.
 
-    A bucket's future completes in its own hook, as a later one may not come. With NCCL only the stream waits.
+    A bucket's future completes in its own hook, as a later one may not come; with NCCL only the stream waits.
     """
 
     def __init__(self, overlap: Overlap) -> None:

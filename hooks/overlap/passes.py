@@ -36,7 +36,7 @@ Gradients = dict[Tensor, Tensor | None]
 class SteppedPass:
     """One backward pass that steps: made by its first bucket, dropped at its end.
 
-    ``joined``: this rank ran out of inputs, or broke off before its first bucket. ``reduced`` gradients, by
+    ``joined``: this rank's inputs ended, or it broke off before its first bucket. ``reduced`` gradients, by
     bucket, are not stepped yet. ``unsure``: Note [Gradients that are all zero]. ``backward()`` raises
     ``error``, the first failure, after DDP has ended the pass.
     """
@@ -165,7 +165,7 @@ def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
     """Return the places of all-zero gradients; on an accelerator the CPU waits.
 
-    It reads the first elements of all, then only gradients that begin with zero.
+    It reads the first elements of all, and the rest of those that begin with zero.
     """
     if gradients[0].is_sparse:
         return set() if private.nnz(gradients[0]) else {0}

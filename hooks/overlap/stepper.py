@@ -7,9 +7,9 @@ Note [Who does what]
     end of backward; a callback behind DDP's does the rest.
 
 Note [Backward passes within backward passes]
-    Reentrant checkpointing runs one for each segment, and the last bucket may become full in it. Whether DDP
-    has assigned gradients by then depends on the DDP. So ``step()`` handles all-zero gradients, and late
-    changes of gradients are not noticed.
+    In reentrant checkpointing the last bucket may become full in an inner pass, and DDPs differ in whether
+    they have assigned gradients when it ends. So ``step()`` handles all-zero gradients, and late changes of
+    gradients are not noticed.
 """
 
 from collections.abc import Callable

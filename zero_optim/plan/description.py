@@ -1,8 +1,8 @@
 """Texts that ranks compare, equal exactly if the described values count as equal.
 
 They have no address, hash, path or device number. Plain values, tensors and containers count by value, the
-user's functions by code and bound values, library code by name, other objects by type. Global variables do
-not count, so values that differ between ranks belong there.
+user's functions by code and bound values, library code by name, others by type. Global variables do not
+count, so values that differ between ranks belong there.
 """
 
 import functools
@@ -34,7 +34,7 @@ def describe(value: object, *, bound: bool = True) -> str:
 def describe_hook(hook: object, state: object) -> list[str]:
     """Describe a comm hook by code, and its state by type; PyTorch's and our states add options.
 
-    Other contents may be meant for one rank.
+    Others may hold values for one rank.
     """
     kind, shown = type(state), []
     if kind.__module__.partition(".")[0] in ("torch", "zero_optim"):

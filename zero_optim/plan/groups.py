@@ -32,9 +32,9 @@ def options_of(group: ParamGroup) -> ParamGroup:
 
 
 def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
-    """Name options that became zero or nonzero, or changed flag, name or type.
+    """Name options that became zero or nonzero (rates aside), or changed flag, name or type.
 
-    This may switch on behaviour of the class; rates may be zero at any time.
+    This may switch on behaviour of the class.
     """
     known = before.get
     changed = [  # every step calls this, and most values are the same objects

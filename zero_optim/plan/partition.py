@@ -52,8 +52,8 @@ def rank_loads(costs: Iterable[float], owners: Iterable[int], num_ranks: int) ->
 class RankLoads:
     """Each rank's load so far, for owners bucket by bucket.
 
-    Others wait for the rank that sends most of a bucket. A heap of loads makes the time depend on the
-    bucket's parameters, not on the number of ranks.
+    The rank with most bytes of a bucket delays its gather. With a heap, time depends on parameters, not on
+    ranks.
     """
 
     def __init__(self, loads: Sequence[float]) -> None:

@@ -34,8 +34,8 @@ _CLAIM = "_zero_optim_claim"
 class UnitsClaim:
     """One model's units: parameters with unit numbers, buckets by unit, and the ranks that hold the rows.
 
-    ``group`` is None before an optimizer holds the rows, ``everyone`` without a mesh. ``is_open``: a later
-    optimizer may take the units over; ``taken_over`` is called with it.
+    ``group`` is None before an optimizer holds them, ``everyone`` without a mesh. If ``is_open``, a later
+    optimizer may take over; ``taken_over`` is called with it.
     """
 
     def __init__(self, units: dict[Tensor, int], num_units: int, taken_over: Callable[[Any], None]) -> None:

@@ -3,19 +3,19 @@
 Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
 
 Note [A lane an owner]
-    A gloo group runs operations in order, few at a time, so several owners' broadcasts on it are often half
-    duplex. With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s
-    instead of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 1 MiB lanes
-    gain nothing and cost threads and file descriptors; the first larger gather of several owners creates
-    them. An overlapped step has its own lanes, as its thread gathers in another order. Other backends have
-    one communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`.
+    A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
+    With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s instead
+    of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 1 MiB lanes only cost
+    threads and file descriptors; the first larger gather of several owners creates them. An overlapped step
+    has its own, as its thread gathers in another order. Other backends have one communicator a device: Note
+    [Rows at once] in `zero_optim.comm.collectives`.
 
 Note [Small buckets]
-    Merging an owner's small rows gained nothing; limiting the *number* of pending gathers cost time (300
-    instead of 240 ms with four small buckets between two large ones). So only memory is limited.
+    Merging an owner's small rows gained nothing. Limiting the *number* of pending gathers cost time (300
+    instead of 240 ms with four small buckets between two large ones), so only memory is limited.
 
 Note [Step, then gather]
-    Gathering one bucket while stepping the next gained nothing for fused steps (1.00 to 1.04 of the time,
+    Gathering a bucket while stepping the next gained nothing for fused steps (1.00 to 1.04 of the time,
     AdamW, 13.8 M parameters): the step takes 9 of 240 ms.
 """
 

@@ -1,6 +1,6 @@
 """A check, by values, that ranks have unnamed parameters of equal shape in one order.
 
-It cannot tell where ranks have different initial values, or equal ones such as zeros.
+It needs equal initial values on all ranks, and distinct ones (not zeros).
 """
 
 import hashlib

@@ -58,9 +58,8 @@ WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
-    The first ``num_owners`` ranks own. ``gathers`` come from the former sharding, as modules wait for them.
-    Ranks may differ in ``own_options``. ``loads`` are ranks' costs. `buckets` are in the order of gathers,
-    the same on every rank: Note [Order of gathers] in `plan.plan`.
+    The first ``num_owners`` ranks own. ``gathers`` outlive a sharding, as modules wait for them. Ranks may
+    differ in ``own_options``. `buckets` have one order on all ranks: Note [Order of gathers] in `plan.plan`.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Sharding:
         about: Sequence[str],
         why_whole: WhyWhole | None,
     ) -> Plan:
-        """Return the plan of new groups for `add`, equal on all ranks, which all call.
+        """Return the plan of new groups, equal on all ranks, which all call; `add` applies it.
 
         ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model. Raises
         on every rank: TypeError or ValueError for unshardable parameters, RankMismatchError for unequal

@@ -6,10 +6,10 @@ Note [Held by a replica]
     other replicas), and units are gathered inside the replica. With R replicas of S ranks it holds 1/S of the
     parameters and the state of 1/(R S).
 
-    The first gather after a change of rows *renews* all copies: owners broadcast in their columns, and each
-    unit's gather waits for its own. All ranks must renew at the same gather, and one may have left a
-    ``step()`` out, so every reduced backward pass causes a renewal too. Copies carry their renewal's stamps,
-    so a bucket reports the last call only in that pass.
+    The first gather after a change *renews* all copies: owners broadcast in their columns, and each unit's
+    gather waits for its own. All ranks must renew at the same gather; as one may have left a ``step()`` out,
+    every reduced backward pass causes a renewal. Copies carry their renewal's stamps, so a bucket reports the
+    last call only in that pass.
 """
 
 from collections import deque
@@ -169,7 +169,7 @@ class _Column:
 class GathersInReplicas:
     """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
 
-    The lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` counts
+    Lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` counts
     reduced backward passes, which may change ``trained``. All ranks or none pass ``keeping`` for the copies;
     OSError if the disk is full.
     """

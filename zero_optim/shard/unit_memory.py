@@ -2,14 +2,13 @@
 
 Note [Pages that move]
     On the CPU a flat tensor keeps its addresses. Freeing it moves its pages (``mremap``) to the next unit; a
-    few repeated pages of a memory file then show NaN (zero for dtypes without), so kept views stay readable,
-    and writes to them are lost. New pages are zeroed, in 0.4 to 0.9 ms a MiB on a virtual machine, more than
-    all other work of a unit; moving takes 0.03 ms. *Huge pages* (2 MiB) took 0.04 to 0.2 ms a MiB, so tensors
-    are aligned for them.
+    few repeated pages of a memory file then show NaN (zero for dtypes without), so kept views stay readable.
+    New pages are zeroed, in 0.4 to 0.9 ms a MiB on a virtual machine, more than all other work of a unit;
+    moving takes 0.03 ms. *Huge pages* (2 MiB) took 0.04 to 0.2 ms a MiB, so tensors are aligned for them.
 
     A *period* lasts from one moment without a whole unit to the next. Free pages wait only if the last period
-    needed them at this point, so memory returns in time for the gradients; at its end goes what two periods
-    did not need. A freed unit takes up to 32 of ``vm.max_map_count`` mappings; without them units show zeros.
+    needed them at this point, which leaves memory for the gradients; pages that two periods did not need are
+    returned. A freed unit takes up to 32 of ``vm.max_map_count`` mappings; without them it shows zeros.
     ``MREMAP_DONTUNMAP`` needs Linux 5.7; elsewhere, and on accelerators, the storage is emptied.
 """
 
