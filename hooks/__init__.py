@@ -1,12 +1,12 @@
 """Communication hooks, which reduce a bucket of gradients during the backward pass.
 
-`zero_step` steps the sharded optimizer in it; `reduce_to_owners` sends each gradient to its owner alone.
-Hooks have PyTorch's signature, ``hook(state, bucket) -> Future[Tensor]``, so ours and PyTorch's run on both
-``DistributedDataParallel`` and ``zero_optim.ddp``. Import the package as ``zero_optim.hooks``.
+`zero_step` also steps the sharded optimizer; `reduce_to_owners` sends each gradient to its owner alone. Hooks
+have PyTorch's signature, so ours and PyTorch's run on both ``DistributedDataParallel`` and
+``zero_optim.ddp``. Import the package as ``zero_optim.hooks``.
 """
 
-# From a checkout Python would also find this folder as a package `hooks`. Then every class in it would exist
-# twice, and isinstance checks between the two copies would fail in ways that are hard to understand.
+# A checkout also offers this folder as a package `hooks`. Imported twice, every class would exist twice, and
+# isinstance checks between the copies would fail.
 if __name__ != "zero_optim.hooks":
     raise ImportError(f"import this package as 'zero_optim.hooks', not as {__name__!r}", name=__name__)
 

@@ -1,4 +1,4 @@
-"""Hooks that average uncompressed gradients by one all-reduce, and its helpers."""
+"""Hooks that average gradients by one all-reduce, and its helpers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from zero_optim.hooks.bucket import GradBucket, TensorFuture
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks in its own dtype, in place, by one all-reduce, also if sparse.
+    """Average a bucket over all ranks by one all-reduce, in place and in its own dtype, also if sparse.
 
     Each rank divides before the sum, as in PyTorch's hook of this name.
 
@@ -23,9 +23,9 @@ def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch
 
 
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with the bits of DDP without a hook, which multiplies by 1 / number of ranks.
+    """Average a bucket with the bits of DDP without a hook: multiply by 1 / number of ranks.
 
-    DDP divides gradients that are views of their bucket; the hook cannot see this and multiplies.
+    DDP divides gradients that are views of their bucket; a hook cannot know.
     """
     group, buffer = group_of(state), bucket.buffer()
     if buffer.is_sparse:

@@ -1,7 +1,6 @@
 """The public methods of ``torch.distributed.GradBucket``, and helpers for its buffer.
 
-PyTorch's DDP requires hooks to be annotated with its own class. Type checkers accept any class with these
-methods.
+PyTorch's DDP requires its own class as annotation; type checkers accept any class with these methods.
 """
 
 from collections.abc import Callable, Sequence

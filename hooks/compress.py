@@ -1,4 +1,4 @@
-"""Hooks that send gradients in 16 bits, and sum in that dtype.
+"""Hooks that send and sum gradients in 16 bits.
 
 float16 has 10 bits of mantissa and overflows above 65504 (Micikevicius et al., *Mixed Precision Training*,
 arXiv:1710.03740). bfloat16 has 7 and the range of float32 (Kalamkar et al., arXiv:1905.12322).
@@ -15,9 +15,7 @@ from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, dense_buffer
 def fp16_compress_hook(
     state: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks by one all-reduce in float16; all ranks call.
-
-    The result is in the bucket's own buffer and dtype.
+    """Average a bucket over all ranks by one all-reduce in float16; the result has the bucket's dtype.
 
     Args:
         state: the process group; None for the default one.
@@ -26,14 +24,12 @@ def fp16_compress_hook(
     return _average_as(torch.float16, state, bucket, "fp16_compress_hook")
 
 
-# PyTorch's DDP checks the name of the function, and refuses `bf16_compress_hook` without CUDA and NCCL: once
-# only NCCL could sum bfloat16. Now gloo can too. So this function has another name, and the usual one below.
+# PyTorch's DDP refuses a function named `bf16_compress_hook` without CUDA and NCCL, though gloo sums bfloat16
+# too now. So this function has another name, and the usual one below.
 def bfloat16_compress_hook(
     state: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks by one all-reduce in bfloat16; all ranks call.
-
-    The result is in the bucket's own buffer and dtype. Also named `bf16_compress_hook`.
+    """Average a bucket over all ranks by one all-reduce in bfloat16; the result has the bucket's dtype.
 
     Args:
         state: the process group; None for the default one.

@@ -1,16 +1,12 @@
-"""The queue of buckets to be stepped, by a thread or by the hook of the next bucket.
+"""The queue of buckets to be stepped, by a thread or by the next bucket's hook.
 
 Note [A thread or none]
-    On gloo, whose groups have threads of their own, a thread waits for each reduction, steps, and gathers on
-    its own groups while the backward pass goes on.
-
-    Two threads must not use NCCL communicators at once: GPUs run kernels in issue order, which could differ
-    between ranks and deadlock. An accelerator needs no thread, as a stream waits. Each hook starts its
-    reduction, then steps and gathers the bucket before on a side stream and the optimizer's group: reduce 0,
-    reduce 1, gather 0, reduce 2, gather 1, ….
-
-    gloo with accelerator tensors, and other CPU backends, also work without a thread; their waits on the CPU
-    delay the backward pass. `Overlap.takes_thread` decides.
+    On gloo, whose groups have own threads, a thread waits for each reduction, steps, and gathers on its own
+    groups beside the backward pass. With NCCL two threads could issue kernels in another order on another
+    rank, and deadlock. An accelerator needs no thread: each hook starts its reduction, then steps and gathers
+    the bucket before on a side stream and the optimizer's group (reduce 0, reduce 1, gather 0, reduce 2,
+    gather 1, …). gloo with accelerator tensors, and other CPU backends, have no thread either, and delay the
+    backward pass. `Overlap.takes_thread` decides.
 
 Note [Streams of a step]
     B is the backward stream, which calls hooks; S the side stream; N that of collectives; C the caller's,
@@ -30,7 +26,7 @@ Note [Streams of a step]
     late gradients              C      C                 stepped when C has waited for S
     ==========================  =====  ================  ==================================================
 
-    S does not use ``param.grad``; it reads the reduced bucket. C waits for S before anybody can change that.
+    S reads the reduced bucket, not ``param.grad``; C waits for S before anybody can change it.
 """
 
 import atexit
@@ -65,8 +61,8 @@ def line_of(overlap: Overlap) -> Line:
 _END_TIMEOUT = 10.0  # seconds
 _Queue: TypeAlias = "queue.SimpleQueue[Task | None]"
 
-# Threads that step, and the line in front of each. Global, as the process waits for all of them when it ends,
-# also for those whose line is gone. Weak, as a thread that has ended leaves.
+# Stepping threads and their queues. Global, as the process waits at exit even for threads without a
+# `ThreadLine`; weak, so that ended threads leave.
 _THREADS: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
 
 
@@ -79,7 +75,7 @@ class ThreadLine:
         thread = threading.Thread(target=_work, args=(self._queue,), name="zero_step", daemon=True)
         thread.start()
         _THREADS[thread] = self._queue
-        # Does not wait for the thread, which may wait for another rank: this runs wherever the object goes.
+        # Does not join the thread, which may wait for another rank: a finalizer can run anywhere.
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     def put(self, tasks: Sequence[Task]) -> None:
@@ -91,10 +87,7 @@ class ThreadLine:
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads before one deadline, as another rank may be gone.
-
-    An interpreter that exits while a thread is inside PyTorch aborts the process.
-    """
+    """End all threads before one deadline; an exit while a thread is inside PyTorch aborts the process."""
     threads = list(_THREADS.items())
     for _, line in threads:
         line.put(None)
@@ -104,10 +97,7 @@ def _end_threads() -> None:
 
 
 def _work(line: "_Queue") -> None:
-    """Run the thread; while waiting it keeps nothing alive.
-
-    Any failure completes the bucket's future, or backward would wait for ever.
-    """
+    """Run the thread, which keeps nothing alive while idle; a failure completes the future, or DDP hangs."""
     while (task := line.get()) is not None:
         result, gradients = task.buffer, None
         try:
@@ -123,8 +113,7 @@ def _work(line: "_Queue") -> None:
 class InlineLine:
     """A queue without a thread: each bucket's hook steps the one before.
 
-    A bucket's future completes when its own hook returns, as a later hook may not come. With NCCL only the
-    stream waits for the reduction.
+    A bucket's future completes in its own hook, as a later one may not come; with NCCL only the stream waits.
     """
 
     def __init__(self, overlap: Overlap) -> None:

@@ -3,9 +3,8 @@
 ZeRO stage 2 (Rajbhandari et al., SC 2020). Owners add in the order of ranks, so sums are reproducible.
 
 Note [Rows in place]
-    Our DDP makes the hook's `NamedBuckets`, in which a rank's part is contiguous: it is sent from there, and
-    its sum lies there. In another DDP's bucket, a rank's parts are packed to be sent, and the sum is copied
-    back.
+    In our DDP's buckets, made as `NamedBuckets`, a rank's part is contiguous: it is sent and summed in place.
+    In another DDP's a rank's parts are packed to be sent, and the sum is copied back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,8 +28,7 @@ from zero_optim.plan.pieces import Pieces
 class BucketOwnership:
     """The elements of a bucket that each rank owns.
 
-    By rank, ``spans`` are its ranges ``[start, stop)`` of elements (of `real_buffer`), ``slots`` the places
-    of its parameters.
+    By rank: ranges ``[start, stop)`` of `real_buffer`'s elements, and the places of its parameters.
     """
 
     params: tuple[Tensor, ...]
@@ -57,10 +55,10 @@ class BucketOwnership:
 
 
 class OwnerReduction:
-    """The pending reduction of one bucket to owners; all ranks construct it, in the order of buckets.
+    """The pending reduction of one bucket to owners; all ranks construct it, in bucket order.
 
-    It divides the bucket in place by the number of ranks. ``joined``: this rank ran out of inputs, and its
-    gradients are old. ``all_used``: each parameter is known to be used on some rank, so no flags are sent.
+    It divides the bucket in place. ``joined``: this rank's inputs ended, its gradients are old. ``all_used``:
+    each parameter was used on some rank, so no flags are sent.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class OwnerReduction:
         return self._buffer
 
     def used(self) -> set[int]:
-        """After `wait`, return the places of own parameters that some rank used; the CPU may wait."""
+        """After `wait`, return the places of own parameters that any rank used; the CPU may wait."""
         slots = self._ownership.slots[self._group.rank]
         if self._used is None:
             return set(slots)
@@ -117,7 +115,7 @@ class OwnerReduction:
 class BucketsToOwners:
     """Starts one hook's reductions to owners.
 
-    ``pieces_of`` returns a bucket's pieces by parameter; it raises if one has no owner.
+    ``pieces_of`` returns pieces by parameter, and raises if one has no owner.
     """
 
     def __init__(self, lanes: Lease, pieces_of: Callable[[Sequence[Tensor]], Sequence[Pieces]]) -> None:
@@ -147,7 +145,7 @@ class BucketsToOwners:
         joined: bool,
         all_used: bool,
     ) -> OwnerReduction:
-        """Start a bucket's reduction; all ranks call, in the order of buckets."""
+        """Start a bucket's reduction; all ranks call, in bucket order."""
         return OwnerReduction(group, self.lanes.groups, bucket, ownership, joined, all_used)
 
 

@@ -1,15 +1,15 @@
 """One backward pass that steps the optimizer, and its buckets.
 
 Note [Buckets of the optimizer]
-    DDP's buckets decide what is reduced together, the optimizer's what is stepped and gathered together. The
-    latter are stepped when all their parameters are reduced; every rank counts alike, so gathers have one
-    order. A bucket with a parameter outside DDP is stepped after the backward pass.
+    DDP's buckets decide what is reduced together, the optimizer's what is stepped and gathered together: when
+    all their parameters are reduced, counted alike on every rank. A bucket with a parameter outside DDP is
+    stepped after the backward pass.
 
 Note [Gradients that are all zero]
-    In DDP's buckets unused parameters are zeros, but an optimizer leaves only those without a gradient alone.
-    So a bucket with an all-zero gradient waits for the end of backward, when `param.grad` tells. All ranks
-    see it alike. The search takes time, on an accelerator the CPU's. It is omitted where some rank is known
-    to have used every parameter.
+    Unused parameters are zeros in DDP's buckets, but an optimizer skips only those without a gradient. So a
+    bucket with an all-zero gradient waits, alike on all ranks, until `param.grad` tells at the end of
+    backward. The search takes time, on an accelerator the CPU's; it is omitted where some rank is known to
+    have used every parameter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,9 +36,9 @@ Gradients = dict[Tensor, Tensor | None]
 class SteppedPass:
     """One backward pass that steps: made by its first bucket, dropped at its end.
 
-    ``joined``: this rank ran out of inputs, or broke off before its first bucket, and only takes part. By
-    bucket, ``reduced`` has gradients not stepped yet. ``unsure``: Note [Gradients that are all zero].
-    ``backward()`` raises ``error``, the first failure, after DDP has ended the pass.
+    ``joined``: this rank's inputs ended, or it broke off before its first bucket. ``reduced`` gradients, by
+    bucket, are not stepped yet. ``unsure``: Note [Gradients that are all zero]. ``backward()`` raises
+    ``error``, the first failure, after DDP has ended the pass.
     """
 
     optimizer: ZeroRedundancyOptimizer
@@ -165,7 +165,7 @@ def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
     """Return the places of all-zero gradients; on an accelerator the CPU waits.
 
-    It reads the first elements of all, then only gradients that begin with zero.
+    It reads the first elements of all, and the rest of those that begin with zero.
     """
     if gradients[0].is_sparse:
         return set() if private.nnz(gradients[0]) else {0}

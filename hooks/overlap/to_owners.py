@@ -22,7 +22,7 @@ from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient, owned
 
-_NUM_UNDER_WAY = 2  # while one is summed, the next one is on its way
+_NUM_UNDER_WAY = 2  # one is summed while the next is sent
 
 
 def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
@@ -30,14 +30,14 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
 
     Use ``ddp.register_comm_hook(None, reduce_to_owners(optimizer))``, on PyTorch's DDP or ours. All ranks
     call it before the first backward pass; it may create process groups. After ``backward()`` the owner has
-    the mean in ``param.grad``; other ranks have a `PartialGradient`, which has no memory and raises if read.
-    Our DDP takes the optimizer's buckets and its ``bucket_cap_mb``. To save memory use
-    `zero_optim.ddp.ShardedDataParallel`: DDP's buckets stay as large as all gradients.
+    the mean in ``param.grad``; other ranks have a `PartialGradient`, without memory, which raises if read.
+    Our DDP takes the optimizer's buckets and ``bucket_cap_mb``. DDP's buckets stay as large as all gradients;
+    to save memory use `zero_optim.ddp.ShardedDataParallel`.
 
-    Gradients are divided by the number of ranks and added in the order of ranks; bf16 and fp16 are added in
-    float32 and rounded once. Two ranks get the bits of DDP without a hook. To accumulate, use ``no_sync()``
-    for all but the last backward pass of a step; after a reduced pass the next one raises unless
-    ``zero_grad()`` came between. If one rank owns every parameter, the hook is an all-reduce.
+    Gradients are divided by the number of ranks and added in their order, bf16 and fp16 in float32 with one
+    rounding; two ranks get the bits of DDP without a hook. To accumulate, use ``no_sync()`` for all but the
+    last backward pass of a step; after a reduced pass call ``zero_grad()``, or the next pass raises. If one
+    rank owns every parameter, the hook is an all-reduce.
 
     Args:
         optimizer: owns every parameter of the wrapper; gradients are dense.
@@ -76,7 +76,7 @@ class _Started:
 class _OwnerReductions:
     """Reduces buckets, and sets partial gradients at the end of the backward pass.
 
-    The CPU waits for a sum in the hook of a later bucket; on an accelerator a side stream waits.
+    A later bucket's hook waits for a sum on the CPU; on an accelerator a side stream does.
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -86,7 +86,7 @@ class _OwnerReductions:
         self._to_owners = BucketsToOwners(lanes, partial(_pieces_of, optimizer))
         self._streams = StreamBeside()
         self._under_way: deque[_Started] = deque()
-        self._asked: set[int] = set()  # the engine's numbers of the passes that will call `_end`
+        self._asked: set[int] = set()  # numbers of the engine's passes that will call `_end`
         self._came: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffer of each bucket
         self._names: dict[Tensor, str] = {}
         self._has_one_owner = False
@@ -94,7 +94,7 @@ class _OwnerReductions:
 
     def take(self, bucket: GradBucket) -> TensorFuture:
         """Start a bucket's reduction, and wait for an earlier one."""
-        # Our DDP also calls outside of a backward pass to end one that broke off, and raises behind that.
+        # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.
         joined, number = getattr(bucket, "is_shadow", not in_backward()), bucket.index()
         if number == 0:
             self._begin(joined)
@@ -117,14 +117,14 @@ class _OwnerReductions:
             while self._under_way:
                 self._finish_first()
             self._streams.join()
-            if joined:  # there is no backward pass to end
+            if joined:  # no backward pass will end
                 self._give_joined()
         return started.done
 
     def _begin(self, joined: bool) -> None:
         """Begin a pass, after one that may have broken off.
 
-        RuntimeError, on every rank, if the optimizer was rebound to a process group or the last pass left
+        RuntimeError, on every rank, if the optimizer was bound to another group or the last pass left
         gradients.
         """
         if self._optimizer.ranks is not self._ranks:
@@ -145,14 +145,12 @@ class _OwnerReductions:
             )
 
     def _look(self) -> None:
-        """Read the optimizer's parameters, which may be more by now."""
         groups = self._optimizer.param_groups
         self._names = dict(zip(params_of(groups), param_names(groups), strict=True))
         self._has_one_owner = self._ranks.size > 1 and has_one_owner(self._optimizer.pieces().values())
 
     @torch.no_grad()
     def _finish_first(self) -> None:
-        """Wait for the oldest sum, and complete DDP's future."""
         started = self._under_way.popleft()
         here = recorded_event(started.device)
         with self._streams.using(started.device):
@@ -166,7 +164,7 @@ class _OwnerReductions:
             started.done.set_result(result)
 
     def _give_joined(self) -> None:
-        """Set this rank's own gradients although it ran out of inputs, as nobody else has them."""
+        """Set this rank's own gradients after its inputs ended, as nobody else has them."""
         for params, buffer in self._came:
             self._optimizer.steps.joins.drop_after_shadow(params)
             for param, view in zip(params, gradients_in(buffer, params), strict=True):
@@ -176,8 +174,8 @@ class _OwnerReductions:
     def _end(self) -> None:
         """Set partial gradients after DDP has assigned its own.
 
-        Passes inside another one (reentrant checkpointing) leave this to the outermost. If that calls no
-        hook, other ranks' gradients stay local.
+        Reentrant checkpointing leaves this to the outermost pass. If that calls no hook, other ranks'
+        gradients stay local.
         """
         if in_outer_backward():
             return

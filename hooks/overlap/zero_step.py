@@ -1,4 +1,4 @@
-"""`zero_step`, a comm hook that steps a sharded optimizer during the backward pass, bucket by bucket."""
+"""`zero_step`, a comm hook that steps a sharded optimizer during the backward pass."""
 
 import weakref
 from collections.abc import Callable
@@ -27,27 +27,27 @@ def zero_step(
     """Return a comm hook that steps ``optimizer`` during the backward pass.
 
     Use ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours, with the
-    state of ``hook``. All ranks call it before the first backward pass. An optimizer's bucket
-    (``bucket_cap_mb``) is stepped and gathered when all its parameters are reduced: by a thread on gloo with
-    CPU parameters, where process groups may be created, else by hooks on a side stream. There ``hook`` must
-    complete a bucket's future without a later call, unless ``interleave=False``.
+    state of ``hook``. All ranks call it before the first backward pass. When all parameters of an optimizer's
+    bucket (``bucket_cap_mb``) are reduced, the bucket is stepped and gathered: by a thread on gloo with CPU
+    parameters, which may create process groups, else by hooks on a side stream. There ``hook`` must complete
+    a bucket's future without a later call, unless ``interleave=False``.
 
-    Parameters equal, bit for bit, those of the run with ``hook`` alone. With None they equal those without a
-    hook, but for the last bits where DDP divides (``gradient_as_bucket_view=True`` with
-    ``zero_grad(set_to_none=False)``, ranks no power of two). ``optimizer.step()`` steps the rest; a loop may
-    omit it if DDP holds all parameters. The learning rate is read during backward. Clipping and GradScaler
-    come too late and raise. Uneven inputs need ``Join([ddp, optimizer])``. After a failed ``backward()`` call
-    ``optimizer.wait_for_gathers()``. Autograd raises if backward reads a parameter after its gradient is
-    complete. With error feedback an unused parameter may get a gradient, and is stepped.
+    Parameters equal, bit for bit, those of ``hook`` alone; with None those without a hook, but for the last
+    bits where DDP divides (``gradient_as_bucket_view=True`` with ``zero_grad(set_to_none=False)``, ranks no
+    power of two). ``optimizer.step()`` steps the rest; a loop may omit it if DDP holds all parameters. The
+    learning rate is read during backward. Clipping and GradScaler come too late and raise. Uneven inputs need
+    ``Join([ddp, optimizer])``. After a failed ``backward()`` call ``optimizer.wait_for_gathers()``. Autograd
+    raises if backward reads a parameter after its gradient is complete. With error feedback an unused
+    parameter may get a gradient, and is stepped.
 
     Args:
         optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
         hook: reduces the gradients; None for DDP's mean.
-        interleave: False delays all steps until the last bucket's reduction is started.
+        interleave: False delays all steps until the last bucket's reduction has started.
         gradients: "owners" reduces as `reduce_to_owners`; ``param.grad`` is then None on other ranks, and
             for a cut parameter on every rank.
         ddp: the hook's wrapper; not needed for `zero_optim.ddp`. If it allows unused parameters, or is None,
-            all-zero gradients are searched (on an accelerator the CPU waits), and stepped after backward.
+            all-zero gradients are searched (on an accelerator the CPU waits) and stepped after backward.
 
     Raises:
         TypeError: on every rank, if an argument is of the wrong kind on any.
@@ -151,8 +151,7 @@ def _require_wrapper(ddp: object) -> None:
 def _all_used(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
     """Return a function that says whether some rank uses every parameter of a wrapper in each backward pass.
 
-    Without DDP's options for unused parameters a bucket is full only when all its gradients have come, in
-    ``Join`` on ranks with inputs.
+    Without DDP's options for unused parameters, a bucket is full only when all its gradients have come.
     """
     if ddp is None:
         return lambda: False

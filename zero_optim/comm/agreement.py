@@ -48,8 +48,7 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
     """Raise RankMismatchError on every rank unless all have the same items. All ranks call.
 
     One small collective if they agree. The message has the first item that differs, and the hint for its
-    first
-    word, if any.
+    first word, if any.
     """
     digest = hashlib.sha256("\n".join(items).encode()).digest()
     if len(set(group.all_gather_fixed(digest))) > 1:
@@ -60,7 +59,6 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
 
 
 def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mapping[str, str]) -> str:
-    """Describe what each rank has at the first difference, and what to do."""
     for index in range(max(map(len, everyone))):
         held: dict[str, list[int]] = {}
         for rank, items in zip(group.numbers, everyone, strict=True):

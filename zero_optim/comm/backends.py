@@ -2,13 +2,12 @@
 
 Note [Devices of a group]
     A group's name does not tell its backends: "undefined" after a plain ``init_process_group()`` is NCCL on a
-    GPU host and gloo elsewhere. Its configuration does, such as ``cpu:gloo,cuda:nccl``, with the types that
-    are really registered.
+    GPU host, gloo elsewhere. Its configuration (``cpu:gloo,cuda:nccl``) and the registered types do.
 
-    The library's small tensors are on the CPU if it has a backend, so no CPU waits for a GPU. Otherwise they
-    are where the parameters are. The current device would be wrong in scripts that use ``model.to(rank)`` and
-    never set it: all ranks would use GPU 0, which NCCL refuses. How to send depends on the tensor's backend,
-    not its device: gloo takes CUDA tensors too (Note [gloo and CUDA] in `comm.sending`).
+    The library's small tensors are on the CPU if it has a backend, so no CPU waits for a GPU; else with the
+    parameters. Scripts that use ``model.to(rank)`` never set the current device: all ranks would use GPU 0,
+    which NCCL refuses. The tensor's backend, not its device, decides how to send: gloo takes CUDA tensors too
+    (Note [gloo and CUDA] in `comm.sending`).
 """
 
 import re

@@ -1,19 +1,18 @@
 """The ranks of a process group, and their collectives.
 
 Ranks are group ranks, except here, in `sending`, and where `lanes` makes groups. All ranks call every
-communicating method, in one order. If a rank is missing, gloo raises after the timeout; NCCL's watchdog ends
-the process.
+communicating method in one order. Without a rank, gloo raises after the timeout; NCCL's watchdog ends the
+process.
 
 Note [Rows at once]
-    NCCL and XCCL launch all broadcasts of a bucket at once. An all-gather takes one tensor of each rank, but
-    an owner may have several spans; with rows of one length PyTorch's gathers into a copy of the bucket. gloo
+    NCCL and XCCL launch a bucket's broadcasts at once. An all-gather takes one tensor of each rank, but an
+    owner may have several spans, and PyTorch's gathers rows of one length into a copy of the bucket. gloo
     runs the broadcasts side by side, in a third of the time of an all-gather.
 
 Note [Agreements that meet]
-    A rank that leaves out a call may meet another agreement of the others. If their messages differ in
-    length, gloo raises in its own thread, which ends the process. So short messages travel in *frames* of one
-    length, with their own length first: if that differs, every rank raises. A longer message follows a frame
-    with its length.
+    After a call that one rank left out, different agreements may meet. If messages differ in length, gloo
+    raises in its own thread, which ends the process. So short messages travel in *frames* of one length, with
+    their own length first: if that differs, every rank raises. A longer message follows its frame.
 """
 
 import json

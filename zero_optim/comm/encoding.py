@@ -198,7 +198,6 @@ def skeleton_from_bytes(content: bytes) -> Skeleton:
 
 
 def _replaced(part: Any, old: type, new: Callable[[Any], object]) -> Any:  # noqa: ANN401 - a part of a skeleton
-    """Replace the values of one class in a skeleton by what ``new`` makes of them."""
     if isinstance(part, list):
         return [_replaced(inner, old, new) for inner in part]
     return new(part) if type(part) is old else part

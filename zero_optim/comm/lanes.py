@@ -2,18 +2,17 @@
 
 Note [Lanes]
     Collectives of two threads on one process group mix. Code beside the main thread, or that must not queue
-    behind its traffic, uses groups of its own: lanes. A gloo group costs three threads and several file
-    descriptors, so lanes are lent until a `Lease` is dropped. Ranks drop it at different times, so they agree
+    behind its traffic, uses its own groups: lanes. A gloo group costs three threads and several file
+    descriptors, so lanes are lent until a `Lease` is dropped. That time differs between ranks, so they agree
     which lanes are free. The next user waits for pending sends and receives.
 
     A failed rank may have started fewer collectives, which would pair later ones wrongly. So a user abandons
-    its lanes after a failure, and a lane is lent only if every rank started as many collectives on it.
+    its lanes after a failure, and a lane is lent only if every rank started as many collectives.
 
 Note [Lanes end with the default group]
-    PyTorch names a group made by its members alone by the number of groups in the process. If one rank
-    destroyed a lane earlier, later names would differ and ranks would wait in vain. So lanes are not
-    destroyed, and ranks agree on names. A gloo thread must not hold the last reference to a group, whose end
-    waits for it.
+    PyTorch names a group made by its members alone by the number of groups in the process: if one rank
+    destroyed a lane earlier, names would differ and ranks would hang. So lanes are not destroyed, and ranks
+    agree on names. A gloo thread must not hold a group's last reference: the group's end waits for it.
 """
 
 import gc
@@ -79,7 +78,6 @@ class _Pool:
         return {name: under_way for name, under_way in taken.items() if name in self.lanes}
 
     def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
-        """Lend lanes, with traffic counted as the group's."""
         made = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
         return Lease({name: replace(lane, phase=group.phase) for name, lane in made.items()}, self.free)
 
@@ -157,7 +155,6 @@ def _pool_of(group: RankGroup, backend: str) -> _Pool:
 def _exchange(
     group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
 ) -> list[dict[str, Any]]:
-    """Exchange how many lanes each rank wants, how many exist, and which are free."""
     wish = {
         "want": f"{number} on {backend}",
         "free": {name: num_started(RankGroup.of(pool.lanes[name])) for name in sorted(offered)},

@@ -31,8 +31,7 @@ class RankMesh:
 
     ``inner``: this replica, which owns for itself. ``across``: owners of the same rows in all replicas; if
     ``splits_state`` (Note [Whose state it is]), ranks with the same number. ``places``: by rank of
-    ``everyone``,
-    its replica and its number there.
+    ``everyone``, its replica and its number there.
     """
 
     everyone: RankGroup
@@ -46,8 +45,7 @@ class RankMesh:
         """Build it from a 2-D mesh (replicas, ranks of a replica); all ranks call. Communicates.
 
         ``owners``: the optimizer's ranks, which are this replica or, if it ``may_split``, all. Returns None
-        without
-        a mesh or for one replica. A mesh that does not fit raises on every rank of ``owners``.
+        without a mesh or for one replica. A mesh that does not fit raises on every rank of ``owners``.
         """
         with failing_together(owners):
             table = None if mesh is None else _table(mesh, owners, may_split=may_split)
@@ -80,7 +78,6 @@ def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
 
 
 def _places(table: _Table, ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the replica of each global rank and the number in it."""
     found = {rank: (replica, number) for replica, row in enumerate(table) for number, rank in enumerate(row)}
     return tuple(found[rank] for rank in ranks)
 
@@ -117,7 +114,6 @@ def _rises(line: Sequence[int]) -> bool:
 
 
 def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGroup:
-    """Find or make a group of all ranks of a mesh."""
     world = RankGroup.of(None, inner.data_devices).within(inner.phase.timeout)
     for known in (world, across):
         if list(known.works.ranks) == ranks and all(map(known.backend_of, inner.data_devices)):

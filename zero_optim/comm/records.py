@@ -94,10 +94,9 @@ class Verdict:
 class Record:
     """The record of one work; times are seconds of `time.monotonic`.
 
-    ``number``: from 1, in its group on this process. ``phase``: of `zero_optim.comm.traffic.PHASES`, or
-    ``checkpoint`` or ``buffers``. ``about``: such as ``bucket 3 (layers.7.weight, …)``, or empty.
-    ``timeout``:
-    seconds. ``failure``: the message of its wait's error. ``runs_hook``: a comm hook may raise in it.
+    ``number``: from 1, in its group here. ``phase``: of `zero_optim.comm.traffic.PHASES`, or ``checkpoint``
+    or ``buffers``. ``about``: such as ``bucket 3 (layers.7.weight, …)``, or empty. ``timeout``: seconds.
+    ``failure``: the message of its wait's error. ``runs_hook``: a comm hook may raise in it.
     """
 
     group: "GroupWorks"

@@ -121,7 +121,6 @@ class RowSum:
 
 
 def _finish(exchange: RowExchange, rank: int, total: Tensor) -> None:
-    """Wait for whole rows, and add them."""
     _add(exchange.wait(), rank, total)
 
 
@@ -133,7 +132,6 @@ def _receive_parts(
     receive: Callable[[Tensor], tuple[Waitable, list[Tensor]]],
     sent: Waitable,
 ) -> None:
-    """Receive the parts of this rank's row in sequence, and add them."""
     for number, total in enumerate(totals, 1):
         work, came = coming.popleft()
         work.wait()
@@ -163,7 +161,6 @@ def _add(came: Sequence[Tensor], rank: int, total: Tensor) -> None:
 
 
 def _added(total: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Add in order, in place of the first."""
     for came in others:
         total += came
     return total

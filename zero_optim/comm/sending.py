@@ -1,15 +1,15 @@
 """Messages between two ranks, and exchanges between all pairs.
 
 Note [gloo and CUDA]
-    gloo copies CUDA tensors to the host in its collectives. In `isend` and `irecv` it takes the pointer for
-    host memory. So CUDA tensors on gloo are exchanged by an all-to-all, and `send` and `recv` use the small
-    tensors' device, the CPU. gloo's all-to-all knows few dtypes and no lists, hence one tensor of bytes. CPU
-    tensors go piece by piece, without a second copy.
+    gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host
+    memory. So on gloo CUDA tensors are exchanged by an all-to-all of one tensor of bytes, as it knows few
+    dtypes and no lists, and `send` and `recv` go through the CPU. CPU tensors go piece by piece, without a
+    second copy.
 
 Note [Two ranks of many]
     For a single send NCCL makes a communicator of two ranks, which takes some hundred ms and MiB, and stays.
-    Sends started as one use the whole group's, so sends are always started so. They must not be the group's
-    first call, as all ranks make the communicator: ranks agree first.
+    Sends started as one use the group's, so all are. They must not be the group's first call, as all ranks
+    make the communicator: ranks agree first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,9 +38,8 @@ def exchange(
     """Start sending one piece to each rank, and receiving one from each; all ranks call.
 
     ``pieces``: by receiving rank; 1-D, contiguous, one dtype, equal lengths for one receiver. ``lanes``:
-    groups
-    of the same ranks; one gloo group is not reliably full duplex, so each sender has its own. Returns the
-    handles and the received pieces by sending rank; this rank's own piece is not copied.
+    groups of the same ranks; one gloo group is not reliably full duplex, so each sender has its own. Returns
+    the handles and the received pieces by sending rank; this rank's own piece is not copied.
     """
     mine = pieces[group.rank]
     received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
@@ -96,8 +95,7 @@ def start_parts(
     """Start sending parts to each rank, where `is_gloo_on_cpu` holds; all ranks call, as `exchange`.
 
     Returns the handle of all sends, and a function that starts to receive the next parts: from this rank's
-    own
-    part it returns a handle, and the parts by sending rank.
+    own part it returns a handle, and the parts by sending rank.
     """
     lane = replace(lanes[0], phase=group.phase)
     record = lane.begin_work(about)
@@ -227,5 +225,4 @@ def _irecv(group: RankGroup, tensor: Tensor, source: int, tag: int = 0) -> dist.
 
 
 def _made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
-    """Return the handles; none is None, as this process is a member."""
     return [work for work in works if work is not None]

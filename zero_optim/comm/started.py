@@ -122,8 +122,7 @@ class Pending:
     """Started collectives, with their tensors, on one device, until somebody waits.
 
     The first stream waits for them and calls ``then``; other streams wait for the first. Only one thread may
-    wait
-    at a time.
+    wait at a time.
     """
 
     works: Sequence[Waitable]

@@ -118,8 +118,6 @@ _OPEN = _OpenSpans()
 
 
 class _Span:
-    """Counts the time of a body, less that of inner spans."""
-
     __slots__ = ("_name", "_traffic")
 
     def __init__(self, traffic: Traffic, name: str) -> None:

@@ -2,16 +2,15 @@
 
 Note [Waits that nothing ends]
     gloo forgets a send for good if the connection closes just when its thread begins to write: above all to a
-    process that was stopped and resumes after the others gave up. Then no wait raises, and breaking the
-    connections does not help. So a wait polls every `LOOK` seconds, and raises the verdict if the group was
-    given up one poll ago. A gloo thread still hangs, and the group's end would wait for it, so the group is
-    kept for ever.
+    stopped process that resumes after the others gave up. Then no wait raises, even if connections break. So
+    a wait polls every `LOOK` seconds, and raises a verdict that is one poll old. A gloo thread still hangs,
+    and the group's end would wait for it, so the group is kept for ever.
 
 Note [Sends that nothing ends]
-    A timeout of a send breaks the connections of a group that may be well. So a thread waits for it without a
-    limit, and the caller for the thread (`Paired`). A receive is never forgotten, so the caller waits for it
-    meanwhile. The thread costs some 50 µs, so sends of up to `SMALL` bytes, which the system takes at once,
-    do without it. In trials 512 KiB came through, and 1 MiB was forgotten.
+    A send's timeout breaks the connections of a group that may be well. So a thread waits for it without a
+    limit, and the caller for the thread (`Paired`), meanwhile for receives, which are never forgotten. The
+    thread costs some 50 µs, so sends of up to `SMALL` bytes, which the system takes at once, do without it.
+    In trials 512 KiB came through, and 1 MiB was forgotten.
 """
 
 import _thread  # as its threads start in a third less of the time

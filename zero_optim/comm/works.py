@@ -3,16 +3,15 @@
 A *work* is a collective with a `Record`, which has no tensor. The *ring* has the last `KEPT` records.
 
 Note [Waits that end]
-    A waiting thread is in C++ code that nothing can interrupt, and gloo cannot wait for sends and receives in
-    slices: a timeout breaks all connections of the group. But just that helps. So waits have no limit and are
-    recorded here. To give up a group, the watchdog breaks its connections from another thread
-    (`GroupWorks.cut`). Each wait then raises, and `WorkLog.explain` says why.
+    Nothing can interrupt a thread that waits in C++, and gloo cannot wait for sends and receives in slices: a
+    timeout breaks all connections of the group. Just that helps: waits have no limit, and to give up a group
+    the watchdog breaks its connections from another thread (`GroupWorks.cut`). Each wait then raises, and
+    `WorkLog.explain` says why.
 
 Note [Groups that end]
-    gloo closes a group's connections when nothing refers to it. An error's traceback refers to it by the
-    frames that waited; in a cycle until garbage is collected, while other ranks wait. So nothing here keeps
-    an error. A caller may: so releasing ranks after a failed wait cuts all their groups
-    (`WorkLog.cut_if_failed`).
+    gloo closes a group's connections when nothing refers to it. An error's traceback does, by the frames that
+    waited, in a cycle until garbage is collected, while other ranks wait. So nothing here keeps an error. A
+    caller may: so releasing ranks after a failed wait cuts all their groups (`WorkLog.cut_if_failed`).
 """
 
 import itertools
@@ -47,11 +46,10 @@ class GroupWorks:
     """The works of one process group in this process, with a weak reference to it.
 
     ``limit``: the group's timeout in seconds. ``verdict``: why the group was given up; no work begins any
-    more.
-    ``has_failed``: a wait raised the backend's error. ``tags``: numbers of messages of an exchange in parts,
+    more. ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts,
     equal on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
-    ``outstanding``: a device's work while the CPU goes on; one, as works of a group end in order. Its handle
-    keeps the tensors, so it is dropped once a stream waits.
+    ``outstanding``: the one pending work of a device (they end in order); its handle keeps tensors, so it is
+    dropped once a stream waits.
     """
 
     def __init__(
@@ -84,8 +82,7 @@ class GroupWorks:
         """Break the group's connections, on any thread: see Note [Waits that end].
 
         gloo breaks them when a receive times out. A receive from a rank known to have ended breaks nothing,
-        so each
-        rank is tried. Other backends have a call for it, after which the device and the CPU go on.
+        so each rank is tried. Other backends have a call for it, after which the device and the CPU go on.
         """
         group = self.group()
         if group is None:
@@ -141,11 +138,9 @@ def explain_nothing(_record: Record, _error: RuntimeError) -> None:
 class WorkLog:
     """The works of this process, as long as the default group lives.
 
-    ``ring``: the last works, newest last. ``waits``: works that a thread waits for. ``groups``: id of a
-    process
-    group -> works, read by the watchdog while other threads add. ``verdicts``: ranks -> verdict of a group
-    given
-    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: turns the
+    ``ring``: the last works, newest last. ``waits``: works that a thread waits for. ``groups``: works by id
+    of the group; the watchdog reads while others add. ``verdicts``: by the ranks of a group given up.
+    ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: turns the
     backend's error into the wait's exception; None if its own message is best.
     """
 

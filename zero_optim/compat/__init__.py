@@ -1,1 +1,1 @@
-"""Private names and defects of PyTorch."""
+"""PyTorch's private names and streams, and host memory."""

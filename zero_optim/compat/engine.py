@@ -51,9 +51,8 @@ def after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the current backward pass has computed every gradient.
 
     For use in a hook or such a callback; a new callback runs after the earlier ones. On the CPU it runs on
-    the
-    thread that called ``backward()``. On an accelerator it may run on an engine's thread, with the caller's
-    streams current, which wait for the gradients. ``backward()`` raises its errors.
+    the thread that called ``backward()``. On an accelerator it may run on an engine's thread, with the
+    caller's streams current, which wait for the gradients. ``backward()`` raises its errors.
     """
     private.execution_engine.queue_callback(callback)
 
@@ -158,12 +157,9 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
     """Make a process group with a given name; only its members call; communicates.
 
     `torch.distributed.new_group` takes no name, and derives one from the number of groups in the process,
-    which
-    may differ between ranks. See Note [No split communicators]. ``ranks``: global, by group rank. ``name``:
-    equal
-    on every member, never used before. gloo waits ``timeout`` for members here and raises RuntimeError
-    without
-    them; NCCL waits at the first collective.
+    which may differ between ranks. See Note [No split communicators]. ``ranks``: global, by group rank.
+    ``name``: equal on every member, never used before. gloo waits ``timeout`` for members here and raises
+    RuntimeError without them; NCCL waits at the first collective.
     """
     world: Any = private.world
     _, store = world.pg_map[dist.group.WORLD]

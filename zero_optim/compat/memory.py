@@ -46,8 +46,7 @@ def return_freed_memory(threshold: int = 2**16) -> None:
 
     Resident memory is then what tensors take, where it may be a quarter more; it costs CPU time, see Note
     [Blocks that the C library keeps]. Also returns what is free now. Does not communicate; ranks may differ.
-    The
-    same as ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
+    The same as ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
 
     Args:
         threshold: bytes from which on a block is returned when it is freed.
@@ -83,8 +82,7 @@ def give_back_pages(tensor: Tensor) -> None:
     """Return the pages that a CPU tensor fills to the system, on Linux; they then show zeros.
 
     For the library's own memory that nobody sees: storages are freed as a whole, so a block whose tensors
-    move
-    out one by one would stay until the last has moved.
+    move out one by one would stay until the last has moved.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return

@@ -180,7 +180,6 @@ def record_use(*tensors: Tensor) -> None:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that hold a tensor's memory."""
     return (private.indices(tensor), private.values(tensor)) if tensor.is_sparse else (tensor,)
 
 
@@ -220,8 +219,7 @@ class HostCopy:
     """A copy for the CPU, which waits for it later, once.
 
     Of one tensor, or of several 1-D ones of one dtype, concatenated from any devices. The current stream
-    reads
-    them; its later work may change them.
+    reads them; its later work may change them.
     """
 
     def __init__(self, *tensors: Tensor) -> None:

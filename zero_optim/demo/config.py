@@ -30,8 +30,7 @@ class ModelShape:
     """The sizes that a checkpoint's tensors depend on.
 
     ``context``: bytes that the model sees at once. ``width``: features of a position. ``heads``: attention
-    heads
-    of ``width / heads`` features, an even number.
+    heads of ``width / heads`` features, an even number.
     """
 
     context: int
@@ -40,7 +39,6 @@ class ModelShape:
     heads: int
 
     def __post_init__(self) -> None:
-        """Check that each head gets an even number of features."""
         if self.width % self.heads:
             raise ValueError(f"--width {self.width} is not divisible by --heads {self.heads}")
         if self.width // self.heads % 2:
@@ -83,7 +81,6 @@ class RunConfig:
     heads: int = 4
 
     def __post_init__(self) -> None:
-        """Check every field, and which fields go together."""
         for name in _COUNTS + _COUNTS_OR_ZERO:
             least, value = int(name in _COUNTS), getattr(self, name)
             if value < least:

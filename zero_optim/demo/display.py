@@ -65,14 +65,12 @@ class Display:
             self._bar.add_task("starting", total=steps, completed=done)
 
     def __enter__(self) -> "Self":
-        """Start the clock, and show the bar."""
         self._began = perf_counter()
         if self._bar is not None:
             self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop drawing; the bar stays as the last line."""
         if self._bar is not None:
             self._bar.stop()
 

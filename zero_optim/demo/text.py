@@ -106,7 +106,6 @@ def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -
 
 
 def _cut(tokens: Tensor, starts: Tensor, context: int) -> Windows:
-    """Return samples of a text: inputs, and the byte behind each as its target."""
     windows = tokens[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 

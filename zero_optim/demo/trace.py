@@ -58,7 +58,6 @@ def traced(path: Path) -> Iterator[None]:
 
 
 def _all_threads() -> dict[str, Any]:
-    """Return the option that records the stepping thread, if this PyTorch has it."""
     try:
         return {"experimental_config": private.or_none("ExperimentalConfig")(profile_all_threads=True)}
     except TypeError:  # this PyTorch has no such option

@@ -97,7 +97,6 @@ class Trainer:
             self._ddp.register_comm_hook(None, hook)
 
     def _wrapped(self) -> TorchDistributedDataParallel | FullyShardedDataParallel:
-        """Wrap the model in what reduces its gradients."""
         if self.config.shard == "gradients":
             return ShardedDataParallel(self.gpt, self._optimizer, accumulate="local")
         if self.config.shard == "parameters":
@@ -137,7 +136,6 @@ class Trainer:
         )
 
     def _clip(self) -> float | None:
-        """Clip the gradients and return their norm; None with ``--overlap owners``, which has none."""
         if self.config.overlap == "owners":
             return None
         if self.config.shard != "state":
@@ -147,7 +145,6 @@ class Trainer:
         return get_total_norm([p.grad for p in self.gpt.parameters() if p.grad is not None]).item()
 
     def _backward(self) -> Tensor:
-        """Compute the gradients of this rank's part of a batch; return its mean loss."""
         passes = self.config.accumulate
         count = self.config.batch_size // dist.get_world_size() // passes
         first = self.step * self.config.batch_size + dist.get_rank() * count * passes
@@ -163,7 +160,6 @@ class Trainer:
         return total
 
     def _entropy(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the loss in nats per byte."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bf16):
             logits = model(inputs.to(self.device)).flatten(0, 1)
         return F.cross_entropy(logits.float(), targets.to(self.device).flatten(), reduction=reduction)
@@ -250,8 +246,7 @@ def _peak_of_units(model: FullyShardedDataParallel, run: Callable[[], int]) -> t
     """Run a pass; return its result, and the peak bytes of whole units on this rank.
 
     It measures before each module call and at each gradient: then the unit in use is whole, and the next one
-    may
-    be in flight.
+    may be in flight.
     """
     peak = 0
 

@@ -56,7 +56,6 @@ def work(config: RunConfig) -> None:
 
 
 def _train(trainer: Trainer, run_log: RunLog | None) -> None:
-    """Make the remaining updates; all ranks call, only rank 0 with a ``run_log``."""
     config = trainer.config
 
     def due(every: int) -> bool:
@@ -86,6 +85,5 @@ def _train(trainer: Trainer, run_log: RunLog | None) -> None:
 
 
 def _traced_update(trainer: Trainer) -> Metric:
-    """Make one update, profiled."""
     with trace.traced(Path(trainer.config.out) / trace.EVENTS):
         return trainer.update()

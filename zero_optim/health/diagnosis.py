@@ -17,10 +17,9 @@ _ADVICE = (
 class Status:
     """What a process says of itself; as JSON, tuples are lists.
 
-    ``waits``: texts of its threads' waits, longest first. ``open``: names and counts of the calls it is in,
-    outermost first. ``last``: its last begin or end as text. ``verdict``: message and missing ranks, if it
-    gave
-    up the group; ``is_deciding``: it is about to.
+    ``waits``: of its threads, longest first. ``open``: names and counts of its calls, outermost first.
+    ``last``: its last begin or end. ``verdict``: message and missing ranks, if it gave up; ``is_deciding``:
+    it is about to.
     """
 
     waits: Sequence[str]
@@ -127,7 +126,6 @@ def _steps_beside(status: Status) -> bool:
 
 
 def _doing(status: Status, call: tuple[str, int] | None) -> str:
-    """Describe what a rank without a wait does; ``call``: that of the waiting ranks."""
     seen = f" (last seen: {status.last})" if status.last else ""
     if call is None:
         inside = f"is in {status.open[0][0]} and " if status.open else ""

@@ -4,22 +4,21 @@ Each owner writes a stamp into the header space of its row. All ranks read all s
 so they may communicate about it. If all agree, a step has no further collective.
 
 Note [When stamps are read]
-    On the CPU at the end of the step, if it waits for its gathers. Otherwise after the next step's gathers:
-    an accelerator would make the CPU wait, and gathers that modules wait for end at different times on
-    different ranks. On the CPU a failure is raised once the gathers are over, as it needs no exchange.
-    `step()` or the next backward pass reads the stamps of a step in the backward pass.
+    On the CPU at the end of the step, if it waits for its gathers; a failure needs no exchange and is raised
+    as soon as they are over. Otherwise after the next step's gathers: an accelerator would make the CPU wait,
+    and gathers that modules wait for end at different times on different ranks. `step()` or the next backward
+    pass reads the stamps of a step in the backward pass.
 
 Note [What may differ]
     If digests differ, ranks exchange all options and who wrote them. An option that differs is an error
     unless a class wrote it in a step on some rank, or every rank has the class's default: some classes count
-    in their groups. Such an option leaves the digest, so a right run pays one exchange at most.
+    in their groups. It leaves the digest, so a right run pays one exchange at most.
 
 Note [What a count cannot tell]
-    Ranks whose gathers meet have counted alike. A rank that left out a step shows when its next collective
-    meets another, and the watchdog tells; or in the next forward pass: Note [Stamps of units] in
-    `unit_stamps`. Counts of backward passes may differ in right runs. But a ``GradScaler`` calls the
-    optimizer at each step, even one it leaves out, so these calls are counted: otherwise rows of two
-    iterations would meet where one rank's scaler finds an infinity.
+    Ranks whose gathers meet have counted alike. A step left out shows when the next collective meets another,
+    by the watchdog, or in the next forward pass: Note [Stamps of units] in `unit_stamps`. Counts of backward
+    passes may differ in right runs. But a ``GradScaler`` calls the optimizer at each step, even one it leaves
+    out, so these calls are counted: otherwise rows of two iterations would meet.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -86,14 +85,12 @@ class _Step:
     _mine: Tensor | None = None
 
     def stamp(self) -> Tensor:
-        """Return this rank's stamp, 1-D, uint8, on the CPU."""
         if self._mine is None:
             failed = None if self.failure is None else self.failure[0]
             self._mine = bytes_to_tensor(Stamp.of(self.number, self.digest, self.name, failed).packed())
         return self._mine
 
     def fail(self, failure: BaseException) -> None:
-        """Put a failure into later stamps, unless there is one."""
         if self.failure is None:
             more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
             self.failure, self._mine = failure_of(failure, more), None
@@ -113,8 +110,7 @@ class Stamps:
     """Writes and reads the stamps of one optimizer's steps, in a group of several ranks.
 
     ``tell``: called with what `check_failures` will raise. ``numbers``: see `RankGroup.numbers`; empty for
-    group
-    ranks. ``asked``: calls of a scaler since the last step, see Note [What a count cannot tell].
+    group ranks. ``asked``: calls of a scaler since the last step, see Note [What a count cannot tell].
     """
 
     def __init__(self, own_options: Collection[str] = ()) -> None:
@@ -129,7 +125,6 @@ class Stamps:
         self.numbers: Sequence[int] = ()
 
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
-        """Copy and pickle as new."""
         return Stamps, (self._own_options,)
 
     # ------------------------------------------------------------------ before and in the gathers
@@ -191,10 +186,8 @@ class Stamps:
         """Compare the calls not compared yet; all ranks call, at the same point of their programs.
 
         Communicates, and raises on every rank, if ranks are in different calls, have different options, or
-        failed;
-        raises nothing if ``call`` failed here. ``with_last``: the last call too, whose gathers are over with
-        all
-        ranks still in it.
+        failed; raises nothing if ``call`` failed here. ``with_last``: the last call too, whose gathers are
+        over with all ranks still in it.
         """
         error: Exception | None = None
         while len(self._unread) > (not with_last):
@@ -240,7 +233,6 @@ class Stamps:
         return self._compared(group, step, origins(step.options)) if differ is None else differ
 
     def _numbered(self, stamps: Mapping[int, Stamp]) -> dict[int, Stamp]:
-        """Return the stamps by the ranks' numbers in messages."""
         return dict(zip(_called(stamps, self.numbers), stamps.values(), strict=True))
 
     def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
@@ -280,7 +272,6 @@ def _difference(
 
 
 def _called(ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
-    """Return the numbers of group ranks in messages."""
     return [numbers[rank] if numbers else rank for rank in ranks]
 
 

@@ -143,7 +143,6 @@ class UnitMarks:
 
 
 def _marks_in(octets: bytes, nbytes: int) -> list[int]:
-    """Read consecutive marks of ``nbytes`` each."""
     return [int.from_bytes(octets[at : at + nbytes], "little") for at in range(0, len(octets), nbytes)]
 
 

@@ -28,8 +28,7 @@ class UnitStamps:
     """Writes and reads the stamps of one optimizer's last call in gathers of units.
 
     ``stamps_of`` returns the optimizer's stamps for its present plan; None in a group of one. ``told`` is
-    called
-    with what all ranks of the group are about to raise.
+    called with what all ranks of the group are about to raise.
     """
 
     def __init__(

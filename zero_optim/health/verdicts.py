@@ -2,13 +2,12 @@
 
 Note [Giving up together]
     The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It makes
-    a verdict, tells all, and breaks its connections; so do they: waits raise, and no work begins any more. A
-    wait that fails early, as gloo saw a closed connection, asks too, and decides if ranks have ended.
+    a verdict, tells all, and breaks its connections; so do they: waits raise, and no work begins. A wait that
+    fails early, as gloo saw a closed connection, also asks, and decides if ranks have ended.
 
     Several ranks may decide at once. So a verdict first goes to the lowest rank that answers, which keeps the
-    first it hears of. A rank that answered before is asked again for some seconds. Two verdicts remain
-    possible if the lowest rank answers only one of two in the same second: then reasons differ, and nobody
-    hangs. The store as arbiter would often be on the silent rank.
+    first. A rank that answered before is asked again for some seconds. If the lowest answers only one of two
+    in the same second, reasons differ, and nobody hangs. The store would often be on the silent rank.
 """
 
 import logging
@@ -92,7 +91,6 @@ class Verdicts:
         return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
-        """Return the status of all ranks of a group, by group rank, this one included."""
         found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
         seen = {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in found.items()}
         return seen | {self._rank_in(works): own}
@@ -212,7 +210,6 @@ def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
 
 
 def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
-    """Build the question that tells a verdict."""
     return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
 
 

@@ -1,1 +1,1 @@
-"""Decisions before the first step, from shapes and sizes alone: costs, owners, buckets, layouts."""
+"""Costs, owners, buckets and layouts, decided from shapes before the first step."""

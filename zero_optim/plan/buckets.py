@@ -13,10 +13,9 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Fill buckets with neighbouring parameters of equal key; return the parameter indices of each.
 
-    A bucket of several parameters has at most ``cap_nbytes``; a list caps the first, second, … bucket of each
-    key, its last entry all later ones. ``order`` lists indices, by default the last registered first, roughly
-    as backward reaches them. ``overflow`` includes the parameter that reaches the cap, as PyTorch's reducer
-    does. Buckets are in the order of completion, incomplete ones last.
+    ``cap_nbytes`` limits buckets of several parameters; a list has caps for the first, second, … bucket of a
+    key. ``order`` is by default the last registered first, roughly as in backward. ``overflow`` includes the
+    parameter that reaches the cap, as PyTorch's reducer does. Incomplete buckets come last.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:

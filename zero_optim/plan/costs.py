@@ -1,4 +1,4 @@
-"""Cost functions: the cost of a parameter's step to its owner. They read shapes only."""
+"""Cost functions of parameters' steps, from shapes alone."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -22,9 +22,8 @@ def numel_cost(param: Tensor) -> float:
 def matmul_cost(param: Tensor) -> float:
     """Return the cost of orthogonalizing a matrix by Newton-Schulz iterations, as Muon does.
 
-    The parameter flattens to m x n (m <= n). An iteration takes 4 m^2 n + 2 m^3 operations, for products of m
-    x n by n x m, m x m by m x m, and m x m by m x n. Vectors cost `numel_cost`. Jordan, "Muon: An optimizer
-    for hidden layers in neural networks", 2024.
+    For the m x n matrix (m <= n) an iteration takes 4 m^2 n + 2 m^3 operations: Jordan, "Muon: An optimizer
+    for hidden layers in neural networks", 2024. Vectors cost `numel_cost`.
     """
     if param.dim() < 2 or param.numel() == 0:
         return numel_cost(param)
@@ -33,7 +32,7 @@ def matmul_cost(param: Tensor) -> float:
 
 
 def cost_named(cost: CostName | Cost) -> Cost:
-    """Return a cost function by name; a callable is returned as it is."""
+    """Return a cost function by name; a callable is returned."""
     if callable(cost):
         return cost
     named: dict[str, Cost] = {"numel": numel_cost, "matmul": matmul_cost}

@@ -14,14 +14,14 @@ from itertools import pairwise
 from zero_optim.plan.layout import aligned_offsets
 from zero_optim.plan.partition import fullest_row
 
-# A message that is much shorter takes hardly less time: then latency is what counts.
+# Shorter messages take hardly less time, as latency dominates.
 MIN_ROW_NBYTES = 64 * 2**10
-# So long are rows at least, as a part of all that is planned: a plan has no more rows than this, and one for
-# each bucket. For 16,384 ranks it is a sixteenth of what one of them owns.
+# A plan has at most this many rows, beside one for each bucket. For 16,384 ranks a row is then at least a
+# sixteenth of a rank's part.
 MAX_ROWS = 2**18
-# So much longer than the mean the longest row of a bucket may be.
+# The excess of a bucket's longest row over the mean that is tolerated, relative to the mean.
 TOLERANCE = 0.05
-# Cuts have to take away at least this part of what the longest row has above the mean.
+# Cuts must remove at least this part of the longest row's excess over the mean.
 GAIN = 0.25
 
 
@@ -36,18 +36,18 @@ def cut_step(numel: int, num_rows: int, alignment: int) -> int:
 
 
 def is_uneven(nbytes: Sequence[int], num_ranks: int, min_nbytes: int) -> bool:
-    """Whether whole parameters make the fullest row of a bucket much longer than the mean."""
+    """Whether whole parameters make a bucket's fullest row much longer than the mean."""
     mean = sum(nbytes) / num_ranks
     tolerated = max(min_nbytes, TOLERANCE * mean)
-    # The fullest row was at most the mean when its last parameter came: so most buckets are known at once.
+    # Before its last parameter the fullest row was at most the mean, so this test settles most buckets.
     return max(nbytes, default=0) > tolerated and fullest_row(nbytes, num_ranks) > mean + tolerated
 
 
 def even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:
-    """Return the ascending end offsets of a bucket's rows, in elements; the last is the flat tensor's length.
+    """Return the ascending end offsets of a bucket's rows, in elements.
 
-    A row exceeds the mean by at most one step and one parameter's padding. ``steps`` are elements between
-    possible cuts, 0 for none. There may be fewer rows than ``count`` if steps are longer than a row.
+    A row exceeds the mean by at most one step and one padding. ``steps`` are elements between possible cuts,
+    0 for none. Steps longer than a row make fewer rows than ``count``.
     """
     *offsets, total = aligned_offsets(numels, alignment)
     ends = [total]
@@ -61,7 +61,7 @@ def even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment
 
 
 def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
-    """Return the possible cut nearest to a target, inside a parameter or at its ends."""
+    """Return the possible cut nearest to a target."""
     below = start if step == 0 else start + (target - start) // step * step
     above = after if step == 0 else below + step
     if above >= start + numel:

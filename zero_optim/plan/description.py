@@ -1,8 +1,8 @@
-"""Descriptions of values as text that ranks compare: equal exactly if the values count as equal.
+"""Texts that ranks compare, equal exactly if the described values count as equal.
 
-A text has no address, hash, path or device number. Plain values, tensors and containers count by value, the
-user's functions by code and bound values, library code by name, other objects by type. Global variables do
-not count, so values that differ between ranks belong there.
+They have no address, hash, path or device number. Plain values, tensors and containers count by value, the
+user's functions by code and bound values, library code by name, others by type. Global variables do not
+count, so values that differ between ranks belong there.
 """
 
 import functools
@@ -34,7 +34,7 @@ def describe(value: object, *, bound: bool = True) -> str:
 def describe_hook(hook: object, state: object) -> list[str]:
     """Describe a comm hook by code, and its state by type; PyTorch's and our states add options.
 
-    What other hooks and states hold may be meant for one rank.
+    Others may hold values for one rank.
     """
     kind, shown = type(state), []
     if kind.__module__.partition(".")[0] in ("torch", "zero_optim"):
@@ -53,7 +53,6 @@ class _Describer:
         self._open: list[object] = []
 
     def describe(self, value: object) -> str:
-        """Describe a value in one line."""
         if isinstance(value, Enum):
             return f"{_name(type(value))}.{value.name}"
         if type(value) in _PLAIN:
@@ -106,7 +105,7 @@ class _Describer:
         return f"partial({', '.join([self.describe(value.func), *filter(None, given)])})"
 
     def _bound_value(self, value: object) -> str:
-        """Describe a bound value; empty if bound values do not count."""
+        """Describe a bound value; empty if these do not count."""
         return self.describe(value) if self._bound or callable(value) else ""
 
     def _function(self, function: Any) -> str:  # noqa: ANN401 - kinds of functions have no common type
@@ -165,7 +164,7 @@ class _Describer:
 
 
 def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have no common type
-    """Remove PyTorch's wrapper of ``step``, which the first object of a class adds."""
+    """Remove PyTorch's wrapper of ``step``, which a class's first object adds."""
     while hasattr(function, "__wrapped__") and _is_library(
         getattr(function, "__globals__", {}).get("__name__")
     ):
@@ -174,7 +173,6 @@ def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have 
 
 
 def _parts_of_code(code: CodeType) -> Iterable[str]:
-    """List a function's operations without its place in a file."""
     yield code.co_code.hex()
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount, code.co_flags))
     for constant in code.co_consts:
@@ -193,7 +191,7 @@ def _constant(value: object) -> str:
 
 
 def _is_library(module: object) -> bool:
-    """Whether a module is PyTorch's or Python's own, hence equal on every rank."""
+    """Whether a module is PyTorch's or Python's own."""
     top = str(module).partition(".")[0]
     return top in ("torch", "builtins", "abc", "typing", "functools", "collections", "None")
 

@@ -1,4 +1,4 @@
-"""Access to ``torch.optim`` parameter groups: parameters, options, and names for messages."""
+"""Parameters, options and names of ``torch.optim`` groups."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ ParamGroup = dict[str, Any]
 
 # Keys of a group that describe its parameters; all others are options.
 PARAM_KEYS = frozenset({"params", "param_names"})
-# What schedulers change or write beside it.
+# Options that schedulers change or add.
 _RATES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 
 
@@ -22,7 +22,7 @@ def params_of(groups: Sequence[ParamGroup]) -> list[Tensor]:
 
 
 def member_ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
-    """List the parameter ids of each group; comparing ids is much faster than looking tensors up."""
+    """List the parameter ids of each group, which compare much faster than tensors."""
     return [list(map(id, group["params"])) for group in groups]
 
 
@@ -32,12 +32,12 @@ def options_of(group: ParamGroup) -> ParamGroup:
 
 
 def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
-    """Name options that became zero or nonzero, or changed flag, name or type.
+    """Name options that became zero or nonzero (rates aside), or changed flag, name or type.
 
-    Such a change may switch on new behaviour of the class. Rates may be zero at any time.
+    This may switch on behaviour of the class.
     """
     known = before.get
-    changed = [  # most values are the very same: steps ask this
+    changed = [  # every step calls this, and most values are the same objects
         key
         for key, value in after.items()
         if known(key) is not value

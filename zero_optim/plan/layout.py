@@ -3,8 +3,7 @@
     flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      rank 0 owns parameter 1, rank 1 owns 0 and 2; "." is padding
     rows    '---rank 0--'----rank 1---'
 
-A rank that owns nothing has no row. A *room* is header space for a stamp, in a row's padding or behind all
-rows.
+A *room* is header space for a stamp, in a row's padding or behind all rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from zero_optim.plan.pieces import Piece, Pieces, num_rows
 
 
 class Extent(NamedTuple):
-    """Elements ``[start, stop)`` of parameter ``param`` of the bucket, at ``offset`` of the flat tensor."""
+    """Elements ``[start, stop)`` of the bucket's parameter ``param``, at ``offset`` of the flat tensor."""
 
     param: int
     start: int
@@ -58,9 +57,9 @@ class Room(NamedTuple):
 class Layout:
     """The rows of one bucket; ValueError, which says where, if they are inconsistent.
 
-    The extents hold every element once, inside their rows. Rows adjoin by rising rank. A rank has at most one
-    extent of a parameter, and a parameter's extents adjoin (``is_cut``: over several rows). Header spaces
-    come by rising rank, at most one in a row, then those behind the rows.
+    Extents hold every element once, inside their rows, which adjoin by rising rank. A parameter's extents
+    adjoin, one at most for a rank (``is_cut``: several). Header spaces rise by rank, one at most in a row,
+    then those behind.
     """
 
     numels: tuple[int, ...]
@@ -180,7 +179,7 @@ def aligned(count: int, alignment: int) -> int:
 def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
     """Lay out a bucket without cuts, by the owner of each parameter.
 
-    Parameters keep their order within a row. Extents and rows start at multiples of ``alignment`` elements.
+    Parameters keep their order within a row; extents and rows start at multiples of ``alignment`` elements.
     """
     by_owner: dict[int, list[int]] = {}
     for param, (_, owner) in enumerate(zip(numels, owners, strict=True)):
@@ -204,10 +203,7 @@ def aligned_offsets(numels: Iterable[int], alignment: int = 1) -> list[int]:
 def rows_in_order(
     numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1
 ) -> tuple[Row, ...]:
-    """Make rows of consecutive parameters, which may end inside a parameter.
-
-    ``owners`` and end offsets rise; the last end is that of `aligned_offsets`.
-    """
+    """Make rows of consecutive parameters, which may end inside one; ``owners`` and end offsets rise."""
     offsets = aligned_offsets(numels, alignment)
     rows: list[Row] = []
     param, start = 0, 0
@@ -227,7 +223,7 @@ def rows_in_order(
 
 
 def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
-    """Add header space to rows, except empty rows and those within one parameter; ``length`` in elements.
+    """Add header space of ``length`` elements to rows, except empty rows and those within one parameter.
 
     It takes padding if there is enough; else the row grows by multiples of the alignment.
     """
@@ -252,7 +248,7 @@ def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
 
 
 def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignment: int = 1) -> Layout:
-    """Add header space behind the rows, for ranks without any in rows."""
+    """Add header space behind the rows, for ranks without any."""
     size = aligned(length, alignment)
     starts = (layout.end_of_rows + size * number for number in range(len(owners)))
     behind = [Room(owner, start, start + length) for owner, start in zip(owners, starts, strict=True)]
@@ -260,7 +256,7 @@ def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignm
 
 
 def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, bool]:
-    """Return the extent next to the header space, and whether it follows that; -1 for none."""
+    """Return the extent next to the header space, and whether the space follows; -1 for none."""
     filled = [(number, extent) for number, extent in enumerate(row.extents) if extent.stop > extent.start]
     behind = [number for number, extent in filled if extent.stop == numels[extent.param]]
     if behind:
@@ -270,6 +266,5 @@ def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, 
 
 
 def _gap_behind(row: Row, number: int) -> int:
-    """Return the elements of padding after an extent of a row."""
     behind = row.extents[number + 1].offset if number + 1 < len(row.extents) else row.stop
     return behind - row.extents[number].end

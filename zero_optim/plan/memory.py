@@ -1,4 +1,4 @@
-"""Memory layout of parameters, and checks that they fit in a bucket. No communication."""
+"""Memory layout of parameters, and whether they fit in a bucket."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 from zero_optim.compat.engine import wraps_tensors
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 
-# The attribute of a parameter that shows no memory of its own for much of the time: its strides when it does.
+# The attribute with a unit parameter's strides when it is whole.
 STRIDES_WHEN_WHOLE = "_zero_optim_strides"
-# The attribute of a parameter whose owners keep it in another dtype than it has: that dtype.
+# The attribute with the owners' dtype of a parameter, if it differs.
 DTYPE_AS_KEPT = "_zero_optim_dtype"
 
 
@@ -54,7 +54,7 @@ def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()) -> None:
-    """Refuse parameters that cannot be placed in a bucket, except those of ``apart``, placed already.
+    """Refuse parameters that cannot be in a bucket, except those of ``apart``.
 
     TypeError without own storage (lazy, meta, DTensor); ValueError if sparse, overlapping or shared.
     """

@@ -1,7 +1,7 @@
-"""Group options as plain values, which ranks compare at each step. No communication.
+"""Group options as plain values, which ranks compare at each step.
 
-Numbers are equal if they differ by less than 1e-6 of their value, as machines may compute a rate so. Of
-accelerator tensors, large or trained ones, and other objects only the type counts.
+Numbers within a relative 1e-6 are equal, as machines compute rates a little differently. Of accelerator
+tensors, large or trained ones, and other objects only the type counts.
 """
 
 import hashlib
@@ -99,8 +99,7 @@ def text_of(value: Plain) -> str:
 class _KnownGroup:
     """One group's options at the last step.
 
-    ``stable`` marks values that cannot change as long as they are the same object. ``told`` has plain values;
-    a change makes a new dict. ``text`` is encoded for the digest.
+    ``stable`` values cannot change as long as they are the same object. A change makes a new ``told``.
     """
 
     keys: list[Any]
@@ -150,7 +149,7 @@ class _KnownGroup:
 class OptionValues:
     """All groups' options at the last step as plain values, and their digest; cheap if unchanged.
 
-    A change makes a new ``by_group`` list. ``digest`` has `DIGEST_NBYTES` bytes.
+    A change makes a new ``by_group`` list.
     """
 
     def __init__(self) -> None:
@@ -160,7 +159,7 @@ class OptionValues:
         self._left_out: frozenset[OptionKey] = frozenset()
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
-        """Store the options of all groups; ``left_out`` ones do not count for the digest."""
+        """Store all groups' options; ``left_out`` ones do not count for the digest."""
         known = self._groups
         is_known = len(groups) == len(known) and self._left_out == left_out
         if is_known and all(list(group) == before.keys for group, before in zip(groups, known, strict=True)):
@@ -176,7 +175,7 @@ class OptionValues:
 
 
 def _is_stable(name: object, value: object) -> bool:
-    """Whether a value cannot change as long as it is the same object; a group's parameters do not count."""
+    """Whether a value cannot change as long as it is the same object, or is a list of parameters."""
     kind = type(value)
     if kind in _STABLE or name in PARAM_KEYS:
         return True

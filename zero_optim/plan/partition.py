@@ -1,7 +1,6 @@
 """Greedy balanced assignment of owners, over the model and bucket by bucket. Pure arithmetic, no torch.
 
-Every rank computes the same owners without communication, so nothing depends on hashing, floating-point order
-or the rank.
+Ranks compute it alone, so nothing depends on hashing, floating-point order or the rank.
 """
 
 import heapq
@@ -11,13 +10,12 @@ from collections.abc import Iterable, Sequence
 def assign_owners(
     groups: Iterable[Sequence[float]], num_ranks: int, loads: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Return an owner for every item of each group, so that the ranks' total costs are nearly equal.
+    """Return an owner for every item, so that the ranks' total costs are nearly equal.
 
-    Groups are assigned in order, so a later group changes no earlier owner. In a group the costliest item
-    goes first, to the least loaded rank: the longest-processing-time rule of Graham, "Bounds on
-    multiprocessing timing anomalies", 1969. For one group the fullest rank holds at most 4/3 of the best
-    possible. Ties go to the lower index or rank. Costs are finite and >= 0; ``loads``, if given, are what
-    ranks own already.
+    A later group changes no earlier owner. In a group the costliest item goes first, to the least loaded rank
+    (longest-processing-time rule, Graham, "Bounds on multiprocessing timing anomalies", 1969). For one group
+    the fullest rank holds at most 4/3 of the best possible. Ties go to the lower index or rank. Costs are
+    finite and >= 0; ``loads`` are what ranks own already.
     """
     if num_ranks < 1:
         raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")
@@ -54,8 +52,8 @@ def rank_loads(costs: Iterable[float], owners: Iterable[int], num_ranks: int) ->
 class RankLoads:
     """Each rank's load so far, for owners bucket by bucket.
 
-    A rank's row is what it sends, so others wait for the longest. A heap holds the least loaded ranks, so a
-    bucket costs time for its parameters, whatever the number of ranks.
+    The rank with most bytes of a bucket delays its gather. With a heap, time depends on parameters, not on
+    ranks.
     """
 
     def __init__(self, loads: Sequence[float]) -> None:
@@ -67,7 +65,7 @@ class RankLoads:
         return max(self._heap)[0]
 
     def take(self, count: int) -> list[tuple[float, int]]:
-        """Remove the least loaded ranks, as (load, rank) by rising rank; `give_back` must follow."""
+        """Remove the least loaded ranks and return them as (load, rank), by rank; `give_back` must follow."""
         return sorted((heapq.heappop(self._heap) for _ in range(count)), key=lambda taken: taken[1])
 
     def give_back(self, ranks: Iterable[tuple[float, int]]) -> None:
@@ -76,10 +74,10 @@ class RankLoads:
             heapq.heappush(self._heap, (load, rank))
 
     def assign_bucket(self, sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
-        """Return an owner for each parameter of a bucket, and add its cost to the load.
+        """Return an owner for each parameter of a bucket, and add the costs to the loads.
 
-        The largest parameter goes first, to the rank with the fewest bytes of the bucket, then the least
-        load. Ties go to the lower index and rank.
+        The largest goes first, to the rank with the fewest bytes of the bucket, then the least load. Ties go
+        to the lower index and rank.
         """
         owners = [0] * len(sizes)
         touched: list[tuple[int, float, int]] = []  # a heap of (bytes of the bucket, load, rank)
@@ -97,7 +95,7 @@ class RankLoads:
 
 
 def fullest_row(sizes: Sequence[int], num_ranks: int) -> int:
-    """Return the bytes of `RankLoads.assign_bucket`'s fullest row, which loads do not affect."""
+    """Return the bytes of `RankLoads.assign_bucket`'s fullest row, whatever the loads."""
     if len(sizes) <= num_ranks:
         return max(sizes, default=0)
     rows = [0] * num_ranks

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Rows ``[start, stop)`` of a parameter's dimension 0, owned by ``owner``.
+    """Rows ``[start, stop)`` of a parameter's dimension 0 that ``owner`` owns; a scalar has one row.
 
-    A scalar has one row. A parameter's pieces adjoin by rising owner, one for each.
+    A parameter's pieces adjoin by rising owner, one for each.
     """
 
     owner: int

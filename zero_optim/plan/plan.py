@@ -1,11 +1,9 @@
-"""The plan of parameter groups: owners and buckets, decided before the first step.
-
-Each rank computes it from shapes, dtypes, strides and groups, which are equal on all ranks.
+"""The plan of parameter groups: owners and buckets, computed alike on every rank.
 
 Note [Order of gathers]
-    Buckets are filled in backward order and gathered in the reverse, forward order. A forward pass can thus
-    begin after the first gather. A parameter's relative place in its group tells when it is needed, as groups
-    often divide each layer (decay or none); a bucket with all layers' biases then comes first.
+    Buckets are filled in backward order and gathered in forward order, so a forward pass can begin after the
+    first gather. A parameter's relative place in its group tells when it is needed, as groups often divide
+    each layer (decay or none); a bucket with all layers' biases then comes first.
 """
 
 import sys
@@ -25,8 +23,8 @@ from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.rows import Planned, choose_rows
 
-# Extents start at such addresses, like new CPU tensors: some kernels look at the alignment (MKL's matrix
-# product does), and give the same bits as without sharding if it is the same.
+# The alignment of new CPU tensors: some kernels depend on it (MKL's matrix product), so extents with the same
+# alignment give the bits of the unsharded run.
 ALIGNMENT_NBYTES = 64
 # Blocks of CUDA's caching allocator. cuBLASLt may choose another kernel for another alignment, up to 256.
 ACCELERATOR_ALIGNMENT_NBYTES = 512
@@ -83,10 +81,9 @@ def make_plan(
 ) -> Plan:
     """Plan buckets, owners and cuts. No communication.
 
-    ``loads`` are costs that ranks own already. ``bears_cuts`` tells for each parameter whether it may be cut;
-    None balances the model only, not buckets. ``units`` has a unit number or None for each parameter; a
-    bucket never mixes units, and ``cap_nbytes`` does not limit theirs. ``used`` has compute dtypes, equal in
-    a bucket, for the alignment.
+    ``loads`` are costs that ranks own already. ``bears_cuts`` tells which parameters may be cut; None
+    balances the model only, not buckets. ``units`` has unit numbers or None; a bucket never mixes units, and
+    ``cap_nbytes`` does not limit theirs. ``used`` has compute dtypes, equal in a bucket, for the alignment.
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
@@ -137,7 +134,7 @@ def alignment_of(param: Tensor) -> int:
 
 
 def _cut_step(param: Tensor, alignment: int) -> int:
-    """Return the elements between possible cuts of a parameter, 0 if none."""
+    """Return the elements between possible cuts, 0 if none."""
     numel = param.numel()
     if param.dim() == 0 or param.shape[0] < 2 or numel == 0:
         return 0
@@ -148,7 +145,6 @@ def _cut_step(param: Tensor, alignment: int) -> int:
 
 
 def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pieces, ...]:
-    """Return each parameter's pieces, from the layouts."""
     pieces: list[Pieces] = [()] * len(params)
     for bucket in buckets:
         shapes = [params[index].shape for index in bucket.params]
@@ -160,7 +156,7 @@ def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pi
 def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[Hashable]:
     """Return a key for each parameter; a bucket has one key.
 
-    Frozen parameters are apart as they need no gather, parameters that may be cut so that rows can be equal.
+    Frozen parameters need no gather; parameters that may be cut can have equal rows.
     """
     slots = _device_slots(params)
     return [
@@ -169,7 +165,7 @@ def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[H
 
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number devices by first use, so that cuda:0 and another rank's cuda:1 are the same."""
+    """Number devices by first use, so that cuda:0 and another rank's cuda:1 are equal."""
     slots: dict[torch.device, int] = {}
     for param in params:
         slots.setdefault(param.device, len(slots))
@@ -177,7 +173,7 @@ def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
 
 
 def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
-    """Describe all properties of each parameter that must be equal on all ranks."""
+    """Describe each parameter's properties that must be equal on all ranks."""
     params = params_of(groups)
     slots = _device_slots(params)
     return [

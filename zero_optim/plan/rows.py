@@ -1,10 +1,9 @@
 """The rows and cuts of all buckets. Pure arithmetic, no torch.
 
 Note [Even twice]
-    Ranks wait for the fullest row of a bucket, and for the rank that owns most of the model. Owners chosen
-    bucket by bucket even out the first. They are taken if the model stays about as even as possible; else
-    owners are chosen for the whole model. A bucket far from even, whose parameters may be cut, gets equal
-    rows; these are assigned last, to the least loaded ranks.
+    Ranks wait for a bucket's fullest row, and for the rank that owns most of the model. Owners chosen bucket
+    by bucket are taken if the model stays about as even as possible, else owners chosen for the whole model.
+    An uneven bucket whose parameters may be cut gets equal rows, assigned last to the least loaded ranks.
 """
 
 from collections.abc import Sequence
@@ -16,16 +15,16 @@ from zero_optim.plan.cuts import even_rows, is_uneven, is_worth_it, longest_row,
 from zero_optim.plan.layout import Layout, Row, rows_in_order, whole
 from zero_optim.plan.partition import RankLoads, assign_owners, rank_loads
 
-_CutRows: TypeAlias = dict[int, tuple[Row, ...]]  # the rows of each bucket that is cut, by its number
-# The fullest rank may own this much more than the mean for the sake of even buckets.
+_CutRows: TypeAlias = dict[int, tuple[Row, ...]]  # rows of cut buckets, by bucket number
+# For even buckets the fullest rank's load may exceed the mean by this factor.
 TOLERATED = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The input of one plan: numbers by parameter index, ``alignments`` (elements) by bucket.
+    """The numbers of one plan by parameter index, ``alignments`` (elements) by bucket.
 
-    ``steps`` are the elements between possible cuts, 0 for none. ``groups`` and ``buckets`` list indices.
+    ``steps`` are elements between possible cuts, 0 for none. ``groups`` and ``buckets`` list indices.
     """
 
     numels: Sequence[int]
@@ -112,7 +111,6 @@ def _bucket_by_bucket(planned: Planned, cut: _CutRows, loads: Sequence[float]) -
 
 
 def _group_by_group(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> _Choice:
-    """Choose owners for the whole model, ignoring buckets."""
     in_cut = {index for number in cut for index in planned.buckets[number]}
     members = [[index for index in group if index not in in_cut] for group in planned.groups]
     by_group = assign_owners([[planned.costs[i] for i in group] for group in members], len(loads), loads)

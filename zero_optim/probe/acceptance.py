@@ -62,7 +62,6 @@ def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
 
 
 def _needed_by_step(subject: OptimizerUnderTest) -> str:
-    """Return the required arguments of a class's ``step()``."""
     try:
         step = start(subject, _FEEDS[0], starts_of(_FEEDS[0])).optimizer.step
         parameters = inspect.signature(step).parameters.values()

@@ -70,13 +70,11 @@ def why_not_cut(
 
     Rows stepped as parameters must have the bits of the whole, and so must their state: an entry has the
     parameter's shape and is cut with it, or is equal for all rows. Zero numbers are tried with another value
-    too,
-    as options may change. `zero_optim.probe.rows.why_rows_not_cut` tries a plan's very rows.
+    too, as options may change. `zero_optim.probe.rows.why_rows_not_cut` tries a plan's very rows.
 
     Takes 5 to 40 ms beyond `probe`; cached. Other processors may give other answers. ``dtype``: of what is
     stepped on the CPU, else float32: accelerators' kernels are assumed, and tested by ``make gpu``, to
-    compute
-    elements alike wherever a tensor ends.
+    compute elements alike wherever a tensor ends.
     """
     if dtype.itemsize < (8 if dtype.is_complex else 4):  # too few elements show it for a trial to rely on
         return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"
@@ -85,8 +83,6 @@ def why_not_cut(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The traits, with the subject and feed that showed them; None for both if nothing could be tried."""
-
     traits: Traits
     subject: OptimizerUnderTest | None = None
     feed: Feed | None = None

@@ -46,8 +46,7 @@ def why_rows_not_cut(
     """Return why ranks cannot share rows of a parameter; None if they can. See Note [Rows that are cut].
 
     For cuts that `zero_optim.probe.probe.why_not_cut` allows. Takes some ms for each kind of pieces, 10 ms
-    for
-    parameters of 2^18 elements; cached. ``group``: the options of the parameter's group.
+    for parameters of 2^18 elements; cached. ``group``: the options of the parameter's group.
     """
     subject = OptimizerUnderTest.of(optimizer_class, options, [group])
     for shape, sizes in like_rows(cut.shape, cut.ends):

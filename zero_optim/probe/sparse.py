@@ -38,10 +38,8 @@ def why_not_sparse_rows(
     """Return why a class steps rows of sparse gradients with other bits, or None.
 
     Gradients have several entries for a row, some more entries than elements; some are coalesced. Takes about
-    10
-    ms on the CPU; cached. (Accelerator kernels that add in any order have no certain bits, cut or not.)
-    ``take``
-    returns a piece's rows of a gradient.
+    10 ms on the CPU; cached. (Accelerator kernels that add in any order have no certain bits, cut or not.)
+    ``take`` returns a piece's rows of a gradient.
     """
     return _try(OptimizerUnderTest.of(optimizer_class, options, [group]), dtype, take)
 
@@ -106,7 +104,6 @@ def _gradient(
 
 
 def _held(run: TrialRun) -> Iterator[Tensor]:
-    """Return all tensors of the parameters' state."""
     for index in run.leaves:
         for state in run.state_of(index):
             for entry in state.values():

@@ -113,8 +113,8 @@ class OptimizerUnderTest:
         """Return the same with other numbers for those that hide arithmetic; None if there are none.
 
         Adding nothing, or a multiple by a power of two, rounds nothing. Defaults of the class count too, as
-        they may
-        change. ``shape``: a parameter that it takes; ``names``: the numbers that may change (None: all).
+        they may change. ``shape``: a parameter that it takes; ``names``: the numbers that may change (None:
+        all).
         """
         own = [from_hashable(group) for group in self.groups or (_NONE,)]
         built = self.build([[torch.zeros(shape, requires_grad=True)] for _ in own]).param_groups

@@ -25,11 +25,11 @@ class Traits:
     moves_frozen: bool = False  # whether a step changes parameters that never had a gradient
 
     def answers(self) -> list[bool]:
-        """Return the tolerances beyond `separable` as bools, for ranks to combine."""
+        """Return what a class that is not refused tolerates, as bools for ranks to combine."""
         return [self.counting is None, self.shape_use is None, not self.moves_frozen]
 
     def combined(self, said_by_all: Sequence[bool]) -> "Traits":
-        """Return the traits that hold on every rank, from `answers` that all ranks gave."""
+        """Return the traits that hold on every rank, given for each of `answers` whether all say yes."""
         in_parts, in_pieces, spares_frozen = said_by_all
         return replace(
             self,

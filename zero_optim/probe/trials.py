@@ -113,7 +113,6 @@ class Feed:
 
 
 def _orthogonal(rows: Tensor, weights: Tensor) -> Tensor:
-    """Make each row orthogonal to the weights; a vector is one row."""
     flat = rows.flatten(1) if rows.dim() > 1 else rows.reshape(1, -1)
     along = weights.detach().to(flat.dtype).reshape(flat.shape)
     factor = (flat * along).sum(1, keepdim=True) / (along * along).sum(1, keepdim=True).clamp(min=1e-30)
@@ -195,7 +194,6 @@ def below_vectors(index: int, value: Tensor) -> list[Tensor]:
 
 
 def _rows_apart(value: Tensor) -> int:
-    """Return the number of rows between places where a plan may cut."""
     row_nbytes = value.element_size() * value.numel() // len(value)
     return math.lcm(row_nbytes, _ALIGNMENT_NBYTES) // row_nbytes
 
@@ -226,7 +224,6 @@ def step_in_parts(run: TrialRun, step: int, gradients: Mapping[int, Tensor | Non
 
 
 def _evaluate(run: TrialRun, step: int) -> None:
-    """Switch to evaluation and back halfway, if the class has modes."""
     if step == _STEP_OF_EVALUATION:
         switch_mode(run.optimizer, "eval")
         switch_mode(run.optimizer, "train")

@@ -48,8 +48,7 @@ def order_of(error: BaseException) -> int:
     """Return a failure's place among those of all ranks; the lowest is the likely cause.
 
     1: by this rank itself; 3: told by another rank, or a connection that one closed; 2: 3 while this rank
-    handled
-    its own failure.
+    handled its own failure.
     """
     is_closed = isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
     if not is_heard_of(error) and not is_closed:

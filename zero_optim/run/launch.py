@@ -59,10 +59,8 @@ def launch(
     [Processes] and [No process left], and Note [Which failure is reported] in `zero_optim.run.rank`.
 
     Notebook functions, lambdas and nested functions are sent as code, with the current values of their
-    globals;
-    that needs cloudpickle. A script needs ``if __name__ == "__main__":`` around the call, since the ranks
-    import
-    it.
+    globals; that needs cloudpickle. A script needs ``if __name__ == "__main__":`` around the call, since the
+    ranks import it.
 
     Args:
         fn: called on each rank, with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` set as
@@ -108,7 +106,6 @@ def launch(
 def _check(
     fn: object, nproc: object, backend: object, threads: object, timeout: object, prepare: object
 ) -> None:
-    """Raise TypeError or ValueError for wrong arguments, before any process starts."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
             "launch() was called while a rank imported the main module: put the code that calls it under "
@@ -185,7 +182,7 @@ def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Kill the running ranks with their child processes, and wait for their end."""
+    """Kill the running ranks with their child processes."""
     for process in processes:
         if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):  # not in a session of its own yet
@@ -197,7 +194,6 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 
 def _failures_text(failures: Sequence[Failure], nproc: int) -> str:
-    """Describe the first failure in full, and the others in one line."""
     first, *others = failures
     text = f" failed:\n\n{first.text}" if "\n" in first.text else f" {first.text}"
     lines = [f"rank {first.rank} of {nproc}{text}"]
@@ -211,7 +207,6 @@ def _failures_text(failures: Sequence[Failure], nproc: int) -> str:
 def _stacks_text(
     job: Job, processes: Sequence[BaseProcess], late: Sequence[int], timeout: float | None
 ) -> str:
-    """Return the stacks of the late ranks."""
     begun = {rank: pid for rank in late if (pid := processes[rank].pid) and job.path("begun", rank).exists()}
     stacks = stacks_of({rank: (pid, job.path("stacks", rank)) for rank, pid in begun.items()})
     lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]

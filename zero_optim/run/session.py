@@ -39,7 +39,6 @@ def _typed_sources() -> dict[str, tuple[object, ...]]:
 
 
 def _needs_code(function: Callable[..., object]) -> bool:
-    """Return whether a new process cannot import a function."""
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
     return "<locals>" in name or "<lambda>" in name or (module == "__main__" and not can_import_main())
 

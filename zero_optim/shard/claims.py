@@ -34,8 +34,8 @@ _CLAIM = "_zero_optim_claim"
 class UnitsClaim:
     """One model's units: parameters with unit numbers, buckets by unit, and the ranks that hold the rows.
 
-    ``group`` is None before an optimizer holds the rows, ``everyone`` without a mesh. ``is_open``: a later
-    optimizer may take the units over; ``taken_over`` is called with it.
+    ``group`` is None before an optimizer holds them, ``everyone`` without a mesh. If ``is_open``, a later
+    optimizer may take over; ``taken_over`` is called with it.
     """
 
     def __init__(self, units: dict[Tensor, int], num_units: int, taken_over: Callable[[Any], None]) -> None:
@@ -186,7 +186,7 @@ def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Te
 
 
 def reusable_buckets(claim: UnitsClaim | None) -> list[UnitBucket]:
-    """List the buckets that the next optimizer may reuse; none if rows must move to other files."""
+    """List buckets for reuse by the next optimizer; none if rows must move to other files."""
     if claim is None or not claim.is_open or claim.forms.keeping is not None:
         return []
     return list(chain.from_iterable(claim.buckets))

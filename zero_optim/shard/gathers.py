@@ -3,19 +3,19 @@
 Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
 
 Note [A lane an owner]
-    A gloo group runs operations in order, few at a time, so several owners' broadcasts on it are often half
-    duplex. With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s
-    instead of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 1 MiB lanes
-    gain nothing and cost threads and file descriptors; the first larger gather of several owners creates
-    them. An overlapped step has its own lanes, as its thread gathers in another order. Other backends have
-    one communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`.
+    A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
+    With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s instead
+    of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 1 MiB lanes only cost
+    threads and file descriptors; the first larger gather of several owners creates them. An overlapped step
+    has its own, as its thread gathers in another order. Other backends have one communicator a device: Note
+    [Rows at once] in `zero_optim.comm.collectives`.
 
 Note [Small buckets]
-    Merging an owner's small rows gained nothing; limiting the *number* of pending gathers cost time (300
-    instead of 240 ms with four small buckets between two large ones). So only memory is limited.
+    Merging an owner's small rows gained nothing. Limiting the *number* of pending gathers cost time (300
+    instead of 240 ms with four small buckets between two large ones), so only memory is limited.
 
 Note [Step, then gather]
-    Gathering one bucket while stepping the next gained nothing for fused steps (1.00 to 1.04 of the time,
+    Gathering a bucket while stepping the next gained nothing for fused steps (1.00 to 1.04 of the time,
     AdamW, 13.8 M parameters): the step takes 9 of 240 ms.
 """
 
@@ -36,7 +36,7 @@ from zero_optim.health.stamps import Stamps
 from zero_optim.plan.layout import Layout
 from zero_optim.shard.storage import ParamBucket, rows_of
 
-# Flat tensors of gathers under way take no more memory than so many of the largest bucket.
+# The flat tensors of pending gathers take at most the memory of this many largest buckets.
 NUM_FLAT_TENSORS = 4
 # See Note [A lane an owner].
 LANES_FROM_NBYTES = 2**20
@@ -243,7 +243,7 @@ class Gathers:
 
 
 def _gains_by_lanes(group: RankGroup, buckets: Sequence[ParamBucket]) -> bool:
-    """Whether lanes make a gather of these buckets faster; the same on every rank."""
+    """Whether lanes make a gather faster; the same on every rank."""
     sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
     if group.size == 1 or sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
         return False

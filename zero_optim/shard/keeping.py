@@ -1,9 +1,9 @@
-"""Storage for a rank's rows in mapped files. No communication.
+"""Storage for a rank's rows in mapped files.
 
 Note [A budget]
     A rank's rows, gradients, state, masters and averages lie in mapped files (`zero_optim.shard.mapped`),
-    except tensors smaller than a page. They are used in portions, each written out before the next, so that
-    at most ``budget`` bytes are resident.
+    except tensors smaller than a page. They are used in portions, each written out before the next, so at
+    most ``budget`` bytes are resident.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -18,8 +18,8 @@ class LazyGather:
     """Forward hooks that make each module wait for the gathers of its own parameters.
 
     Some modules read a child's parameters without calling it (``nn.MultiheadAttention``). So the first
-    forward pass waits for everything and records calls; then an uncalled module's nearest called ancestor
-    waits. A pass without gradients waits for everything, as PyTorch's Transformer layers skip calls in it.
+    forward pass waits for everything and records calls; later the nearest called ancestor waits. A pass
+    without gradients always waits for everything, as PyTorch's Transformer layers then skip calls.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:

@@ -1,10 +1,10 @@
-"""CPU tensors in mapped files. No communication.
+"""CPU tensors in mapped files.
 
 Note [Pages that are dropped]
-    `MappedMemory.write_out` writes changed pages to the file (``msync``) and unmaps them (``madvise``,
-    MADV_DONTNEED, on Linux only); the mapping is shared, so the next use reads them again.
-    ``posix_fallocate`` reserves each file's blocks, or a full disk would show as SIGBUS. Files have no name
-    and end with the process. glibc keeps freed memory, more than all else in a step, so it is trimmed too.
+    `MappedMemory.write_out` writes changed pages to the file (``msync``) and drops them from memory
+    (``madvise``, MADV_DONTNEED, on Linux only); the next use reads the file. ``posix_fallocate`` reserves
+    blocks, or a full disk would show as SIGBUS. Files have no name and end with the process. glibc keeps
+    freed memory, more than all else in a step, so it is trimmed too.
 
 Note [Memory that comes back]
     Each tensor's own storage holds a view of the file, whose place is reused when the storage is dropped. So
@@ -162,7 +162,6 @@ class MappedMemory:
             self._trim(0)
 
     def _pages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_File, _Range]]:
-        """Yield the page ranges of tensors, neighbours joined."""
         by_file: dict[int, list[_Range]] = {}
         for tensor in tensors:
             file = self._file_of(tensor)
@@ -178,7 +177,6 @@ class MappedMemory:
 
 
 def _joined(ranges: list[_Range]) -> Iterator[_Range]:
-    """Join ascending ranges that touch or overlap."""
     current = ranges[0]
     for following in ranges[1:]:
         if following.start > current.stop:

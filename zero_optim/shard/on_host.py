@@ -1,10 +1,10 @@
-"""Storage for an accelerator model's rows in host memory. No communication.
+"""Storage for an accelerator model's rows in host memory.
 
 Note [Kept on the host]
     With ``offload="cpu"`` a rank's rows, gradients, state, masters and averages lie in pinned host memory,
-    and the optimizer steps on the CPU. Copies run beside the CPU, which waits only where rows (`Leaves.rows`,
-    `UnitBucket.kept`) or gradients (`PartialGradient.piece`) are read, mostly in the step. A device cannot
-    add to host memory, so an earlier gradient returns to it, and the sum goes back.
+    and the optimizer steps on the CPU, which waits for copies only where rows (`Leaves.rows`,
+    `UnitBucket.kept`) or gradients (`PartialGradient.piece`) are read. A device cannot add to host memory, so
+    an earlier gradient returns to it, and the sum goes back.
 """
 
 from collections.abc import Iterable, Iterator

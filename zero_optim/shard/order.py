@@ -1,6 +1,6 @@
 """A check, by values, that ranks have unnamed parameters of equal shape in one order.
 
-It cannot tell where ranks have different initial values, or equal ones such as zeros.
+It needs equal initial values on all ranks, and distinct ones (not zeros).
 """
 
 import hashlib
@@ -63,7 +63,6 @@ class Alike(NamedTuple):
 
 
 def _digests(params: Sequence[Tensor]) -> bytes:
-    """Return digests of some elements of each parameter."""
     read = []
     for param in params:
         elements = memory_of(param).view(-1, param.element_size())

@@ -1,12 +1,12 @@
-"""The positions and forms of parameters in a flat tensor. No communication.
+"""The positions and forms of parameters in a flat tensor.
 
 Note [A storage for each parameter]
     Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
-    storage. So each parameter has its own, exactly its slice of the flat tensor, from DLPack (in bytes, as it
-    lacks some dtypes), which keeps the flat tensor alive. Autograd cannot see a gather change the parameter;
-    `ParamBucket.settle` tells it. The storage cannot be resized. Moved to shared memory, the parameter gets
-    other memory, and gathers copy it. On CUDA its ``record_stream`` does nothing, and it can hardly be sent
-    to a process (``parameters_as_bucket_view=False`` avoids this).
+    storage. So each parameter has its own, exactly its slice of the flat tensor, made by DLPack in bytes, as
+    it lacks some dtypes. Autograd cannot see a gather change it; `ParamBucket.settle` tells it. The storage
+    cannot be resized. A parameter moved to shared memory gets other memory, and gathers copy it. On CUDA its
+    ``record_stream`` does nothing, and it can hardly be sent to a process
+    (``parameters_as_bucket_view=False`` avoids this).
 
 Note [Memory that is touched late]
     Padding is zeroed, as it is sent. Zeroing the whole flat tensor would make it resident beside the

@@ -26,8 +26,8 @@ def layouts_with_rooms(
 ) -> list[Layout]:
     """Return the plan's layouts with header space, by bucket; the same on every rank.
 
-    A single rank needs none. ``compute_dtypes``: parameters that travel in a narrower dtype. ``heard``: ranks
-    with space in a bucket gathered after each step, extended by this plan's.
+    ``compute_dtypes``: parameters that travel in a narrower dtype. ``heard``: ranks with space in a bucket
+    gathered after each step, extended by this plan's.
     """
     firsts = [params[bucket.params[0]] for bucket in plan.buckets]
     layouts = [bucket.layout for bucket in plan.buckets]
@@ -42,8 +42,8 @@ def layouts_with_rooms(
     heard.update(room.owner for number in trained for room in layouts[number].rooms)
     silent = [rank for rank in range(size) if rank not in heard]
     if silent and trained:
-        # What is gathered first. The outermost unit has the lowest number, and parameters of no unit are
-        # gathered in the step.
+        # The bucket gathered first: parameters outside units, in the step, else the outermost unit, which
+        # has the lowest number.
         chosen = min(trained, key=lambda number: units.get(firsts[number], -1))
         layout = layouts[chosen]
         layouts[chosen] = with_rooms_behind(layout, silent, lengths[chosen], alignments[chosen])

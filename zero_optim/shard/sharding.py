@@ -47,20 +47,19 @@ _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
     "called, such as `def build(params, **options): return MyClass(params, rank=dist.get_rank(), **options)`"
 )
-# What to do about a difference in options, by the first word of the item that differs.
+# Advice for a difference in options, by the first word of the differing item.
 _HINTS = {"optimizer": _DIFFERS_ON_PURPOSE, "group": _DIFFERS_ON_PURPOSE}
 
 
-# For each parameter why ranks may not own these pieces of it, as far as this rank knows; None if they may.
+# This rank's reason, for each parameter, why ranks may not own these pieces of it, or None.
 WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
 
 
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
-    The first ``num_owners`` ranks own. ``gathers`` come from the former sharding, as modules wait for them.
-    Ranks may differ in ``own_options``. ``loads`` are ranks' costs. `buckets` are in the order of gathers,
-    the same on every rank: Note [Order of gathers] in `plan.plan`.
+    The first ``num_owners`` ranks own. ``gathers`` outlive a sharding, as modules wait for them. Ranks may
+    differ in ``own_options``. `buckets` have one order on all ranks: Note [Order of gathers] in `plan.plan`.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Sharding:
         about: Sequence[str],
         why_whole: WhyWhole | None,
     ) -> Plan:
-        """Return the plan of new groups for `add`, equal on all ranks, which all call.
+        """Return the plan of new groups, equal on all ranks, which all call; `add` applies it.
 
         ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model. Raises
         on every rank: TypeError or ValueError for unshardable parameters, RankMismatchError for unequal
@@ -124,7 +123,7 @@ class Sharding:
             if why_whole is not None and plan.is_cut:
                 reasons = why_whole(plan.pieces)
             alike = Alike.among(new, units.keys())
-            # Owners come last: they differ where anything else does, and the first difference is told.
+            # Owners come last: they differ if anything else does, and only the first difference is reported.
             items = [*describe_params(new), *describe_options(new), *about]
             items.append(f"buckets of {self.cap_nbytes} bytes")
             items += [f"units of the parameters: {numbers}, used as {used}"] if units else []
@@ -168,7 +167,7 @@ class Sharding:
         self._group = replace(self._group.let_go(), rank=rank, size=len(self.loads))
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
-        """Return this rank's pieces of a plan, by parameter."""
+        """Return this rank's pieces, by parameter."""
         mine = (piece_of(pieces, self._group.rank) for pieces in plan.pieces)
         return {param: piece for param, piece in zip(params, mine, strict=True) if piece is not None}
 
@@ -222,7 +221,7 @@ class Sharding:
         return [bucket for bucket in self.buckets if isinstance(bucket, UnitBucket)]
 
     def check_unpinned(self) -> None:
-        """See `UnitBucket.check_unpinned`."""
+        """See `UnitBucket`."""
         for bucket in self.unit_buckets():
             bucket.check_unpinned()
 
@@ -302,7 +301,7 @@ class Sharding:
             self.gathers.stamps.settle(group, call, with_last=with_last and not self._is_asynchronous)
 
     def end_step(self) -> None:
-        """Wait for gathers that no module waits for; raise if the call failed on another rank."""
+        """Wait for gathers that no module waits for; raise what failed on other ranks."""
         self._wait_for_unread()
         self.gathers.check_failures()
 
@@ -315,7 +314,6 @@ class Sharding:
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Whether reading stamps would make the CPU wait for a device."""
         return any(is_asynchronous(bucket.device) for bucket in self.buckets)
 
     def active(self) -> list[bool]:

@@ -1,7 +1,6 @@
-"""A bucket of parameters and its flat tensor. No communication.
+"""A bucket of parameters and its flat tensor.
 
-`fill` returns the flat tensor with this rank's row, and `settle` hands all rows to the parameters. They lie
-in the flat tensor if possible (`InFlat`); else each gather copies through a temporary one.
+Parameters lie in the flat tensor if possible (`InFlat`); else each gather copies through a temporary one.
 
 Note [Moving parameters]
     Moving a parameter gives it another storage; another thread or stream would then read released memory. So
@@ -198,7 +197,6 @@ class Bucket:
             self._memory.give_back(index)
 
     def _copy(self, flat: Tensor, parts: Sequence[tuple[int, Piece]], *, into_params: bool) -> None:
-        """Copy between parameters' rows and the flat tensor in one call."""
         if not parts:
             return
         views = views_in(flat, self._forms, self.layout)

@@ -6,10 +6,10 @@ Note [Held by a replica]
     other replicas), and units are gathered inside the replica. With R replicas of S ranks it holds 1/S of the
     parameters and the state of 1/(R S).
 
-    The first gather after a change of rows *renews* all copies: owners broadcast in their columns, and each
-    unit's gather waits for its own. All ranks must renew at the same gather, and one may have left a
-    ``step()`` out, so every reduced backward pass causes a renewal too. Copies carry their renewal's stamps,
-    so a bucket reports the last call only in that pass.
+    The first gather after a change *renews* all copies: owners broadcast in their columns, and each unit's
+    gather waits for its own. All ranks must renew at the same gather; as one may have left a ``step()`` out,
+    every reduced backward pass causes a renewal. Copies carry their renewal's stamps, so a bucket reports the
+    last call only in that pass.
 """
 
 from collections import deque
@@ -101,11 +101,9 @@ class _Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies."""
         return sum(copy.nbytes for copy in self._copies.values())
 
     def is_due(self, num_reduced: int) -> bool:
-        """Whether rows may have changed since the last renewal."""
         return self._seen != (self.bucket.num_changes, num_reduced)
 
     def renew(
@@ -126,7 +124,6 @@ class _Column:
             self._coming = Pending(works, [row for _, row in rows], partial(self._take, received))
 
     def _own(self, span: Span, stamps: UnitStamps) -> Tensor:
-        """Copy the row that this rank sends, with its stamp."""
         layout = self.bucket.layout
         is_behind = span.start >= layout.end_of_rows
         like = self.bucket.params[0]
@@ -150,17 +147,14 @@ class _Column:
                 self._copies[span] = self._keeping.new_row(row)
 
     def nbytes_to_keep(self) -> list[int]:
-        """List the bytes of each future copy."""
         size = self.bucket.params[0].element_size()
         return [(span.stop - span.start) * size for span in self._spans if span.owner != self._rank]
 
     def arrive(self) -> None:
-        """Make the current stream wait for the last renewal."""
         if self._coming is not None and self._coming.wait():
             self._coming = None
 
     def fill(self) -> Tensor:
-        """Return the flat tensor with the column's rows."""
         self.arrive()
         flat = self.bucket.fill()
         for span, copy in self._copies.items():
@@ -175,7 +169,7 @@ class _Column:
 class GathersInReplicas:
     """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
 
-    The lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` counts
+    Lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` counts
     reduced backward passes, which may change ``trained``. All ranks or none pass ``keeping`` for the copies;
     OSError if the disk is full.
     """
@@ -246,7 +240,6 @@ class GathersInReplicas:
         return gather_into(flat, bucket, self._lanes(self._inner), rows, take, start_rows=start_rows)
 
     def _renew(self) -> None:
-        """Start all renewals that are due; each is waited for by itself."""
         num_reduced, under_way = self._num_reduced(), deque[_Column]()
         for bucket, column in self._columns.items():
             number = num_reduced if bucket in self._trained else 0
@@ -262,6 +255,6 @@ class GathersInReplicas:
 
 
 def _spans(layout: Layout) -> list[Span]:
-    """List the spans that owners send of a bucket; the same on every rank."""
+    """List the spans that owners send; the same on every rank."""
     rows = [Span(row.owner, row.start, row.stop) for row in layout.rows if row.stop > row.start]
     return rows + [Span(room.owner, room.start, room.stop) for room in layout.rooms_behind]

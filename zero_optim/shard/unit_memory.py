@@ -2,14 +2,13 @@
 
 Note [Pages that move]
     On the CPU a flat tensor keeps its addresses. Freeing it moves its pages (``mremap``) to the next unit; a
-    few repeated pages of a memory file then show NaN (zero for dtypes without), so kept views stay readable,
-    and writes to them are lost. New pages are zeroed, in 0.4 to 0.9 ms a MiB on a virtual machine, more than
-    all other work of a unit; moving takes 0.03 ms. *Huge pages* (2 MiB) took 0.04 to 0.2 ms a MiB, so tensors
-    are aligned for them.
+    few repeated pages of a memory file then show NaN (zero for dtypes without), so kept views stay readable.
+    New pages are zeroed, in 0.4 to 0.9 ms a MiB on a virtual machine, more than all other work of a unit;
+    moving takes 0.03 ms. *Huge pages* (2 MiB) took 0.04 to 0.2 ms a MiB, so tensors are aligned for them.
 
     A *period* lasts from one moment without a whole unit to the next. Free pages wait only if the last period
-    needed them at this point, so memory returns in time for the gradients; at its end goes what two periods
-    did not need. A freed unit takes up to 32 of ``vm.max_map_count`` mappings; without them units show zeros.
+    needed them at this point, which leaves memory for the gradients; pages that two periods did not need are
+    returned. A freed unit takes up to 32 of ``vm.max_map_count`` mappings; without them it shows zeros.
     ``MREMAP_DONTUNMAP`` needs Linux 5.7; elsewhere, and on accelerators, the storage is emptied.
 """
 
@@ -40,7 +39,7 @@ from zero_optim.shard.mapped import in_pages
 
 _MOST_RANGES = 32
 _LEAST_RANGE = 2**16
-_MOST_NOTED = 2**16  # changes in a period; whoever keeps a unit whole for long takes no memory for them
+_MOST_NOTED = 2**16  # stored changes of a period, which may be long
 
 _MOVED = (
     "the memory of a fully sharded model's parameters was replaced, as share_memory() does: share a copy "
@@ -119,7 +118,6 @@ class _Period:
         self._is_alike = True
 
     def change(self, nbytes: int) -> None:
-        """Add to the bytes in use."""
         number = len(self.in_use)
         self._now += nbytes
         self._most = max(self._most, self._now)
@@ -129,11 +127,9 @@ class _Period:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is in use."""
         return not self._now
 
     def may_wait(self) -> int:
-        """Return how many free bytes may wait after the last change."""
         if self.is_over:
             return min(self._most, self._most_before)
         if self._is_alike:
@@ -141,7 +137,6 @@ class _Period:
         return 0
 
     def next(self) -> "_Period":
-        """Return the following period."""
         return _Period(self.in_use, self._most)
 
 

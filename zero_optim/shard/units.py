@@ -2,27 +2,26 @@
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
-    ``data`` alone would keep the old storage until the backward pass ends, which would not read what the
-    second gather wrote. So one storage stays, whose memory comes and goes, and parameters are views of it. On
-    the CPU it shows NaN: Note [Pages that move] in `zero_optim.shard.unit_memory`. PyTorch does not check
-    reads of a storage emptied on an accelerator. So a freed parameter shows one expanded NaN (zero for dtypes
-    without), and a write in place raises. `settle` changes the version only after a step or load.
+    ``data`` would keep the old storage until the backward pass ends, which would miss the second gather's
+    values. So one storage stays, and its memory comes and goes: Note [Pages that move] in
+    `zero_optim.shard.unit_memory`. PyTorch does not check reads of an emptied storage. So a freed parameter
+    shows one expanded NaN (zero for dtypes without), and a write in place raises. `settle` changes the
+    version only after a step or load.
 
 Note [Views that somebody keeps]
-    A user's view shows NaN on the CPU while the unit is freed; writes are lost, and if autograd counts them
-    the next gather or step raises. On an accelerator many operators raise on it, others read address 0. Only
-    a mode for all operators could guard this, at some µs each; counting storage references does not tell
-    these views from autograd's, which `zero_optim.ddp.full.saved_reads` guards.
+    While the unit is freed, a user's view shows NaN on the CPU and loses writes; the next gather or step
+    raises if autograd counts them. On an accelerator operators raise or read address 0. Only a mode for all
+    operators, at some µs each, could guard this: storage references do not tell these views from autograd's,
+    which `zero_optim.ddp.full.saved_reads` guards.
 
 Note [Kept in one dtype, computed with in another]
-    With a compute dtype the row keeps the original dtype and values; owners round it into the flat tensor.
-    Freed parameters have the compute dtype too: a change would lose autograd's node that accumulates the
-    gradient. Writes to whole parameters count as for masters (Note [Masters and their parameters] in
-    `zero_optim.step.leaves`). A `WideBucket` has the unrounded values.
+    The row keeps the original dtype; owners round it into the flat tensor. Freed parameters have the compute
+    dtype too: a change would lose autograd's node that accumulates the gradient. Writes to whole parameters
+    count as for masters (Note [Masters and their parameters] in `zero_optim.step.leaves`).
 
 Note [Freed one by one]
-    `take_in` copies this rank's rows out of one parameter after the other, and `let_go` releases that memory,
-    so a new bucket needs no second copy of its unit.
+    `take_in` copies this rank's rows out of one parameter at a time, and `let_go` releases its memory, so a
+    new bucket needs no second copy of its unit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -118,7 +117,7 @@ class UnitBucket(Uncopied):
 
     @property
     def nbytes_live(self) -> int:
-        """Current bytes of the flat tensor beside the row."""
+        """Current bytes beside the row."""
         return self._flat.nbytes_live
 
     @property
@@ -132,7 +131,7 @@ class UnitBucket(Uncopied):
         return int(private.cdata(self._flat.tensor.untyped_storage()))
 
     def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of the flat tensor that dies when it is freed."""
+        """Whether a tensor is a view of the flat tensor, which dies with it."""
         return self._flat.is_viewed_by(tensor)
 
     def shows_freed(self, tensor: Tensor) -> bool:
@@ -160,7 +159,7 @@ class UnitBucket(Uncopied):
         self._has_changed = True
 
     def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter of which this rank owns rows, with these rows as views of `row`."""
+        """Yield the parameters of which this rank owns rows, with these views of `row`."""
         self._own.make()
         for place in self._own.places():
             yield self.params[place.param], place.rows
@@ -182,7 +181,7 @@ class UnitBucket(Uncopied):
         return self._flat.views_of(flat)
 
     def flat_as_kept(self) -> Tensor:
-        """Return a flat tensor in the row's dtype, zero but for this rank's row."""
+        """Return a flat tensor in the row's dtype, with zeros beside this rank's row."""
         flat = self._flat.tensor.new_zeros(self.layout.numel, dtype=self.row.dtype)
         self._own.read(flat[self._flat.span])
         return flat
@@ -223,7 +222,7 @@ class UnitBucket(Uncopied):
         self.pass_over()
 
     def pass_over(self) -> None:
-        """Accept the versions that a step changed, which are no writes by the user."""
+        """Accept the versions that a step changed."""
         self._freed.note_versions()
 
     @torch.no_grad()

@@ -1,15 +1,15 @@
 """Gradient scalers that leave it to the optimizer to skip a step: all ranks skip it, or none.
 
 Note [Infinities]
-    ``torch.amp.GradScaler`` leaves out ``step()`` if it finds an infinity in this rank's gradients. Reduced
-    whole gradients give every scaler the same result; sharded ones tell the scalers while they look: Note
-    [Infinities in sharded gradients] in `zero_optim.step.partial`. The optimizer takes no part, so accelerate
-    and Lightning, which watch ``step()`` or the optimizer's scaling flag, see what is true. Without a
-    reduction before the scaler looks ranks may differ: use PyTorch's ``ShardedGradScaler``.
+    ``torch.amp.GradScaler`` leaves out ``step()`` if this rank's gradients have an infinity. Whole reduced
+    gradients give every scaler the same result, and sharded ones tell the scalers: Note [Infinities in
+    sharded gradients] in `zero_optim.step.partial`. So the optimizer takes no part, and accelerate and
+    Lightning, which watch ``step()`` or the optimizer's scaling flag, see the truth. Without a reduction
+    before the scaler looks, use PyTorch's ``ShardedGradScaler``.
 
-    Inside ``Join`` other ranks wait for the step and must hear that it is skipped. There the optimizer
-    claims to handle scaling, as fused ones do: the scaler sets ``found_inf`` and ``grad_scale`` and always
-    calls ``step()``. Other scalers pass themselves to ``step()``. This module serves these two.
+    Two cases are served here. Inside ``Join`` other ranks wait and must hear of a skipped step, so the
+    optimizer declares that it handles scaling: the scaler sets ``found_inf`` and ``grad_scale`` and always
+    calls ``step()``. And some scalers pass themselves to ``step()``.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,7 @@ class Scaling:
     """What a scaler gives for one step.
 
     ``found_inf``: 0-d, positive if this rank's gradients have an infinity. ``scale``: None if it is divided
-    out
-    already. ``scaler``: None if it set attributes of the optimizer.
+    out already. ``scaler``: None if it set attributes of the optimizer.
     """
 
     found_inf: Tensor
@@ -59,8 +58,7 @@ class Scaling:
         """Return whether all ranks skip the step, and mark the infinity in this rank's scaler.
 
         Its ``update()`` must back off as on the rank with the infinity. RuntimeError on every rank if some
-        scaler
-        cannot be told.
+        scaler cannot be told.
         """
         if not is_skipped_by_all(words):
             return False

@@ -17,9 +17,8 @@ class WeightAverage:
     """An exponential moving average of this rank's parameters, updated at every step.
 
     ``average = decay * average + (1 - decay) * parameter``, from the value when the optimizer was built.
-    Polyak
-    and Juditsky, "Acceleration of stochastic approximation by averaging", 1992. ``averages``: parameter ->
-    average of its owned rows or master, in the leaf's dtype. A ``decay`` of None keeps none.
+    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992. ``averages``:
+    parameter -> average of its owned rows or master, in the leaf's dtype. A ``decay`` of None keeps none.
     """
 
     def __init__(self, decay: float | None, leaves: Leaves) -> None:

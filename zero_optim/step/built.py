@@ -17,11 +17,10 @@ from zero_optim.step.spec import OptimizerSpec
 
 
 class BuiltOptimizer:
-    """One ``torch.optim.Optimizer`` built from a spec, and the indices of the public groups it steps.
+    """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order.
 
-    Its ``param_groups`` are in the order of ``numbers``. Raises TypeError if the spec builds no optimizer,
-    ValueError if sharding would change the algorithm. ``traits`` is None if the class was not probed;
-    ``given`` has the users' options of each group, before the class filled in its defaults.
+    TypeError if the spec builds no optimizer, ValueError if sharding would change the algorithm. ``traits``
+    is None if not probed; ``given`` has each group's options without the class's defaults.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class BuiltOptimizer:
         self.traits = self._found(steps_parts=steps_parts)
 
     def _found(self, *, steps_parts: bool) -> Traits | None:
-        """Probe the class; raise ValueError if sharding, or stepping in parts, would change its results."""
+        """Probe the class; raise ValueError if sharding or stepping in parts would change its results."""
         if not self._is_tried:
             return None
         traits = probe(self.spec.optimizer_class, self.spec.arguments, self.given)
@@ -83,9 +82,8 @@ class BuiltOptimizer:
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
         """Return why the class cannot step some rows with rows of a sparse gradient; None if it can.
 
-        Called in every step, so the class is probed again only if the options differ in kind: momentum that
-        is
-        switched on, not a rate that a scheduler changes.
+        Each step calls this, so the class is probed again only for options that differ in kind: momentum that
+        is switched on, not a scheduler's rate.
         """
         if not self._is_tried:
             return "it was not tried (assume_separable=True)"
@@ -95,9 +93,9 @@ class BuiltOptimizer:
         return self._sparse[kind]
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
-        """Raise ValueError if the class does not bear cut parameters with the groups' present options.
+        """Raise ValueError if the class with the groups' present options does not bear cut parameters.
 
-        The class is probed again only for options that differ in kind from those of the last step.
+        Only options that differ in kind from the last step's are probed again.
         """
         for number, own in zip(self.numbers, self.optimizer.param_groups, strict=True):
             group = groups[number]
@@ -184,7 +182,7 @@ def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:
 
 
 def _as_saved(loaded: Any, saved: Any, name: object = None) -> Any:  # noqa: ANN401 - whatever the class keeps
-    """Restore the dtypes and containers that loading changed; devices and step counts stay as loaded."""
+    """Restore the dtypes and containers that loading changed, but not devices or step counts."""
     if name == "step" or isinstance(loaded, Tensor) != isinstance(saved, Tensor):
         return loaded
     if isinstance(saved, Tensor):

@@ -1,18 +1,17 @@
 """The global gradient norm, equal on all ranks, and clipping by it.
 
-A parameter's owner takes its norm; the owner of the first rows does so for a cut one. All ranks combine the
-norms in one order, so the bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one
-dtype and device. With sharded gradients each owner measures its rows, and the last bits may differ.
+Owners take the norms (of a cut whole gradient the owner of its first rows), and all ranks combine them in one
+order. The bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one dtype and
+device; with sharded gradients the last bits may differ.
 
 Note [One gather, one wait]
-    Ranks know the owners, so every rank sends a fixed length: an error byte, a digest of its arguments, then
-    a byte (has a gradient) and a float64 (norm) for each parameter of the fullest rank. Ranks exchange more
-    only after an error.
+    A rank sends a fixed length: an error byte, a digest of its arguments, then a byte (has a gradient) and a
+    float64 (norm) for each parameter of the fullest rank. More is exchanged only after an error.
 
-    On an accelerator norms exist only when the backward pass has ended. If the group has a CPU backend too
-    (``cpu:gloo,cuda:nccl``), the bytes go over it and the norms stay on the device: no wait. With NCCL alone
-    one message has all, and the CPU waits once: reading it later would step with arguments that differ.
-    With gloo alone the CPU sends the norms.
+    On an accelerator norms exist after the backward pass. If the group has a CPU backend too
+    (``cpu:gloo,cuda:nccl``), bytes use it and norms stay on the device: no wait. With NCCL alone one message
+    has all, and the CPU waits once: reading it later would step with arguments that differ. With gloo alone
+    the CPU sends the norms.
 """
 
 import hashlib
@@ -121,7 +120,6 @@ def clip_together(
 
 
 def _scale_on_host(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients on the host, by a norm on the host, as ``clip_grads_with_norm_`` does."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     private.foreach_mul_(grads, coefficient)
 
@@ -134,7 +132,7 @@ class _Holder:
 
 
 def _gradients_here(params: Sequence[Tensor], *, on_host: bool) -> list[Tensor]:
-    """Return the gradients to scale: those on the host of device parameters, or all others."""
+    """Return gradients on the host of device parameters, or all others."""
     grads = (param.grad for param in params if is_on_host(param.grad) == on_host)
     rows = (grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads)
     return [grad for grad in rows if grad is not None]
@@ -186,7 +184,7 @@ def global_grad_norm(
 def _norms_here(
     grads: Sequence[Tensor | None], order: float, foreach: bool | None, keeping: Keeping | None
 ) -> Tensor | None:
-    """Take the norms of this rank's gradients, in portions if they are in files; 1-D, float64."""
+    """Take the norms of this rank's gradients; 1-D, float64; in portions if they are in files."""
     portions = gradients_in_portions(keeping, [grad for grad in grads if grad is not None], are_read=True)
     some = [norms for portion in portions if (norms := _norms(portion, order, foreach)) is not None]
     return None if not some else some[0] if len(some) == 1 else torch.cat(some)
@@ -195,7 +193,7 @@ def _norms_here(
 def _total(
     measured: Sequence[tuple[Tensor, list[int]]], values: Tensor, order: float, goes_to: torch.device | None
 ) -> Tensor:
-    """Combine the norms (``values``) of measured parameters, each with the indices of its rows' norms."""
+    """Combine norms (``values``), for each measured parameter those at its indices."""
     if not measured:
         return torch.tensor(0.0)
     dtype = reduce(torch.promote_types, (_norm_dtype(param) for param, _ in measured))
@@ -212,7 +210,7 @@ def _total(
 
 
 def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
-    """Combine the norms of a gradient's rows in its norm's dtype; returns 1-D, in the dtype of ``norms``."""
+    """Combine the norms of a gradient's rows in its norm's dtype; 1-D."""
     if norms.numel() == 1:
         return norms
     combined: Tensor = torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order)
@@ -237,10 +235,9 @@ def _exchanged(
     num_slots: int,
     device: torch.device,
 ) -> tuple[list[tuple[bytes, bytes]], Tensor]:
-    """Gather all ranks' norms; see Note [One gather, one wait].
+    """Gather all ranks' headings, bytes (has a norm) and norms; see Note [One gather, one wait].
 
-    Returns each rank's heading and bytes (has a norm), and the norms: float64, (ranks, ``num_slots``), packed
-    from the first slot.
+    Norms are float64, (ranks, ``num_slots``), packed from the first slot.
     """
     start = _HEADING_NBYTES + num_slots
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
@@ -260,17 +257,14 @@ def _exchanged(
 
 
 def _sends_beside(group: RankGroup, device: torch.device) -> bool:
-    """Return whether norms stay on the device and bytes go over the CPU backend; equal on every rank."""
+    """Return whether norms stay on the device and bytes use the CPU backend; equal on every rank."""
     if group.size == 1 or not is_asynchronous(device):
         return group.size == 1
     return not is_asynchronous(group.device) and group.backend_of(device) not in ("", "gloo")
 
 
 def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor | None:
-    """Take each gradient's norm as ``torch.nn.utils`` does, without a wait; None without gradients.
-
-    Returns 1-D float64, which is exact for the gradients' dtypes; on the accelerator if any gradient is.
-    """
+    """Take each gradient's norm as ``torch.nn.utils`` does, without a wait; 1-D float64, which is exact."""
     dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(dense):
@@ -293,6 +287,5 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
 
 
 def _norm_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype of a gradient's norm, which is real."""
     dtype = param.grad.dtype if isinstance(param.grad, PartialGradient) else param.dtype
     return dtype.to_real() if dtype.is_complex else dtype

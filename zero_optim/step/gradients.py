@@ -12,8 +12,7 @@ def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
     """Return a piece's rows of a tensor with the parameter's shape; the tensor itself if that is all.
 
     A view if dense. If sparse (COO): the entries in these rows, in order, still as coalesced, with indices
-    from
-    the first row; an accelerator makes the CPU wait.
+    from the first row; an accelerator makes the CPU wait.
     """
     if is_whole(piece, tensor.shape):
         return tensor

@@ -3,19 +3,17 @@
 State dicts have master copies as an entry of the parameter's state, `MASTER`.
 
 Note [Masters and their parameters]
-    A stale master must not undo a checkpoint that was loaded into the model. No version counter sees every
-    write, so values are compared: an element that is not its master rounded was changed from outside, and the
-    master takes it over. The other elements keep their masters: a mask or a clamp after each step would
-    otherwise round the whole tensor. A NaN differs from itself and is taken over, which changes nothing.
+    A stale master must not undo a checkpoint loaded into the model. No version counter sees every write, so
+    an element that is not its master rounded was changed from outside, and the master takes it over. Other
+    elements keep their masters: a mask or a clamp after each step would otherwise round the whole tensor. A
+    NaN is always taken over, which changes nothing.
 
 Note [Leaves of cut parameters]
-    The leaf of a cut parameter without a master is a view of the owned rows. Users, buckets or copies may
-    give the parameter other memory at any time, and expect the old memory to be freed. So the leaf views the
-    rows only while a class uses it. `Leaves.let_go` then points it at one NaN, expanded to its shape: shapes
-    stay readable, arithmetic in place raises.
-
-    Between `Leaves.take_in` and `Leaves.put_back` the leaf counts: `put_back` copies its values to the
-    parameter if the class gave it other memory, and tells autograd about the write.
+    The leaf of a cut parameter without a master views the owned rows, only while a class uses it: users,
+    buckets or copies may give the parameter other memory at any time, and expect the old to be freed.
+    `Leaves.let_go` points it at one NaN, expanded: shapes stay readable, arithmetic in place raises. After a
+    step `Leaves.put_back` copies values to the parameter if the class gave the leaf other memory, and tells
+    autograd about the write.
 """
 
 import math
@@ -45,10 +43,9 @@ OLD_MASTER = "master"  # its name in older files
 class Leaves:
     """The leaf of each owned parameter: the parameter, a view of its owned rows, or a master copy.
 
-    ``masters``: parameter -> master copy of the owned rows, where the parameter's float dtype is narrower
-    than
-    ``master_dtype``. ``separate``: parameter -> leaf that is not the parameter itself. ``kept``: parameter ->
-    owned rows that live outside of it, of the parameters in ``apart``, on the host if there is a ``home``.
+    ``masters``: parameter -> master copy, where its float dtype is narrower than ``master_dtype``.
+    ``separate``: parameter -> leaf other than itself. ``kept``: parameter of ``apart`` -> owned rows outside
+    of it, on the host with a ``home``.
     """
 
     def __init__(
@@ -112,7 +109,7 @@ class Leaves:
         return there.clone() if there is value else there
 
     def _at_home(self, param: Tensor, rows: Tensor) -> Tensor:
-        """Return rows on the device that steps them, as a copy if that is the host; freed rows stay freed."""
+        """Return rows on the device that steps them; freed rows stay freed."""
         if self._home is None or param not in self._apart or param in self.kept:
             return rows
         if is_freed(rows):
@@ -176,7 +173,6 @@ class Leaves:
                 leaf.data = self._stand_in(leaf)
 
     def _stand_in(self, leaf: Tensor) -> Tensor:
-        """Return a tensor like a leaf that has the memory of one element."""
         form = leaf.dtype, leaf.device
         if form not in self._nothing:
             value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
@@ -198,8 +194,7 @@ class Leaves:
         """Give separate leaves gradients and the values that were changed from outside; no wait for a device.
 
         ``gradients``: parameter -> owned rows of the gradient, or None; all parameters with their own if
-        None.
-        See Note [Masters and their parameters].
+        None. See Note [Masters and their parameters].
         """
         for param, leaf in self._some(gradients).items():
             if param in self.masters:
@@ -251,7 +246,6 @@ class Leaves:
 
 
 def _is_over(leaf: Tensor, rows: Tensor) -> bool:
-    """Return whether a leaf is a view of some rows."""
     return leaf.data_ptr() == rows.data_ptr() and leaf.stride() == rows.stride()
 
 

@@ -29,8 +29,7 @@ class LocalOptimizer:
 
     Every public group has a local one, even if this rank owns nothing of it; the public groups receive the
     defaults of the classes. ``owned``: parameter -> leaf. Raises TypeError for a spec that builds no
-    optimizer,
-    ValueError if sharding would change a class and not ``assume_separable``.
+    optimizer, ValueError if sharding would change a class and not ``assume_separable``.
     """
 
     def __init__(
@@ -87,8 +86,7 @@ class LocalOptimizer:
         """Keep of the probes' results what holds on every rank; all ranks call.
 
         Probes may differ where processors do, or where a class asks for its rank. Decisions that follow from
-        them,
-        such as which buckets are gathered, must not.
+        them, such as which buckets are gathered, must not.
         """
         tried = [(built, built.traits) for built in self._built if built.traits is not None]
         said = iter(said_by_all(group, [answer for _, traits in tried for answer in traits.answers()]))
@@ -181,7 +179,6 @@ class LocalOptimizer:
                 built.step_some(chosen, **kwargs)
 
     def _under_options_of(self, groups: list[ParamGroup]) -> AbstractContextManager[None]:
-        """Synchronize options between local and public groups; see `FollowedGroups.following`."""
         if len(groups) != self.num_groups:
             raise ValueError(
                 f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
@@ -225,8 +222,7 @@ class LocalOptimizer:
         """Replace the state through the classes' ``load_state_dict``, which fills gaps of old state dicts.
 
         ``state``: leaf -> entries, whose tensors are taken without a copy, and global entries. ``exact``
-        keeps the
-        dtypes that the class would cast to its parameters'.
+        keeps the dtypes that the class would cast to its parameters'.
         """
         for built in self._built:
             built.load(groups, state, exact=exact)
@@ -283,11 +279,9 @@ class LocalOptimizer:
         return next(built for built in self._built if number in built.numbers)
 
     def _shared(self) -> BuiltOptimizer | None:
-        """The optimizer of the groups that name no class."""
         return next((built for built in self._built if built.spec is self._default), None)
 
     def _groups(self) -> list[ParamGroup]:
-        """The local groups in the public order."""
         numbered = [
             (number, group)
             for built in self._built
@@ -296,6 +290,5 @@ class LocalOptimizer:
         return [group for _, group in sorted(numbered, key=lambda pair: pair[0])]
 
     def _fill_in(self, groups: list[ParamGroup]) -> None:
-        """Add options that local groups have and public ones lack."""
         for public, local in zip(groups, self._groups(), strict=True):
             fill_in(public, local)

@@ -58,7 +58,6 @@ class FollowedGroups:
             _set_options(public, local)
 
     def _follow_members(self, groups: list[ParamGroup], local_ones: LocalOnes) -> None:
-        """Update the local groups' leaves to the present members of the public groups."""
         members = member_ids(groups)
         if members != self._members:
             for public, local in zip(groups, local_ones(), strict=True):
@@ -79,7 +78,6 @@ def fill_in(public: ParamGroup, local: ParamGroup) -> None:
 
 
 def _set_options(target: ParamGroup, source: ParamGroup) -> None:
-    """Replace all options of a group by those of another."""
     for key in [key for key in target if key not in PARAM_KEYS and key not in source]:
         del target[key]
     target.update(options_of(source))

@@ -2,12 +2,12 @@
 
 Note [Overlap is no mode]
     A comm hook steps a bucket once its gradients are reduced and starts its gather; ``step()`` steps the
-    rest. The optimizer's owners and buckets never change, so DDP may rebuild its own buckets at any time.
+    rest. The optimizer's owners and buckets never change, so DDP may rebuild its buckets at any time.
 
 Note [Phases of an overlapped step]
     The first bucket of a backward pass creates an `OverlappedStep` in ``Phase.BACKWARD``. The end of the pass
-    moves it to ``Phase.WAITING``, until ``step()`` drops it or the next pass replaces it. If the next pass
-    finds it in ``Phase.BACKWARD``, the pass before broke off.
+    moves it to ``Phase.WAITING``, until ``step()`` or the next pass. If the next pass finds it in
+    ``Phase.BACKWARD``, the last one broke off.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,11 +39,9 @@ class Phase(Enum):
 class OverlappedStep:
     """One step that is taken during a backward pass. See Note [Phases of an overlapped step].
 
-    ``num_passes``: backward passes since ``step()``, this one included. ``lends``: ranks may have joined, and
-    ``step()`` lends them gradients. ``stepped``: parameters stepped by any owner. ``seen``: parameter,
-    identity
-    and version of each gradient at the end of the pass. ``told``: the previous step's error, to be raised
-    then.
+    ``num_passes``: since ``step()``, this one included. ``lends``: ``step()`` lends joined ranks gradients.
+    ``stepped``: parameters stepped by any owner. ``seen``: parameter, identity and version of each gradient
+    at the end of the pass. ``told``: the previous step's error, to be raised then.
     """
 
     num_passes: int
@@ -108,10 +106,9 @@ class OverlappedStep:
 class Overlap:
     """Steps a sharded optimizer bucket by bucket, and starts the gather of each bucket.
 
-    All ranks construct it, which takes process groups, and call its methods in the same order with the same
-    parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or none]
-    in
-    `zero_optim.hooks.overlap.line`. ``lanes``: process groups for gathers. ``current``: the unfinished step.
+    All ranks construct it, which takes process groups (``lanes``), and call its methods in one order with
+    equal parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or
+    none] in `zero_optim.hooks.overlap.line`. ``current``: the unfinished step.
     """
 
     def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
@@ -228,8 +225,7 @@ class Overlap:
         """Step some parameters, and start the gathers of their buckets; all ranks call.
 
         ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: an error of this
-        rank
-        so far, which the other ranks are told.
+        rank so far, which the other ranks are told.
         """
         owned = {
             param: gradient

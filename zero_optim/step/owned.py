@@ -76,8 +76,7 @@ class OwnedState:
         """Adopt the mapping that the user put in the place of ``state``, as ``torch.optim`` does.
 
         Returns whether `show` must be called again: the user or the class replaced the state. TypeError if it
-        is
-        no dict; StateMismatchError if a master or an average does not fit.
+        is no dict; StateMismatchError if a master or an average does not fit.
         """
         states, shown = self.local.states, self.shown
         if state is shown:
@@ -115,7 +114,6 @@ class OwnedState:
     def _step_in_portions(
         self, kept: KeptState, groups: list[ParamGroup], kwargs: Mapping[str, object]
     ) -> None:
-        """Step everything in portions; see Note [Steps in portions] in `step.portions`."""
         for gradients in kept.portions():
             try:
                 with self._stepping(gradients):
@@ -202,10 +200,8 @@ class OwnedState:
         """Replace the state by the owned part of a whole state, on all ranks or none; all ranks call.
 
         ``owned``: parameter -> entries, copied already, and global entries. ``groups``: public groups with
-        the new
-        options. ``exact``: see `LocalOptimizer.load`. Any rank's StateMismatchError or error of the class is
-        raised
-        on every rank, with nothing changed.
+        the new options. ``exact``: see `LocalOptimizer.load`. Any rank's StateMismatchError or error of the
+        class is raised on every rank, with nothing changed.
         """
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         entries = {

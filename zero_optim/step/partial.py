@@ -1,15 +1,15 @@
 """`PartialGradient`: ``param.grad`` on a rank without the whole reduced gradient.
 
 Note [Partial gradients]
-    With sharded gradients, ``param.grad`` of a rank that is no owner must not be None, which means "unused"
-    to optimizers, ``GradScaler`` and users. A tensor of some values would have a wrong norm, silently. So it
-    is a tensor without memory that holds the owned rows, if any. Elementwise operators in place work on those
-    rows; all others raise. What is None after a backward pass is None on every rank.
+    On a rank that is no owner ``param.grad`` must not be None, which means "unused" to optimizers,
+    ``GradScaler`` and users, nor a tensor with a wrong norm. So it is a tensor without memory that holds the
+    owned rows, if any. Elementwise operators in place work on those; all others raise. What is None after a
+    backward pass is None on every rank.
 
 Note [Infinities in sharded gradients]
-    ``GradScaler`` looks for infinities with one operator for each device and dtype. An infinity in a sharded
-    gradient is on one rank, and all must skip the step. So partial gradients answer that operator with a
-    collective. A rank that owns every gradient of a dtype as a whole must call it too: hence `OwnedGradient`.
+    ``GradScaler`` checks with one operator for each device and dtype. One rank may have the infinity, and all
+    must skip the step. So partial gradients answer that operator with a collective. A rank that owns every
+    gradient of a dtype as a whole must call it too: hence `OwnedGradient`.
 """
 
 import copy
@@ -50,14 +50,12 @@ class PartialGradient(Tensor):
     """A reduced gradient of which this rank holds some rows, or none. It does not communicate.
 
     Elementwise operators in place work on these rows: ``zero_``, ``mul_`` and ``div_`` by a number,
-    ``clamp_``,
-    those of ``GradScaler``. Others raise. ``zero_grad()`` drops it, even with ``set_to_none=False``.
+    ``clamp_``, those of ``GradScaler``. Others raise. ``zero_grad()`` drops it, even with
+    ``set_to_none=False``.
 
-    ``piece``: the owned rows, None for none; ``dtype``: theirs, which may be wider than the parameter's,
-    though
-    autograd sees the parameter's. ``comes``: waits until rows are on the host; None if they are with the
-    parameter. ``agree``: tells all ranks of infinities, see Note [Infinities in sharded gradients].
-    ``is_of_sparse``: the reduced gradient is sparse.
+    ``dtype``: of the rows; may be wider than the parameter's, which autograd sees. ``comes``: waits until
+    rows are on the host; None if they are with the parameter. ``agree``: see Note [Infinities in sharded
+    gradients].
     """
 
     is_of_sparse: bool
@@ -92,7 +90,6 @@ class PartialGradient(Tensor):
         comes: Callable[[], None] | None = None,
         agree: Agree | None = None,
     ) -> None:
-        """Keep the rows."""
         self.agree = None if agree is None else weakref.WeakMethod(agree)
         self._rows = piece
         self._comes = comes
@@ -127,17 +124,14 @@ class PartialGradient(Tensor):
         return self._dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401
-        """Describe it without elements."""
         here = "no rows here" if self._rows is None else f"{self._rows.shape[0]} rows here"
         kind = f"{tuple(self.shape)}, {self.dtype}, {self.device}"
         return f"PartialGradient({self._name}: {kind}, {owned_by_text(self._pieces)}, {here})"
 
     def __deepcopy__(self, memo: object) -> "PartialGradient":
-        """Copy the rows."""
         return self._with(None if self.piece is None else self.piece.detach().clone())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise RuntimeError: it cannot be pickled."""
         self._refuse("pickle")
 
     def share_memory_(self) -> NoReturn:
@@ -207,7 +201,6 @@ def _run_on_many(
     beside: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401 - what the operator returns
-    """Run an operator on a list of gradients, some of them partial."""
     there: list[tuple[int, Tensor, bool]] = []
     for place, grad in enumerate(grads):
         if isinstance(grad, PartialGradient):
@@ -261,11 +254,9 @@ class OwnedGradient(Tensor):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copy to an ordinary tensor."""
         return copy.deepcopy(self.detach(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as there
-        """Pickle as an ordinary tensor."""
         plain: Any = self.detach()
         return plain.__reduce_ex__(protocol)
 
@@ -287,7 +278,6 @@ def make_plain(params: Iterable[Tensor]) -> None:
 
 
 def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
-    """Tell all ranks of infinities in a list of gradients, once."""
     for grad in grads:
         reference = grad.agree if isinstance(grad, PartialGradient | OwnedGradient) else None
         agree = None if reference is None else reference()
@@ -298,7 +288,7 @@ def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
 
 @contextmanager
 def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[list[Any]]:  # noqa: ANN401
-    """Bring an operator's numbers and 0-d tensors to the host, where the gradients are, and results back."""
+    """Bring an operator's numbers and 0-d tensors to gradients on the host, and results back."""
     if not on_host:
         yield list(beside)
         return
@@ -321,7 +311,6 @@ def is_on_host(grad: Tensor | None) -> bool:
 
 
 def _has_elements(value: object) -> bool:
-    """Return whether a value has a tensor of several elements, or a partial gradient."""
     if isinstance(value, list | tuple):
         return any(map(_has_elements, value))
     return isinstance(value, PartialGradient) or (isinstance(value, Tensor) and value.numel() > 1)

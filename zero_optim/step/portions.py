@@ -1,10 +1,10 @@
 """Steps of some parameters at a time, for owned tensors that are in files.
 
 Note [Steps in portions]
-    A step goes through the parameters in the order of their rows, as many at a time as the budget allows
-    (rows, gradient, state, master, average), and writes these out before the next. The class must bear steps
-    in parts, as for the overlapped step; then the bits are those of one call. A probe measures the state
-    (`ShapedKeys`); the first step warns of a class that makes more, such as a matrix for each dimension.
+    A step takes the parameters in the order of their rows, as many at a time as the budget allows (rows,
+    gradient, state, master, average), and writes these out before the next. The class must bear steps in
+    parts; then the bits are those of one call. A probe measures the state (`ShapedKeys`); the first step
+    warns of a class that makes more, such as a matrix for each dimension.
 """
 
 import logging
@@ -124,7 +124,6 @@ class KeptState:
             self.keeping.keep([*rows, *more])
 
     def _beside(self, param: Tensor) -> Iterator[Tensor]:
-        """Return the master and the average of a parameter."""
         for held in (self._leaves.masters, self._average.averages):
             if param in held:
                 yield held[param]
@@ -137,7 +136,6 @@ class KeptState:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Return the plain tensors in nested dicts, lists and tuples."""
     if type(value) in (Tensor, Parameter):
         yield value  # type: ignore[misc]
     elif isinstance(value, Mapping):

@@ -61,8 +61,7 @@ class OptimizerSpec:
         """Return for each parameter of a group why its rows cannot be cut, or None.
 
         ``given``: the original options of all the groups it steps. ``own``: those of this group. A class that
-        is
-        not probed (``is_tried``) bears no cuts.
+        is not probed (``is_tried``) bears no cuts.
         """
         if not is_tried:
             return [f"{self.name}: not tried (assume_separable=True)"] * len(cuts)
@@ -107,8 +106,7 @@ def why_not_cut(
     """Return for each parameter of groups why its rows cannot be cut, or None.
 
     ``specs``: by group, None for the default. ``pieces``: by parameter, as a plan cuts them. A class that is
-    not
-    probed (``is_tried``) bears no cuts.
+    not probed (``is_tried``) bears no cuts.
     """
     pieces_of = iter(pieces)
     shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]

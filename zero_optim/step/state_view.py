@@ -1,15 +1,13 @@
 """``optimizer.state`` as users read and write it: by parameter, with masters and averages.
 
 Note [Writes to the state]
-    Scripts clear ``optimizer.state``, fill it, move it or replace it. If local optimizers step the parameters
-    themselves, users see the class's dict. Otherwise they see an `OwnedStateView`, which writes to that dict
-    under the parameter's leaf. Entries of a parameter are the class's dict, or `OwnedEntries` if there is
-    more to show.
+    Scripts clear, fill, move or replace ``optimizer.state``. If local optimizers step the parameters
+    themselves, it is the class's dict. Otherwise an `OwnedStateView` writes to that dict under the leaf, and
+    a parameter's entries are `OwnedEntries` if there is more to show than the class's.
 
-    Masters and averages are always present and cannot be removed. Clearing a parameter's state restarts them
-    from the parameter's value, as loading a state dict without them does. Setting one writes its values; the
-    parameter gets a master's values too, since it would win at the next step (Note [Masters and their
-    parameters] in `step.leaves`).
+    Masters and averages cannot be removed: clearing restarts them from the parameter's value, as loading a
+    state dict without them does. Setting a master also sets the parameter, which would win at the next step
+    (Note [Masters and their parameters] in `step.leaves`).
 """
 
 from collections import defaultdict
@@ -29,10 +27,7 @@ _NONE = object()
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """An entry beside the class's own: all masters, or all averages.
-
-    ``tensors``: parameter -> tensor. ``prepare``: called before a write; raises if writes are forbidden.
-    """
+    """All masters, or all averages; ``prepare``, called before a write, raises if writes are forbidden."""
 
     name: str
     tensors: Mapping[Tensor, Tensor]
@@ -40,15 +35,10 @@ class _Beside:
     prepare: Callable[[], None]
 
     def shown(self, param: Tensor) -> Tensor:
-        """Return the tensor itself, detached."""
         return self.tensors[param].detach()
 
     def load(self, param: Tensor, entries: Mapping[str, Any]) -> None:
-        """Copy an entry in, or restart without one; a tensor that came from here changes nothing.
-
-        Raises StateMismatchError for another shape or layout, RuntimeError while the averages are in the
-        model.
-        """
+        """Copy an entry in, or restart without one; a tensor that came from here changes nothing."""
         given, own = entries.get(self.name), self.shown(param)
         if type(given) is Tensor and given.is_set_to(own):
             return
@@ -195,7 +185,6 @@ class OwnedStateView(MutableMapping[Any, Any]):
         return [state for state in self._states if place in state]
 
     def _home(self, place: object) -> MutableMapping[Any, Any]:
-        """Return the dict that a leaf or a global entry belongs to."""
         number = self._local.number_of(place) if isinstance(place, Tensor) else 0
         return next(iter(self._holding(place)), self._states[number])
 

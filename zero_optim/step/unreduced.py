@@ -50,8 +50,7 @@ def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: 
     """Compare the gradients of parameters that the wrapper does not reduce; all ranks call.
 
     One small collective; the CPU waits. RankMismatchError if a gradient differs; RuntimeError in ``Join``,
-    whose
-    joined ranks have no gradient.
+    whose joined ranks have no gradient.
     """
     if in_join:
         raise RuntimeError(f"{next(iter(unreduced))} {NOT_REDUCED}")
