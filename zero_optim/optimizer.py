@@ -267,6 +267,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self.core.group.doing("step()"):
             return self.steps.step(self, closure, kwargs)
 
+    def begin_overlapped_step(self, *, joined: bool) -> None:
+        """Begin a step during the backward pass, for hooks; see `BackwardSteps.begin`."""
+        self._opt_called = True  # for schedulers, which warn if it is step() that never was
+        self.steps.backward.begin(joined=joined)
+
     @property
     def num_steps(self) -> int:
         """Calls of `step` on this rank, of skipped steps too; after going back by `rebind` as many less."""

@@ -125,7 +125,7 @@ class Stepper:
         of.has_begun = True
         with of.minding(), torch.no_grad():
             self._overlap.wait_for_steps()  # of a pass that broke off
-            self._optimizer.steps.backward.begin(joined=of.joined)
+            self._optimizer.begin_overlapped_step(joined=of.joined)
         if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
             with of.minding():
                 self._overlap.take_over()
