@@ -190,7 +190,7 @@ def reference(row: Row) -> Trace:
         row.model in ("sparse", "unused") and row.loop == "Join"
     ):
         wrapper = DistributedDataParallel  # PyTorch's cannot
-    key = (wrapper, *row[1:], current_device().type)
+    key = (wrapper, *row[1:], current_device().type, dist.get_world_size())
     is_known = torch.tensor(key in _references, dtype=torch.int32)
     dist.all_reduce(is_known, dist.ReduceOp.MIN)  # a process may have been replaced
     if not is_known:
