@@ -67,6 +67,10 @@ def refusal(row: Row) -> str:
         and hooked_to_owners
         and joins
         and row.option == "gradients as views",
+        "not looked into: sparse gradients of two passes, and casts inside Join, differ or break off": (
+            is_sparse and twice
+        )
+        or (joins and row.option == "mixed precision"),
         "the graph varies": row.option == "static graph" and varies,
     }
     return next((reason for reason, holds in rules.items() if holds), "")

@@ -231,7 +231,7 @@ def test_a_joined_rank_steps_all_where_the_last_bucket_is_left_out(inline: bool)
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     with fake_streams() if inline else nullcontext():
         runs = [Setting("ours", Gated, options=options).build(overlap) for overlap in (False, True)]
-        overlap, open_parts = runs[1][1].overlap(), []
+        overlap, open_parts = runs[1][1].steps.overlap(), []
         rest = OverlappedStep.rest
 
         def noted(self: OverlappedStep, groups: Any) -> list[Tensor]:

@@ -160,7 +160,7 @@ def test_copies_and_pickles_keep_the_timeout() -> None:
         twin.consolidate_state_dict()
         twin.explain()
         assert {record.timeout for record in log.ring} == {50}
-        assert twin._options.on_stall == "exit"
+        assert twin.core.inputs.options.on_stall == "exit"
     wrapped = DistributedDataParallel(linear(), timeout=60)
     for again in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
         log.ring.clear()

@@ -464,6 +464,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 the load.
         """
         with self.core.group.doing("load_state_dict()"):
+            self.wait_for_gathers()  # and for steps of a backward pass that broke off
             dicts.load(self.core, state_dict, src, self._run_load_hooks)
             with failing_together(self.core.group):
                 for done_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -491,6 +492,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         tensor keeps its dtype, and becomes the optimizer's own. If it raises, on every rank, nothing has
         changed.
         """
+        self.core.check_attached()
+        self.wait_for_gathers()  # and for steps of a backward pass that broke off
         dicts.load_owned(self.core, state, options)
 
     # ------------------------------------------------------------------ process groups that end
@@ -526,6 +529,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.steps.backward.end(waits=wait)
         if staying is not None:
             rebinding.hand_over(self.core, staying)
+            self.defaults = self.core.owned.local.defaults
         else:
             rebinding.detach(self.core, wait=wait)
         self.steps.calls.let_go()

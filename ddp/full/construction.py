@@ -206,7 +206,9 @@ class UnitConstruction:
         if syncs:
             take_values_of_first(group, self._names())
         with failing_together(everyone):  # it fails on all ranks of a replica alike
+            optimizer.wait_for_gathers()
             buckets = shard_parameters(optimizer.core, self.claim.units, self.forms)
+            optimizer.defaults = optimizer.core.owned.local.defaults
             self._is_filled = True
             self.claim.mark()
             self.claim.place(buckets, optimizer.ranks)

@@ -244,6 +244,7 @@ def undo_of(objects: Objects) -> Callable[[], None]:
     """
     steps: list[Callable[[], None]] = []
     if objects.optimizer is not None:
+        objects.optimizer.wait_for_gathers()  # and for steps of a backward pass that broke off
         steps.append(objects.optimizer.core.remember())
     rest = {name: value for name, value in objects.model_state().items() if not isinstance(value, Tensor)}
     if rest:

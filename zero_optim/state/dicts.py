@@ -100,9 +100,10 @@ def load(
     if src is None:  # what each rank wants comes from itself
         pieces = [tuple(filter(None, (piece_of(each, group.rank),))) for each in pieces]
     else:
-        beside = told_by(group, src, beside, "the state dict")
+        # On the CPU, as on the ranks that receive it: descriptions of options name devices.
+        beside = map_tensors(told_by(group, src, beside, "the state dict"), copied_to_cpu)
     rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
-    got = move(group, rows, held, copy_with=copied, about="the state dict")
+    got = move(group, rows, held, copy_with=copied if src is None else copied_to_cpu, about="the state dict")
     with failing_together(group):
         core.check_weights()
         groups = core.with_options(beside["options"])
