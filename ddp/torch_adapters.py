@@ -70,7 +70,11 @@ class TorchReducerAdapter:
         """Do nothing: the order is agreed when buckets are rebuilt."""
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Do nothing: no times are taken."""
+        """Check the rate; no times are taken."""
+        if not isinstance(rate, int):
+            raise TypeError(f"expected the sample rate to be a whole number, got {rate!r}")
+        if rate < 1:
+            raise ValueError(f"expected a sample rate of at least 1, got {rate}")
 
     def _install_post_backward_futures(self, futures: list[Future[object]]) -> None:
         for future in futures:

@@ -137,7 +137,8 @@ class BackwardSteps:
 
     def _step_late(self, overlap: Overlap, current: OverlappedStep, late: str, *, joined: bool) -> None:
         core, in_join = self._core, self._joins.under_way
-        rest = current.rest(core.groups)
+        # What was put into a group by hand is in no bucket; the next pass refuses it.
+        rest = [param for param in current.rest(core.groups) if overlap.bucket_of(param) is not None]
         failure: Exception | None = None
         try:
             if not joined:
