@@ -189,10 +189,6 @@ class Sharding:
         cut = [bucket.params for bucket in self.buckets if bucket.layout.is_cut]
         return [param for params in cut for param in params if self.is_cut(param)]
 
-    def first_owner(self, param: Tensor) -> int:
-        """Return the rank that owns a parameter's first rows."""
-        return self.pieces[param][0].owner
-
     def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> None:
         """Store a plan's owners and make its buckets."""
         self.pieces.update(zip(params, plan.pieces, strict=True))

@@ -233,16 +233,15 @@ class Overlap:
             if gradient is not None and self._sharding.piece_here(param) is not None
         }
         buckets = self._sharding.buckets_of(gradients)
-        if (
-            self.current is not None and self.current.phase is Phase.WAITING
-        ):  # gathers of the pass may be under way
+        # Gathers of the pass may be under way.
+        if self.current is not None and self.current.phase is Phase.WAITING:
             self._sharding.under_way.wait_for(param for bucket in buckets for param in bucket.params)
         try:
             if owned:
                 with self.group.doing(OVERLAPPED_STEP):
                     self._owned.step_some(groups, owned)
-            if failure is None:  # as an ordinary step moves the averages of all
-                self._owned.average.update(param for param, grad in gradients.items() if grad is None)
+            if failure is None:  # of all, as an ordinary step does, also of those without a gradient
+                self._owned.average.update(gradients)
         except BaseException as error:
             failure = failure or error
             raise

@@ -143,7 +143,8 @@ class OwnedState:
     def step_some(self, groups: list[ParamGroup], gradients: Mapping[Tensor, Tensor]) -> None:
         """Step some owned parameters with other gradients than their own, which stay.
 
-        ``gradients``: with the shape of the parameter, left unchanged; only the owned rows are read.
+        ``gradients``: with the shape of the parameter, left unchanged; only the owned rows are read. The
+        caller moves the averages.
         """
         spares = self.local.spares_gradients
         own = {param: self.leaves.own_rows(param, gradient) for param, gradient in gradients.items()}
@@ -155,7 +156,6 @@ class OwnedState:
                 param.grad = own[param]
             with self._stepping(own):
                 self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients])
-            self.average.update(gradients)
         finally:
             for param, grad in held.items():
                 param.grad = grad
