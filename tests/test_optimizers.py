@@ -166,11 +166,20 @@ def check_all_options_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BITWISE)
-@pytest.mark.parametrize("check", [check_all_options, check_all_options_cut], ids=["whole", "cut"])
-def test_class_gives_the_bits_it_gives_without_sharding(
-    ranks2: Ranks, check: Callable[[str], None], name: str
-) -> None:
-    ranks2.run(check, name)
+def test_class_gives_the_bits_it_gives_without_sharding(ranks2: Ranks, name: str) -> None:
+    ranks2.run(check_all_options, name)
+
+
+def with_cuts() -> Iterator[Any]:
+    """All classes; those that bear no cuts are slow tests, as they step whole parameters once more."""
+    bearing = {row[0] for row in documented() if row[5] == "yes"}
+    for name in BITWISE:
+        yield pytest.param(name, marks=() if name in bearing else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", with_cuts())
+def test_class_gives_the_same_bits_where_parameters_may_be_cut(ranks2: Ranks, name: str) -> None:
+    ranks2.run(check_all_options_cut, name)
 
 
 @pytest.mark.parametrize(
