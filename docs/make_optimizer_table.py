@@ -34,10 +34,10 @@ Before it shards a class, `zero_optim.probe` tries with the options whether
 - each parameter's step is *separable*: it needs this parameter's own gradient and state only. A class that is
   not separable is refused, unless `assume_separable=True`;
 - one optimizer may step some of its parameters now and the others later (*in parts*, for `zero_step`);
-- several ranks may own *rows* of one parameter, also if numbers that are zero, such as a weight decay, change.
+- several ranks may own *rows* of one parameter, also if an option that is zero, as a weight decay, changes.
 
-"Fails" lists the trials that a class does not pass. The last column answers: are the parameters after each of 13
-steps, and the saved state, bit for bit those of the unsharded optimizer?
+"Fails" lists the trials that a class does not pass. The last column answers: are the parameters after each of
+13 steps, and the saved state, bit for bit those of the unsharded optimizer?
 
 ## Every set of options
 
