@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(options: dict[str, Any]) -> int:
     """Run ``zero-optim train``: as a rank if torchrun started this process, else as the launcher."""
-    names = [name.upper() for name in prepare.Started._fields]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     started = None
     if os.environ.keys() >= set(names):
         started = prepare.Started(*(int(os.environ[name]) for name in names))
