@@ -27,7 +27,7 @@ QUICK = (
     "start: no backend, no set_device",
     "parity: AdamW capturable, as views",
     "table: packed | tower | GradScaler | fused, one bucket",
-    "table: gradients | unused | clipped | masters, averages",
+    "table: gradients | unused | clipped | averages",
     "parity: AdamW fused, cut by rows, float32",
     "DDP: unused parameters",
     "parameters: checkpointing, not reentrant, bf16",

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import brought_to
+from zero_optim.step.join import Status, ranks_that
 from zero_optim.step.partial import PartialGradient
-from zero_optim.step.words import Word, is_skipped_by_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,19 +50,19 @@ class Scaling:
         return cls(found_inf, scale, None)
 
     @property
-    def word(self) -> Word:
+    def status(self) -> Status:
         """The flags that other ranks need beside ``found_inf``."""
-        return Word.DEAF if self.scaler is None else Word.NOTHING
+        return Status.DEAF if self.scaler is None else Status.NOTHING
 
-    def is_skipped(self, optimizer: torch.optim.Optimizer, words: Sequence[Word], rank: int) -> bool:
+    def is_skipped(self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int) -> bool:
         """Return whether all ranks skip the step, and mark the infinity in this rank's scaler.
 
         Its ``update()`` must back off as on the rank with the infinity. RuntimeError on every rank if some
         scaler cannot be told.
         """
-        if not is_skipped_by_all(words):
+        if not is_skipped_by_all(statuses):
             return False
-        if Word.INFINITE not in words[rank] and self.scaler is not None:
+        if Status.INFINITE not in statuses[rank] and self.scaler is not None:
             for found in private.found_inf_per_device(self.scaler, optimizer).values():
                 found.fill_(1.0)
         return True
@@ -71,6 +71,21 @@ class Scaling:
         """Divide all gradients by the scale if they still have it; the CPU does not wait."""
         if self.scale is not None:
             _unscale(params, self.scale)
+
+
+def is_skipped_by_all(statuses: Sequence[Status]) -> bool:
+    """Return whether all ranks skip the step because of an infinity; equal on every rank.
+
+    RuntimeError on every rank if a scaler cannot be told: its scale would drift from the others'.
+    """
+    infinite = ranks_that(statuses, Status.INFINITE)
+    deaf = sorted({*ranks_that(statuses, Status.DEAF)} - {*infinite})
+    if infinite and deaf:
+        raise RuntimeError(
+            f"the scalers of ranks {infinite} found an infinite gradient, those of ranks {deaf} did not, and "
+            "would go on with another scale: reduce gradients before a scaler looks at them, as DDP does"
+        )
+    return bool(infinite)
 
 
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
