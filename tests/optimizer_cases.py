@@ -175,10 +175,15 @@ SWITCHES = ("foreach", "fused", "capturable", "maximize", "differentiable")
 
 
 def documented() -> list[list[str]]:
-    """Read the cells of docs/optimizers.md, a row for each set of options: name, options, answers."""
+    """Read the cells of docs/optimizers.md, for each set of options: name, options, answers."""
     every = TABLE.read_text().partition("## Every set of options")[2]
     lines = [line for line in every.splitlines() if line.startswith("| `torch")]
-    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [
+        [name.strip("`"), options.strip("`"), *answers]
+        for name, of_row, *answers in rows
+        for options in of_row.split("; ")
+    ]
 
 
 def classes_of(module: ModuleType) -> Iterator[str]:
