@@ -11,8 +11,8 @@ from zero_optim.comm.collectives import tensor_to_bytes
 from zero_optim.comm.frames import ranks_text
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError, RemoteRankError
-from zero_optim.plan.layout import Room
-from zero_optim.plan.options import DIGEST_NBYTES
+from zero_optim.plan.layout import Span
+from zero_optim.plan.option_values import DIGEST_NBYTES
 
 STAMP_NBYTES = 32
 MARK, MARK_NBYTES = 2, 2  # where the mark is in a stamp
@@ -65,7 +65,7 @@ assert _FORM.size == STAMP_NBYTES
 
 
 def write_headers(
-    flat: Tensor, rooms: Sequence[Room], rank: int, mine: Tensor, start: int = 0
+    flat: Tensor, rooms: Sequence[Span], rank: int, mine: Tensor, start: int = 0
 ) -> list[Tensor]:
     """Write this rank's bytes into its header space from ``start``; returns all ranks' places for them."""
     octets, size = flat.view(torch.uint8), flat.element_size()
@@ -79,7 +79,7 @@ def write_headers(
 class Arrival:
     """The header spaces of one gather, copied to the CPU."""
 
-    def __init__(self, rooms: Sequence[Room], places: Sequence[Tensor]) -> None:
+    def __init__(self, rooms: Sequence[Span], places: Sequence[Tensor]) -> None:
         self._owners = [room.owner for room in rooms]
         self._copy = HostCopy(torch.stack(list(places)))
 

@@ -42,8 +42,8 @@ from zero_optim.health.stamp import (
     write_headers,
 )
 from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.layout import Layout, Room
-from zero_optim.plan.options import OptionKey, OptionValues, Plain, differing, held_by, text_of
+from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.option_values import OptionKey, OptionValues, Plain, differing, held_by, text_of
 
 _SHOWN = 4  # options in a message
 
@@ -158,7 +158,7 @@ class Stamps:
         places = self.write(flat, rooms, rank)
         return lambda: step.came.append(Arrival(rooms, places))
 
-    def write(self, flat: Tensor, rooms: Sequence[Room], rank: int) -> list[Tensor]:
+    def write(self, flat: Tensor, rooms: Sequence[Span], rank: int) -> list[Tensor]:
         """Write this rank's last stamp into its header space; returns all header spaces as bytes."""
         return write_headers(flat, rooms, rank, self._step.stamp())
 

@@ -39,8 +39,8 @@ from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RankMismatchError
 from zero_optim.health.stamp import MARK, MARK_NBYTES, Arrival, Stamp, write_headers
 from zero_optim.health.stamps import Origins, Stamps, nothing
-from zero_optim.plan.layout import Layout, Room
-from zero_optim.plan.options import Plain
+from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.option_values import Plain
 
 _PURPOSES = 8  # more than there are; a mark is so many times the number of the bucket, and the purpose
 _TAG = _PURPOSES - 1  # of marks: no mark, as it is no purpose
@@ -98,7 +98,7 @@ class UnitStamps:
         places = stamps.write(flat, rooms, rank)
         return lambda: self._came.append(Arrival(rooms, places))
 
-    def write(self, span: Tensor, start: int, rooms: Sequence[Room], rank: int) -> None:
+    def write(self, span: Tensor, start: int, rooms: Sequence[Span], rank: int) -> None:
         """Write this rank's stamp into a flat tensor's part from ``start``, if its space is there."""
         stamps, stop = self._stamps_of(), start + span.numel()
         here = [room for room in rooms if room.owner == rank and start <= room.start < stop]
