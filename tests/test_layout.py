@@ -59,7 +59,7 @@ def test_costs_that_mean_nothing_are_refused(arguments: tuple[object, ...], mess
             "expected to start at 4",
         ),
         ([Row(1, 0, 4, (Extent(0, 0, 4, 0),)), Row(0, 4, 6, (Extent(1, 0, 2, 4),))], "rising rank"),
-        ([Row(0, 0, 8, (Extent(0, 0, 4, 0), Extent(0, 0, 2, 4), Extent(1, 0, 2, 6)))], "start at 2, got 0"),
+        ([Row(0, 0, 8, (Extent(0, 0, 4, 0), Extent(0, 0, 2, 4), Extent(1, 0, 2, 6)))], "start at 4, got 0"),
         ([Row(0, 0, 6, (Extent(0, 0, 4, 0), Extent(1, 1, 2, 4)))], "start at 0, got 1"),
     ],
 )
