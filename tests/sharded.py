@@ -10,16 +10,9 @@ from torch import Tensor, nn
 from overlap import Net, adamw, loss_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.ddp.owners.rows import RowPlan
 from zero_optim.plan.pieces import Piece, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient
-
-
-def new_rows(plan: RowPlan, like: Tensor) -> list[Tensor]:
-    """Rows of a plan, by rank, of the dtype and device of a tensor; padding is zero."""
-    make = like.new_zeros if plan.has_gaps else like.new_empty
-    return [make(bounds[-1]) for bounds in plan.bounds]
 
 
 @dataclass

@@ -26,7 +26,7 @@ from zero_optim.comm.started import Work
 from zero_optim.comm.works import KEPT
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.ddp.reducer.bucket import GradBucket
+from zero_optim.ddp.reducer.gradient_bucket import GradBucket
 from zero_optim.health.diagnosis import Status, judge
 from zero_optim.health.peers import Presence
 

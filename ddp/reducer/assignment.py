@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.groups import bucket_text

@@ -20,7 +20,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import record_use
 from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment
-from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.reduction import BucketReductions, Launch
 from zero_optim.ddp.reducer.report import FailureReport, PassTroubles
@@ -99,7 +99,7 @@ class BackwardPass:
         if self.phase is not Phase.RUNNING:
             return
         self.phase = Phase.BROKEN_OFF
-        self._troubles.fail("a backward pass ended with an exception before its gradients were reduced")
+        self._troubles.note(report.BROKE_OFF)
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def end(self) -> None:
@@ -114,9 +114,9 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ gradients come
 
-    def note(self, explain: Callable[[Sequence[str]], str], index: int) -> None:
-        """Note something wrong with a parameter's gradient."""
-        self._troubles.note(explain, self._assignment.names[index])
+    def note(self, text: str, index: int) -> None:
+        """Note something wrong with a parameter's gradient; see `report`."""
+        self._troubles.note(text, self._assignment.names[index])
 
     def arrived(self, index: int) -> None:
         """Take note of a parameter's gradient; called by its hook, hence quick."""
@@ -157,11 +157,11 @@ class BackwardPass:
                 self.order.append(index)
         elif self.terms.kind == "learnt":
             if self.calls[index] > self._expected[index]:
-                self.note(report.more, index)
+                self.note(report.MORE, index)
         elif self._expected[index] or self.calls[index] > 1:
-            self.note(report.twice, index)
+            self.note(report.TWICE, index)
         elif number < self.reductions.num_passed:
-            self.note(report.late_gradient, index)
+            self.note(report.LATE_GRADIENT, index)
         else:
             bucket.pending.append(slot)
 
@@ -214,12 +214,9 @@ class BackwardPass:
             return
         if self._streams is not None and self._streams.join(number):
             bucket.record_use(range(len(bucket.params)))
-        if bucket.is_sparse:
-            bucket.take_sparse(self.terms.divisor)
-        else:
-            self._take_rest(bucket, used)
+        self._take_rest(bucket, used)
         for slot in bucket.pop_misfits():
-            self.note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
+            self.note(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
         if number == self._num_early and self._troubles:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
         self.reductions.launch_next()
@@ -252,10 +249,10 @@ class BackwardPass:
         if self.calls != self._expected:
             for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
                 if calls < expected and not self.terms.carried[index]:
-                    self.note(report.fewer if self.terms.kind == "learnt" else report.no_gradient, index)
+                    self.note(report.FEWER if self.terms.kind == "learnt" else report.NO_GRADIENT, index)
         for index in self.terms.undefined:  # would be handed out as it came, not reduced
             if self._has_gradient(index):
-                self.note(report.more, index)
+                self.note(report.MORE, index)
 
     def _has_gradient(self, index: int) -> bool:
         bucket, _, slot = self._assignment.places[index]

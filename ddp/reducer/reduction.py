@@ -13,7 +13,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.started import Work
 from zero_optim.compat import private
 from zero_optim.ddp.reducer.assignment import Members
-from zero_optim.ddp.reducer.bucket import GradBucket, ReducerBucket, tensor_of
+from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket, tensor_of
 from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.errors import message_of
 
