@@ -22,18 +22,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from zero_optim.flow.flow import Flow
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import RowSum
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.reduction import Reduction, SumReduction
+from zero_optim.flow.flow import Flow
 
 if TYPE_CHECKING:
     from zero_optim.comm.traffic import Waitable
+    from zero_optim.ddp.owners.owner_rows import OwnerRows
 
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
@@ -130,7 +130,7 @@ class OwnerSum:
         self.word = self._bucket.take_over(own)
 
     def wait(self) -> Tensor:
-        """Wait for the sum, which the bucket takes over; returns the word of a failure, any number of times."""
+        """Wait for the sum, which the bucket takes over; returns the word of a failure each time."""
         return self._line.finish(self)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from zero_optim.compat import streams
 from zero_optim.ddp.owners.bucket_owners import BucketOwners
 from zero_optim.plan.layout import rows_apart, spans_of
-from zero_optim.plan.memory import dense_strides, in_order_of_memory
 from zero_optim.plan.pieces import is_whole, piece_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
+from zero_optim.plan.strides import dense_strides, in_order_of_memory
 
 # Smaller portions would save memory that does not matter, and cost messages that do.
 LEAST_PORTION_NBYTES = 2**16
