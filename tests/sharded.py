@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuts import cutting
 from overlap import Net, adamw, loss_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -42,6 +43,13 @@ class Setting:
         model = self.model()
         optimizer = self.optimizer(model)
         return ShardedDataParallel(model, optimizer, accumulate=self.accumulate, **self.options), optimizer
+
+
+def cut_adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    with cutting():
+        optimizer = adamw(model, bucket_cap_mb=0.002, **options)
+    assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
+    return optimizer
 
 
 Step = Callable[[Any, ZeroRedundancyOptimizer, int], object]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_pairs import assert_same, averaged
-from pool import Ranks
+from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import ReductionError
 
@@ -115,12 +115,15 @@ def check_error(case: Case, ddp: nn.Module, where: object) -> None:
         assert "find_unused_parameters=True" in str(caught.value)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_combination_is_right_or_refused(ranks2: Ranks, mode: str, as_view: bool) -> None:
-    ranks2.run(check, mode, as_view)
+def test_every_combination_is_right_or_refused(mode: str, as_view: bool) -> None:
+    check(mode, as_view)
 
 
+@on_ranks(4)
+@pytest.mark.slow  # one combination on two ranks is one on four, but for the order of sums
 @pytest.mark.parametrize("mode", MODES)
-def test_every_combination_is_right_or_refused_on_four_ranks(ranks4: Ranks, mode: str) -> None:
-    ranks4.run(check, mode, False)
+def test_every_combination_is_right_or_refused_on_four_ranks(mode: str) -> None:
+    check(mode, False)

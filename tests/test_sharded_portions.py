@@ -15,8 +15,7 @@ from torch import Tensor
 from pool import Ranks
 from sharded import Setting
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
-from test_sharded_join import epochs_alike
-from test_sharded_training import summed_in_rank_order, trains_alike
+from test_sharded_training import epochs_alike, summed_in_rank_order, trains_alike
 from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
 from zero_optim.ddp.owners.bucket_owners import BucketOwners
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
