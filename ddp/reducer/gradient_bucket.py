@@ -43,6 +43,7 @@ class ReducerBucket:
         self.is_sparse = is_sparse
         dtype = params[0].dtype if dtype is None else dtype
         self.as_views = as_views and not is_sparse and dtype == params[0].dtype
+        self._batched = batched
         self.pending: list[int] = []  # slots of gradients that have come and were not copied yet
         self.batch_length, self.large_slots = _batches(
             [param.nbytes for param in params], all_at_once=batched or is_sparse
@@ -126,19 +127,24 @@ class ReducerBucket:
                 self.take_one(slot, divisor)
             return
         if divisor != 1:
-            self._scale(slots, 1 / divisor)
+            self._divide(slots, divisor)
         if self.as_views:
             for param, view in zip(params, views, strict=True):
                 param.grad = view
 
-    def _scale(self, slots: Sequence[int], factor: float) -> None:
+    def _divide(self, slots: Sequence[int], divisor: float) -> None:
+        """Divide gradients, or multiply them by the inverse, exactly where PyTorch's reducer does that."""
         low, high = min(slots), max(slots)
         if high - low + 1 == len(slots):  # neighbours, in whatever order they came
             start = self.views[low].storage_offset()
             stop = self.views[high].storage_offset() + self.views[high].numel()
-            self.flat[start:stop].mul_(factor)
+            part = self.flat[start:stop]
+            if self._batched:
+                part.div_(divisor)
+            else:
+                part.mul_(1 / divisor)
         else:
-            scale_each([self.views[slot] for slot in slots], factor)
+            scale_each([self.views[slot] for slot in slots], 1 / divisor)
 
     def take_one(self, slot: int, divisor: float) -> None:
         """Copy one gradient in, divided, or zeros if there is none."""
@@ -148,7 +154,7 @@ class ReducerBucket:
             self.flat = _no_gradient(self.params[0], dtype) if grad is None else grad.to(dtype) / divisor
             return
         view = self.views[slot]
-        # Divided, or multiplied by the inverse, exactly where PyTorch's reducer does the one or the other.
+        # As PyTorch's reducer does, see `_divide`.
         if grad is None:
             view.zero_()
             return
