@@ -15,11 +15,11 @@ Note [Sums inside, then across]
     bits. Until then sums of the column's other rows are held, 1/S of the bucket.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from zero_optim.ddp.owners.owner_bucket import OwnerBucket
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.reduction import Reduction, SumReduction
 from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Then
 
 if TYPE_CHECKING:
     from zero_optim.comm.traffic import Waitable
@@ -76,17 +77,6 @@ class SumRoute:
                 lanes.abandon()
 
 
-@dataclass(slots=True, eq=False)
-class _Then:
-    """Started work, and what takes the results when it was waited for."""
-
-    works: "Sequence[Waitable]"
-    then: Callable[[list[Any]], None]
-
-    def wait(self) -> None:
-        self.then([work.wait() for work in self.works])
-
-
 class OwnerSum:
     """A bucket on its way to its owners, in portions; a part of an `OwnerLine`."""
 
@@ -99,7 +89,7 @@ class OwnerSum:
         self._line = line
         self._rows: OwnerRows | None = bucket.pop_rows()
 
-    def start_next(self) -> _Then:
+    def start_next(self) -> Then:
         """Start the next portion."""
         assert self._rows is not None  # until all were summed
         rows = self._rows.pop(self.num_started, word=self._bucket.word)
@@ -107,7 +97,7 @@ class OwnerSum:
         label = self._label
         if self.count > 1:
             label = f"{label}, portion {self.num_started} of {self.count}"
-        return _Then(self._line.route.start(rows, label), partial(self._summed, label))
+        return Then(self._line.route.start(rows, label), partial(self._summed, label))
 
     def _summed(self, label: str, totals: list[Tensor]) -> None:
         """Start the sum of a portion, or of all of them, across replicas; without any the bucket has it."""
@@ -120,9 +110,9 @@ class OwnerSum:
             self._rows = None
         take = partial(self._take_over, own) if is_whole else _nothing
         if route.lanes_across is not None:
-            across.start(lambda: _Then([route.start_across(totals, label)], take), 1 / self.count)
+            across.start(lambda: Then([route.start_across(totals, label)], take), 1 / self.count)
         elif is_whole and route.across is not None and own.numel():  # the others have as many
-            across.start(lambda: _Then([route.start_across([own], self._label)], take))
+            across.start(lambda: Then([route.start_across([own], self._label)], take))
         elif is_whole:
             take([])
 

@@ -47,7 +47,7 @@ class Reducer:
 
     Usable without any wrapper: after ``reducer = Reducer(model.named_parameters())`` each
     ``loss.backward()`` leaves averaged gradients. All ranks construct it, and run backward passes together,
-    each giving a gradient to every parameter unless the options say otherwise. Its hooks go when it goes, or
+    each with a gradient for every parameter unless the options say otherwise. Its hooks go when it goes, or
     with `close`.
 
     Args:
@@ -55,16 +55,16 @@ class Reducer:
         process_group: ranks to average over; None for the default group.
         options: see `ReducerOptions`.
         sparse: names of the parameters whose gradients are sparse.
-        wanted: asked when a backward pass begins whether it is to be reduced, and told whether the pass goes
-            through an output given to `prepare`, or was expected, see `expect`; None for always.
-        checks: make sure, by a small collective, that all ranks were given the same parameters and options.
+        wanted: called when a backward pass begins; returns whether to reduce it. Its argument is whether the
+            pass goes through an output given to `prepare`, or was expected, see `expect`. None for always.
+        checks: compare the parameters and options of all ranks by a small collective.
 
     Attributes:
-        group: the ranks averaged over.
+        group: the ranks.
         history: what the passes so far have taught.
         assignment: the buckets as they are now.
-        defers_reports: read one pass later what other ranks found wrong in a pass, where the CPU would have
-            to wait for the device. See Note [Late reports] in `report`.
+        defers_reports: where the CPU would have to wait for the device, failures of other ranks are read one
+            pass later: Note [Late reports] in `report`.
 
     Raises:
         ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
@@ -127,12 +127,12 @@ class Reducer:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks averaged over."""
+        """The ranks."""
         return self.group.process_group
 
     @property
     def hook_name(self) -> str:
-        """Names the comm hook; empty without one."""
+        """The name of the comm hook; empty without one."""
         return self._slot.name
 
     # ------------------------------------------------------------------ buckets
@@ -146,11 +146,11 @@ class Reducer:
         watch(self, group, self.options.on_stall)
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
+        """See `DistributedDataParallel.metrics`."""
         return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
     def _assign(self, order: Sequence[int] | None) -> None:
-        """Make buckets. The old ones go first, but for what gradients that are views of them still use."""
+        """Make buckets. The old ones go first."""
         self.assignment = BucketAssignment()
         self.assignment = self._assigned(order)
 
