@@ -72,7 +72,7 @@ class GathersFromOwners:
         """See `UnitGathers.start`."""
         lanes = [lane.during("gather") for lane in self.lanes.groups or (self.group,)]
         mark = self.marks.mark_of(bucket, purpose)
-        if self.group.is_gloo_on_cpu(bucket.device):
+        if self.group.transport(bucket.device).waits_on_host:
             return start_gather(lanes, bucket, stamps, partial(self.marks.start_rows, mark))
         return start_gather(lanes, bucket, Marked(self.marks, mark, stamps))
 
@@ -235,7 +235,7 @@ class GathersInReplicas:
             (self._mesh.places[span.owner][1], flat[span.start : span.stop]) for span in _spans(bucket.layout)
         ]
         start_rows = None
-        if self._mesh.inner.is_gloo_on_cpu(bucket.device):
+        if self._mesh.inner.transport(bucket.device).waits_on_host:
             start_rows = partial(self._marks.start_rows, self._marks.mark_of(bucket, purpose))
         return gather_into(flat, bucket, self._lanes(self._inner), rows, take, start_rows=start_rows)
 
