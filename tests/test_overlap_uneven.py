@@ -33,7 +33,7 @@ from zero_optim.hooks import (
     hook_with_zero_step_interleaved,
     zero_step,
 )
-from zero_optim.step.overlap import OverlappedStep
+from zero_optim.iteration.overlap import OverlappedStep
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
@@ -231,7 +231,7 @@ def test_a_joined_rank_steps_all_where_the_last_bucket_is_left_out(inline: bool)
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     with fake_streams() if inline else nullcontext():
         runs = [Setting("ours", Gated, options=options).build(overlap) for overlap in (False, True)]
-        overlap, open_parts = runs[1][1].steps.overlap(), []
+        overlap, open_parts = runs[1][1].iteration.overlap(), []
         rest = OverlappedStep.rest
 
         def noted(self: OverlappedStep, groups: Any) -> list[Tensor]:

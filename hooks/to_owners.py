@@ -166,7 +166,7 @@ class _OwnerReductions:
     def _give_joined(self) -> None:
         """Set this rank's own gradients after its inputs ended, as nobody else has them."""
         for params, buffer in self._came:
-            self._optimizer.steps.joins.drop_after_shadow(params)
+            self._optimizer.iteration.joins.drop_after_shadow(params)
             for param, view in zip(params, gradients_in(buffer, params), strict=True):
                 param.grad = view.to(param.dtype, copy=True)
         self._end()
@@ -187,12 +187,12 @@ class _OwnerReductions:
             if grad is None or isinstance(grad, PartialGradient):
                 continue
             if piece is not None and len(of_param) == 1:
-                owned(grad, self._optimizer.steps.agree_on_infinity)
+                owned(grad, self._optimizer.iteration.agree_on_infinity)
                 continue
             rows = None if piece is None else rows_of(grad, piece)
             if rows is not None and not _is_in(rows, buffer):
                 rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
-            agree = self._optimizer.steps.agree_on_infinity
+            agree = self._optimizer.iteration.agree_on_infinity
             param.grad = PartialGradient(param, of_param, rows, self._names[param], agree=agree)
 
 

@@ -44,7 +44,7 @@ class Stepper:
         all_used: Callable[[], bool],
     ) -> None:
         self._optimizer = optimizer
-        self._overlap = optimizer.steps.overlap()
+        self._overlap = optimizer.iteration.overlap()
         self._to_owners: BucketsToOwners | None = None
         if to_owners:
             self._to_owners = BucketsToOwners(self._overlap.new_lanes(), self._overlap.pieces)

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from zero_optim.compat.streams import StreamBeside, recorded_event, wait_for_event
 from zero_optim.hooks.overlap.passes import Task
-from zero_optim.step.overlap import Overlap
+from zero_optim.iteration.overlap import Overlap
 
 
 class Line(Protocol):

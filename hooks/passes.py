@@ -27,7 +27,7 @@ from zero_optim.compat.streams import record_use, to_device
 from zero_optim.hooks.bucket import TensorFuture, gradients_in
 from zero_optim.hooks.overlap.owners import OwnerReduction
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.step.overlap import Overlap
+from zero_optim.iteration.overlap import Overlap
 
 Gradients = dict[Tensor, Tensor | None]
 
