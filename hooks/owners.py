@@ -7,7 +7,7 @@ Note [Rows in place]
     In another DDP's a rank's parts are packed to be sent, and the sum is copied back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
 
@@ -20,7 +20,7 @@ from zero_optim.comm.row_sum import RowExchange, RowSum
 from zero_optim.compat.streams import HostCopy, record_use, to_device
 from zero_optim.hooks.bucket import GradBucket, real_buffer
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.groups import param_names, params_of
+from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
@@ -118,30 +118,31 @@ class OwnerReduction:
 class OwnerGradients:
     """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements.
 
-    ``no_owner`` is raised for a parameter that the optimizer lacks; ``{}`` stands for how many. ``agree``:
-    see Note [Infinities in sharded gradients] in `zero_optim.step.partial`.
+    ``no_owner``: the error for parameters that the optimizer lacks, with their ``{number}`` and the first
+    ``{shape}``. ``agree``: see Note [Infinities in sharded gradients] in `zero_optim.step.partial`.
+    ``reduced``: parameters and buffer of each bucket of the pass.
     """
 
     def __init__(
         self,
         optimizer: ZeroRedundancyOptimizer,
         lanes: Lease,
-        no_owner: Callable[[Sequence[Tensor]], str],
+        no_owner: str,
         agree: Agree | None = None,
     ) -> None:
         self.lanes = lanes
         self.has_one_owner = False
+        self.reduced: list[tuple[Sequence[Tensor], Tensor]] = []
         self._optimizer = optimizer
         self._no_owner = no_owner
         self._agree = agree
         self._known: dict[int, BucketOwnership] = {}  # by number of DDP's bucket
         self._names: dict[Tensor, str] = {}
         self._num_buckets = 0  # of the optimizer, when owners were looked at
-        self._reduced: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffers of a pass
 
     def begin(self, *, joined: bool) -> None:
         """Begin a pass; RuntimeError, on every rank, if gradients of the last one are left."""
-        core, self._reduced = self._optimizer.core, []
+        core, self.reduced = self._optimizer.core, []
         if self._num_buckets != core.num_buckets:
             self._num_buckets = core.num_buckets
             self._names = dict(zip(core.params, param_names(core.groups), strict=True))
@@ -156,12 +157,10 @@ class OwnerGradients:
                 "pass of a step under no_sync()"
             )
 
-    def start(
-        self, group: RankGroup, bucket: GradBucket, *, joined: bool, all_used: bool
-    ) -> OwnerReduction:
+    def start(self, group: RankGroup, bucket: GradBucket, *, joined: bool, all_used: bool) -> OwnerReduction:
         """Start a bucket's reduction; all ranks call, in bucket order."""
         ownership = self.ownership(bucket)
-        self._reduced.append((ownership.params, bucket.buffer()))
+        self.reduced.append((ownership.params, bucket.buffer()))
         lanes = self.lanes.groups
         return OwnerReduction(group, lanes, bucket, ownership, joined=joined, all_used=all_used)
 
@@ -173,20 +172,16 @@ class OwnerGradients:
             pieces = self._optimizer.pieces()
             lacking = [param for param in params if param not in pieces]
             if lacking:
-                raise ValueError(self._no_owner(lacking))
+                shape = tuple(lacking[0].shape)
+                raise ValueError(self._no_owner.format(number=len(lacking), shape=shape))
             size = self._optimizer.ranks.size
             known = self._known[number] = BucketOwnership.of(params, [pieces[p] for p in params], size)
         return known
 
-    def take_reduced(self) -> list[tuple[Sequence[Tensor], Tensor]]:
-        """Return, once, the parameters and the buffer of each bucket of the pass."""
-        reduced, self._reduced = self._reduced, []
-        return reduced
-
     def set_partial(self) -> None:
         """Replace gradients of other owners by partial ones, after DDP has assigned the whole ones."""
         pieces, rank = self._optimizer.pieces(), self._optimizer.ranks.rank
-        reduced = self.take_reduced()
+        reduced, self.reduced = self.reduced, []
         for param, buffer in ((param, buffer) for params, buffer in reduced for param in params):
             grad, of_param = param.grad, pieces[param]
             piece = piece_of(of_param, rank)

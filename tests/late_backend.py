@@ -32,9 +32,9 @@ from torch import Tensor
 from zero_optim.comm import lanes
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import is_asynchronous
+from zero_optim.iteration import overlap
 from zero_optim.shard import gathers
 from zero_optim.shard.storage import ParamBucket
-from zero_optim.step import overlap
 
 NAME = "late"
 DELAYS = (0.0, 0.0, 0.001, 0.005, 0.02)  # seconds; nothing is decided by them

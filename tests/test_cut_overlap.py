@@ -15,7 +15,7 @@ from overlap import WRAPPERS, Grads, Setting, adamw, assert_same_params, assert_
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import zero_step
-from zero_optim.hooks.overlap.owners import BucketOwnership
+from zero_optim.hooks.owners import BucketOwnership
 from zero_optim.plan.pieces import Piece
 
 

@@ -20,12 +20,13 @@ from streams_runs import (
     reduce_scatters,
     replace_data,
 )
-from zero_optim.comm import row_sum, started
+from zero_optim.comm import row_sum
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import bucketer
 from zero_optim.ddp.reducer.stream_order import StreamOrder
-from zero_optim.hooks.overlap.stepper import Stepper
-from zero_optim.step import overlap
+from zero_optim.flow import pending
+from zero_optim.hooks.stepper import ZeroStep
+from zero_optim.iteration import overlap
 
 Patch = AbstractContextManager[Any]
 
@@ -36,9 +37,9 @@ def _keep_nothing(*_: object) -> None:
 
 def begins_elsewhere() -> Patch:
     """The thread that steps, on its stream, takes over what the user did to parameters."""
-    begin = Stepper._begin
+    begin = ZeroStep._begin
 
-    def on_thread(stepper: Stepper, of: Any) -> None:
+    def on_thread(stepper: ZeroStep, of: Any) -> None:
         def work() -> None:
             with StreamBeside().using(torch.device("cpu")):
                 begin(stepper, of)
@@ -47,7 +48,7 @@ def begins_elsewhere() -> Patch:
         thread.start()
         thread.join()
 
-    return mock.patch.object(Stepper, "_begin", on_thread)
+    return mock.patch.object(ZeroStep, "_begin", on_thread)
 
 
 def one_stream_a_bucket() -> Patch:
@@ -57,12 +58,12 @@ def one_stream_a_bucket() -> Patch:
 
 def one_waiter() -> Patch:
     """A gather is waited for once, by whatever stream comes first."""
-    return mock.patch.object(started.Pending, "_wait_behind", return_value=True)
+    return mock.patch.object(pending.Pending, "_wait_behind", return_value=True)
 
 
 def drops_gathered() -> Patch:
     """The flat tensor of a gather is dropped after a wait on another stream than its own."""
-    return mock.patch.object(started, "record_use", _keep_nothing)
+    return mock.patch.object(pending, "record_use", _keep_nothing)
 
 
 def drops_parcels() -> Patch:
@@ -111,7 +112,7 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
     "what came for an owner is dropped too early": (
         drops_parcels,
         {"overlap": {"gradients": "owners"}},
-        ("wait", "zero_step_hook"),
+        ("wait", "__call__"),
     ),
     "what came for a reduce-scatter is dropped too early": (
         drops_parcels,

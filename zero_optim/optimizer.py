@@ -20,6 +20,7 @@ from zero_optim.compat import private
 from zero_optim.compat.kinship import make_known
 from zero_optim.explain import Explanation, explain
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
+from zero_optim.iteration import Iteration
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
@@ -31,7 +32,6 @@ from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE, Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.spec import OptimizerSpec
-from zero_optim.iteration import Iteration
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):

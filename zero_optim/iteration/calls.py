@@ -23,7 +23,7 @@ class Calls:
     def make(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
         """Prepare, have the local optimizer change this rank's parameters in ``work``, then gather.
 
-        ``name``: of the call, such as ``step()``. ``at_end`` is called before the gather, also after an error.
+        ``name``: of the call, such as ``step()``. ``at_end`` comes before the gather, also after an error.
         """
         core = self._core
         core.check_attached()

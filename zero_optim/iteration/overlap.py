@@ -5,7 +5,7 @@ Note [Overlap is no mode]
     rest. The optimizer's owners and buckets never change, so DDP may rebuild its buckets at any time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +15,7 @@ from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.flow.flow import Flow
 from zero_optim.health.stamps import Call
 from zero_optim.iteration.calls import Calls
 from zero_optim.iteration.joins import Joins
@@ -98,7 +99,8 @@ class Overlap:
 
     All ranks construct it, which takes process groups (``lanes``), and call its methods in one order with
     equal parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or
-    none] in `zero_optim.hooks.queues`. ``current``: the unfinished step.
+    none] in `zero_optim.hooks.queues`. ``current``: the unfinished step. ``under_way``: buckets that another
+    thread or stream steps.
     """
 
     def __init__(self, core: Core, calls: Calls, joins: Joins) -> None:
@@ -106,10 +108,11 @@ class Overlap:
         self.takes_thread = may_run_beside(core.group, core.sharding.pieces)
         self.lanes = self.new_lanes()
         self.current: OverlappedStep | None = None
+        self.under_way = Flow()
         self._core = core
         self._calls = calls
         self._joins = joins
-        self._waits: dict[Callable[[], object], None] = {}  # for steps on another thread or stream
+        self._trained: list[frozenset[Tensor]] = []
         self._loop_calls_step = False
 
     def new_lanes(self) -> Lease:
@@ -122,14 +125,14 @@ class Overlap:
 
         With ``waits`` it first waits for steps on another thread or stream, and ignores their failures.
         """
-        is_left = bool(self._waits)
         try:
             if waits:
                 self.wait_for_steps()
-                is_left = False
         except RuntimeError:  # of the backend
             self.lanes.abandon()
-        current, self.current, self._waits = self.current, None, {}
+        is_left = bool(self.under_way)
+        self.under_way.abandon()
+        current, self.current = self.current, None
         self.group = self.group.let_go()
         self.lanes = Lease.of(self.group)
         if current is None:
@@ -197,27 +200,22 @@ class Overlap:
         """Apply the user's changes of parameters; see `Sharding.take_over`."""
         self._core.sharding.take_over()
 
-    def announce(self, wait: Callable[[], object]) -> None:
-        """Record a bucket that is stepped on another thread or stream, and the call that waits for it."""
-        self._waits[wait] = None
-
-    @property
-    def has_announced(self) -> bool:
-        """Whether a step on another thread or stream has not been waited for."""
-        return bool(self._waits)
-
     def wait_for_steps(self) -> None:
-        """Wait for all announced steps; the current stream waits for other streams."""
-        waits, self._waits = self._waits, {}
+        """Wait for buckets that another thread or stream steps, with the current stream."""
         # Without a thread these calls do the work themselves, and the waits in it are counted there.
-        exposed = bool(waits) and self.takes_thread
+        exposed = bool(self.under_way) and self.takes_thread
         with self.group.during("reduce", is_exposed=exposed).phase.held_up():
-            for wait in waits:
-                wait()
+            self.under_way.wait()
 
     def bucket_of(self, param: Tensor) -> int | None:
         """Return the number of a parameter's bucket; None without one."""
         return self._core.sharding.number_of(param)
+
+    def trained(self, number: int) -> frozenset[Tensor]:
+        """Return the parameters of a bucket that were not frozen when it was first used."""
+        for bucket in self._core.sharding.buckets[len(self._trained) :]:
+            self._trained.append(frozenset(param for param in bucket.params if param.requires_grad))
+        return self._trained[number]
 
     def step(self, gradients: Mapping[Tensor, Tensor | None], failure: BaseException | None = None) -> None:
         """Step some parameters, and start the gathers of their buckets; all ranks call.
@@ -250,8 +248,10 @@ class Overlap:
             gathers = sharding.gathers
             if gathers.stamps is not None and failure is not None:
                 gathers.stamps.fail(failure)
+            lanes, changed = self.lanes.groups, frozenset(gradients)  # frozen ones are read by the pass still
             for bucket in buckets:
-                gathers.under_way.add(bucket.params, start_gather(self.lanes.groups, bucket, gathers.stamps))
+                begin = partial(start_gather, lanes, bucket, gathers.stamps, changed=changed)
+                gathers.under_way.start(begin, keys=bucket.params)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """End a backward pass: wait for the gathers that no forward pass waits for."""

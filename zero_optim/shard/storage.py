@@ -11,7 +11,7 @@ Note [Moving parameters]
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others
+from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
@@ -30,6 +31,7 @@ class ParamBucket(Protocol):
 
     params: list[Tensor]
     label: str  # names it in messages
+    schedule: Schedule  # for its parameters
 
     @property
     def layout(self) -> Layout:
@@ -62,8 +64,8 @@ class ParamBucket(Protocol):
         """
         ...
 
-    def settle(self, flat: Tensor) -> None:
-        """Copy other ranks' rows of ``flat`` to the parameters."""
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+        """Copy other ranks' rows of ``flat`` to the parameters; ``changed``: to these alone."""
         ...
 
 
@@ -132,6 +134,7 @@ class Bucket:
         self.params = params
         self.layout = layout
         self.label = label
+        self.schedule = ZERO1
         self._rank = rank
         self._forms = list(map(Form.of, params))
         pieces = layout.pieces([form.size for form in self._forms])
@@ -181,12 +184,14 @@ class Bucket:
         self._copy(flat, self._own, into_params=False)
         return flat
 
-    def settle(self, flat: Tensor) -> None:
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """See `ParamBucket`; tells autograd about values that changed in place."""
         others = self._others
+        if changed is not None:
+            others = [part for part in others if self.params[part[0]] in changed]
         if self._memory is not None:
-            changed = dict.fromkeys(index for index, _ in others)
-            torch.autograd.graph.increment_version([self.params[index] for index in changed])
+            indices = dict.fromkeys(index for index, _ in others)
+            torch.autograd.graph.increment_version([self.params[index] for index in indices])
             shared = [part for part in others if part[0] in self._memory.shared]
             others = [part for part in shared if self._forms[part[0]].fits(self.params[part[0]])]
         self._copy(flat, others, into_params=True)
