@@ -14,11 +14,10 @@ from zero_optim.iteration.calls import Calls
 from zero_optim.iteration.joins import Joins, ShadowHook
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.state.core import Core
-from zero_optim.step.amp import Scaling, drop_scale
+from zero_optim.step.amp import Scaling, drop_scale, is_skipped_by_all
 from zero_optim.step.clip import ClipArguments, clip_together
-from zero_optim.step.join import lend_to
+from zero_optim.step.join import Status, exchange, lend_to, ranks_that
 from zero_optim.step.unreduced import unreduced_among
-from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
 
 class Iteration:
@@ -153,7 +152,7 @@ class Iteration:
                 failure = error
         if scaling is None and failure is None and not in_join:
             return False
-        word = Word.NOTHING if scaling is None else scaling.word
+        word = Status.NOTHING if scaling is None else scaling.status
         found_inf = None if scaling is None else scaling.found_inf
         words = exchange(core.group, word, found_inf=found_inf, failure=failure)
         if scaling is not None:
@@ -161,7 +160,7 @@ class Iteration:
                 core.mirror.relabel(core.snapshot.steps)
                 return True
             scaling.unscale(core.params)
-        lend_to(core.group, ranks_that(words, Word.JOINED), *self.joins.lendable(core.params))
+        lend_to(core.group, ranks_that(words, Status.JOINED), *self.joins.lendable(core.params))
         return False
 
     # ------------------------------------------------------------------ beside a step
@@ -176,8 +175,8 @@ class Iteration:
         with group.doing("GradScaler.unscale_()"):
             if self.joins.under_way:
                 self.joins.announce(steps=False)
-                words = exchange(group, Word.UNSCALES, found_inf=found_inf)
-                found_inf.fill_(bool(ranks_that(words, Word.INFINITE)))
+                words = exchange(group, Status.UNSCALES, found_inf=found_inf)
+                found_inf.fill_(bool(ranks_that(words, Status.INFINITE)))
             elif group.size > 1:
                 group.start_sum(found_inf)[1].wait()
 
@@ -197,8 +196,8 @@ class Iteration:
             if self.joins.under_way:
                 self.joins.announce(steps=False)
                 group = core.group.during("clip")
-                words = exchange(group, Word.CLIPS)
-                lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups, asked.to_send())
+                words = exchange(group, Status.CLIPS)
+                lend_to(group, ranks_that(words, Status.JOINED), params, pieces, groups, asked.to_send())
             return clip_together(core.group, params, pieces, asked, core.inputs.forms.files)
 
     def join_hook(self) -> JoinHook:
@@ -214,15 +213,15 @@ class Iteration:
                 self.overlap().finish("", joined=True)
                 return
             group, lendable = core.group, self.joins.lendable(core.params)
-            words = exchange(group, Word.JOINED)
-            while ranks_that(words, Word.CLIPS) or ranks_that(words, Word.UNSCALES):
-                if ranks_that(words, Word.CLIPS):
-                    asked = lend_to(group.during("clip"), ranks_that(words, Word.JOINED), *lendable)
+            words = exchange(group, Status.JOINED)
+            while ranks_that(words, Status.CLIPS) or ranks_that(words, Status.UNSCALES):
+                if ranks_that(words, Status.CLIPS):
+                    asked = lend_to(group.during("clip"), ranks_that(words, Status.JOINED), *lendable)
                     clip_together(group, *lendable[:2], ClipArguments.received(asked))
-                words = exchange(group, Word.JOINED)
+                words = exchange(group, Status.JOINED)
             if is_skipped_by_all(words):
                 return
-            lend_to(group, ranks_that(words, Word.JOINED), *lendable)
+            lend_to(group, ranks_that(words, Status.JOINED), *lendable)
             group.phase.traffic.count_step()
             self.calls.make("step()", partial(core.owned.step, core.groups, None))
         self.joins.end_step()

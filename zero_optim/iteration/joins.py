@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.core import Core
-from zero_optim.step.words import Word, exchange
+from zero_optim.step.join import Status, exchange
 
 
 class ShadowHook(JoinHook):
@@ -77,7 +77,7 @@ class Joins(Joinable):
     def refuse(self, failure: Exception) -> None:
         """Raise inside ``Join`` on every rank; joined ranks wait for a step. All active ranks call."""
         if self.under_way:
-            exchange(self._core.group, Word.NOTHING, failure=failure)
+            exchange(self._core.group, Status.NOTHING, failure=failure)
 
     def lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
         """Return the arguments with which `step.join` lends the gradients of some parameters."""

@@ -27,7 +27,6 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import (
     Plan,
@@ -36,6 +35,7 @@ from zero_optim.plan.plan import (
     describe_params,
     make_plan,
 )
+from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
 from zero_optim.shard.freed import is_freed
 from zero_optim.shard.gathers import Gathers

@@ -35,7 +35,7 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, record_use
 from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
-from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
+from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.freed import ShownWhenFreed
 from zero_optim.shard.places import Form
 from zero_optim.shard.uncopied import Uncopied

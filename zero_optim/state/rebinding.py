@@ -25,7 +25,7 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
-from zero_optim.probe.rows import CutRows
+from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import Bucket, ParamBucket
 from zero_optim.shard.unit_forms import UnitForms
@@ -92,8 +92,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
         lost = go_over(core, group, range(group.size), keep_state=keep_state, may_lose=may_lose)
         core.sharding.gather_all()
         core.mirror.drop()
-        if core.is_mirrored:
-            core.mirror.take_lanes(group)
+        core.take_mirror_lanes()
         if core.snapshot.age > 0:
             core.mirror_state()
     return lost
