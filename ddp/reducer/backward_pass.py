@@ -61,7 +61,7 @@ class PassTerms:
         return self.kind in ("some", "learning")
 
     def report(self, group: RankGroup, failure: str | None, used: Sequence[bool]) -> FailureReport:
-        """Have ranks tell each other what went wrong and what was used, after the last bucket; all call."""
+        """Report to the other ranks, after the last bucket; all call."""
         used = used if self.asks_for_use else ()
         return FailureReport(group, failure, used, in_last_bucket=self.failure_word_in_last_bucket)
 
@@ -95,7 +95,7 @@ class BackwardPass:
     # ------------------------------------------------------------------ phases
 
     def break_off(self) -> None:
-        """Take note that an exception has ended the pass; does nothing if that is known."""
+        """Note that an exception has ended the pass; does nothing if that is known."""
         if self.phase is not Phase.RUNNING:
             return
         self.phase = Phase.BROKEN_OFF
@@ -103,12 +103,12 @@ class BackwardPass:
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def end(self) -> None:
-        """Take note that no more gradients come; `launch_rest`, `report` and `give` follow, in this order."""
+        """Note that no more gradients come; `launch_rest`, `report` and `give` follow, in this order."""
         assert self.phase is not Phase.ENDING, f"{Phase.ENDING} cannot follow {self.phase}"
         self.phase = Phase.ENDING
 
     def give_back(self, *, drops: bool) -> None:
-        """Have buckets give back what they put aside for this pass; see `ReducerBucket.give_back`."""
+        """See `ReducerBucket.give_back`."""
         for bucket in self._assignment.buckets:
             bucket.give_back(drops=drops)
 
@@ -119,7 +119,7 @@ class BackwardPass:
         self._troubles.note(text, self._assignment.names[index])
 
     def arrived(self, index: int) -> None:
-        """Take note of a parameter's gradient; called by its hook, hence quick."""
+        """Note a parameter's gradient; called by its hook, hence quick."""
         calls = self.calls
         calls[index] += 1
         if calls[index] != self._expected[index]:
@@ -259,7 +259,7 @@ class BackwardPass:
         return bucket.has_gradient(slot)
 
     def report(self, group: RankGroup) -> FailureReport:
-        """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""
+        """Report what went wrong and what was used to the other ranks, after the last bucket; all call."""
         used: list[bool] = []
         if self.terms.asks_for_use:
             used = [
@@ -279,10 +279,7 @@ class BackwardPass:
             raise
 
     def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
-        """Wait for every bucket in order, and make the reduced gradients the parameters' own.
-
-        The gradient of a parameter that no rank used is left as it was.
-        """
+        """Wait for every bucket, and make reduced gradients the parameters' own, but for unused ones."""
         for bucket, reduced in self.reductions.results(report_to_come):
             bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
@@ -303,5 +300,5 @@ class PassWithGraph(BackwardPass):
 
     @torch.no_grad()
     def arrived(self, index: int) -> None:
-        """Take note of a parameter's gradient."""
+        """See `BackwardPass.arrived`."""
         super().arrived(index)
