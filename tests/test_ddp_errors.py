@@ -215,14 +215,16 @@ def check_exception(where: int, ranks: list[int], options: dict[str, Any], defer
 
 @on_ranks(2)
 def test_an_exception_in_a_backward_pass_reaches_every_rank_and_training_goes_on() -> None:
-    for where, ranks in ((8, [0]), (0, [1]), (4, [0, 1])):
-        for options in (
-            {},
-            {"gradient_as_bucket_view": True},
-            {"find_unused_parameters": True},
-            {"static_graph": True},
-        ):
-            check_exception(where, ranks, options, deferred=False)
+    for where, ranks, options in (
+        (8, [0], {}),
+        (0, [1], {"gradient_as_bucket_view": True}),
+        (4, [0, 1], {"gradient_as_bucket_view": True}),
+        (0, [0], {"find_unused_parameters": True}),
+        (4, [0, 1], {"find_unused_parameters": True}),
+        (8, [1], {"static_graph": True}),
+        (4, [0, 1], {"static_graph": True}),
+    ):
+        check_exception(where, ranks, options, deferred=False)
     check_exception(4, [1], {}, deferred=True)
 
 

@@ -71,20 +71,6 @@ def test_names_are_numbers_where_none_are_given() -> None:
     kept.close()
 
 
-@on_ranks(4)
-def test_a_sub_group_averages_on_its_own() -> None:
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
-    members = [0, 3] if rank in (0, 3) else [1, 2]
-    net, clean = mlp(), mlp()
-    reducer = Reducer(net.named_parameters(), groups[0 if rank in (0, 3) else 1])
-    for number in range(3):
-        net.zero_grad()
-        mlp_loss(net, number).backward()
-        assert_averaged(net, clean, lambda net, index, n=number: mlp_loss(net, n, members[index]), number)  # type: ignore[misc]
-    reducer.close()
-
-
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
