@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_optim.checkpoint.content import EXTRA, RANDOM, Place, model_parts
-from zero_optim.checkpoint.fitting import Needs, RankInput, Read, check_fit, read_own
+from zero_optim.checkpoint.fitting import RankInput, Read, check_fit, read_own
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
 from zero_optim.checkpoint.objects import (
@@ -203,8 +203,7 @@ def _load_from(
     """
     group, optimizer = members.group, objects.optimizer
     with failing_together(members.everyone), blamed_on(reader.folder):
-        needs = Needs.of(reader.manifest.values, objects, members, random=random, only=only)
-        part = read_own(reader, objects, needs, group.rank)
+        part = read_own(reader, objects, members, random=random, only=only)
         kept = optimizer.owned_state() if only is not None and optimizer is not None else {}
     with failing_together(members.everyone):
         undo = undo_of(objects)

@@ -14,12 +14,11 @@ GO_BACK = "Go back to a checkpoint, with zero_optim.checkpoint.rebind() on all r
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a rank of a former group tells of its copies when it comes to a new one.
+    """What a rank of a former group says of its copies when it comes to a new one.
 
     Attributes:
         token: of the former group, the same on all its ranks.
-        rank: in that group.
-        size: of that group.
+        rank, size: in that group.
         own: [number, steps, age] of each version of which it has its own copy.
         others: the numbers of those of which it has the copy of the rank before.
         pieces: [parameter, owner, start, stop] of all pieces in the former group.
@@ -35,14 +34,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """The version to go back to, the same on every rank.
+    """The version to go back to, the same on every rank: its number, age, and steps taken until then.
 
-    Attributes:
-        number: of the version.
-        steps: how many steps had been taken.
-        age: of the state.
-        hosts: for each rank of the former group, the rank of the new one that has its copy.
-        first: a rank of the new group that was in the former one.
+    ``hosts`` is for each rank of the former group the rank of the new one that has its copy, ``first`` a rank
+    of the new group that was in the former one.
     """
 
     number: int
@@ -55,12 +50,8 @@ class Common:
 def common_version(told: Sequence[Kept | None]) -> Common:
     """Find the newest version that the ranks of a new group have whole; the same on every rank.
 
-    Args:
-        told: by rank; None of a rank that keeps nothing, which must be new.
-
-    Raises:
-        RankMismatchError: they kept versions of different runs.
-        LostStateError: there is none; says which ranks are lost.
+    ``told`` is by rank, None of one that is new. Raises RankMismatchError for versions of different runs,
+    LostStateError if there is none, naming the ranks that are lost.
     """
     here = {each.rank: rank for rank, each in enumerate(told) if each is not None}
     known = [each for each in told if each is not None]
