@@ -84,9 +84,8 @@ def disturb(model: nn.Module) -> None:
         tensor.data.fill_(7)
 
 
-def save_at_three(path: Path, kind: str, options: dict[str, Any]) -> list[Tensor]:
-    """Train, saving in between; gives the bits at the end."""
-    run = Run(kind, **options)
+def save_at_three(path: Path, kind: str) -> list[Tensor]:
+    run = Run(kind)
     run.train(3)
     run.save(path)
     run.train(6)
@@ -105,32 +104,24 @@ def resume(path: Path, kind: str, options: dict[str, Any]) -> list[Tensor]:
     return run.bits()
 
 
-def check_resharded(
+RESHARDED: dict[str, tuple[int, int, str, dict[str, Any]]] = {
+    "1 to 3": (1, 3, "AdamW", {}),
+    "2 to 2": (2, 2, "NAdam", {"parameters_as_bucket_view": False}),
+    "3 to 2": (3, 2, "Adafactor", {"cost": "matmul", "bucket_cap_mb": 1e-4}),
+    "4 to 1": (4, 1, "momentum", {}),
+    "2 to 4": (2, 4, "momentum", {"cost": "matmul", "bucket_cap_mb": 1e-4}),
+    "4 to 3": (4, 3, "AdamW", {"parameters_as_bucket_view": False}),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "kind", "then"), RESHARDED.values(), ids=RESHARDED)
+def test_a_run_saved_on_some_ranks_goes_on_bit_for_bit_on_others(
     pool: Pool, tmp_path: Path, first: int, second: int, kind: str, then: dict[str, Any]
 ) -> None:
-    expected, *others = pool.run(first, save_at_three, tmp_path / "one", kind, {})
+    """Partition and buckets may be others too."""
+    expected, *others = pool.run(first, save_at_three, tmp_path / "one", kind)
     for other in [*others, *pool.run(second, resume, tmp_path / "one", kind, then)]:
         assert_same_bits(other, expected)
-
-
-@pytest.mark.parametrize("first", [1, 2, 3, 4])
-@pytest.mark.parametrize("second", [1, 2, 3, 4])
-def test_a_run_saved_on_some_ranks_goes_on_bit_for_bit_on_others(
-    pool: Pool, tmp_path: Path, first: int, second: int
-) -> None:
-    check_resharded(pool, tmp_path, first, second, "AdamW", {})
-
-
-@pytest.mark.parametrize("kind", sorted(CLASSES))
-@pytest.mark.parametrize(
-    "then",
-    [{"cost": "matmul", "bucket_cap_mb": 1e-4}, {"parameters_as_bucket_view": False}],
-    ids=["other", "packed"],
-)
-def test_partition_and_buckets_may_be_others_when_it_is_loaded(
-    pool: Pool, tmp_path: Path, kind: str, then: dict[str, Any]
-) -> None:
-    check_resharded(pool, tmp_path, 3, 2, kind, then)
 
 
 def masters_and_averages(path: Path, load: bool) -> list[Tensor]:
@@ -359,7 +350,6 @@ def test_a_rank_reads_its_own_shard_and_little_more(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_state_that_was_not_asked_for_on_one_rank_is_refused_on_all() -> None:
-    """What `OptimizerState` was given on rank 1 is no dict that a planner of ours asked for."""
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     state = checkpoint.OptimizerState(sharded)

@@ -31,8 +31,6 @@ from zero_optim import (
 from zero_optim.checkpoint import data, manifest, saving
 
 MOMENTS = range(1, 25)  # file operations of a rank at which it is killed, in each of two ways
-SOME_MOMENTS = MOMENTS[::6]
-OTHER_MOMENTS = tuple(moment for moment in MOMENTS if moment not in SOME_MOMENTS)
 
 
 def training(seed: int = 0) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -78,7 +76,9 @@ def die_at(moment: int) -> None:
 
 
 def save_until_killed(folder: Path, rank: int, victim: int, moment: int) -> None:
-    """Train on two ranks and save after each step; the victim dies on the way."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
     model, optimizer = training()
@@ -108,14 +108,18 @@ def load_all(folders: list[Path]) -> list[tuple[int, bool]]:
     return found
 
 
+ALL = [pytest.mark.slow, pytest.mark.exhaustive]
+
+
 @pytest.mark.parametrize(
-    "moments",
+    ("everyone", "moments"),
     [
-        pytest.param(SOME_MOMENTS, id="some moments"),
-        pytest.param(OTHER_MOMENTS, id="all others", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(False, (1, 12, 20), id="one rank, some moments"),
+        pytest.param(True, (7, 16), id="all ranks, some moments"),
+        pytest.param(False, MOMENTS, id="one rank, all moments", marks=ALL),
+        pytest.param(True, MOMENTS, id="all ranks, all moments", marks=ALL),
     ],
 )
-@pytest.mark.parametrize("everyone", [False, True], ids=["one rank", "all ranks"])
 def test_killed_at_any_moment_of_a_save_the_newest_whole_checkpoint_loads(
     ranks1: Ranks, tmp_path: Path, everyone: bool, moments: Sequence[int]
 ) -> None:
@@ -127,7 +131,7 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_checkpoint_loads(
             folder.mkdir()
             folders.append(folder)
             arguments = [(folder, rank, victim, 4 * moment - 2 * victim) for rank in (0, 1)]
-            processes = [context.Process(target=_quietly, args=each) for each in arguments]
+            processes = [context.Process(target=save_until_killed, args=each) for each in arguments]
             for process in processes:
                 process.start()
             processes[victim].join(300)
@@ -141,13 +145,6 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_checkpoint_loads(
     found = ranks1.run(load_all, folders, timeout=300)[0]
     assert all(right for _, right in found)
     assert len({step for step, _ in found}) > 1  # the moments cover more than one save
-
-
-def _quietly(*args: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    torch.set_num_threads(1)
-    save_until_killed(*args)
 
 
 # ---------------------------------------------------------------------- disks

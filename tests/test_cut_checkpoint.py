@@ -44,25 +44,26 @@ class Net(nn.Module):
         return mixed
 
 
+def over(model: nn.Module, *, cut: bool, **options: Any) -> ZeroRedundancyOptimizer:
+    if not cut:
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, cuts=False, **options)
+    with cutting():
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, **options
+        )
+    assert dist.get_world_size() == 1 or any(len(pieces) > 1 for pieces in optimizer.pieces().values())
+    return optimizer
+
+
 def training(
     *, cut: bool, seed: int = 0, lr: float = 0.01, **options: Any
 ) -> tuple[Net, ZeroRedundancyOptimizer]:
     torch.manual_seed(seed)
     model = Net()
-    if not cut:
-        return model, ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, cuts=False, lr=lr, **options
-        )
-    with cutting():
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=lr, **options
-        )
-    assert dist.get_world_size() == 1 or any(len(pieces) > 1 for pieces in optimizer.pieces().values())
-    return model, optimizer
+    return model, over(model, cut=cut, lr=lr, **options)
 
 
 def train(model: Net, optimizer: ZeroRedundancyOptimizer, steps: range) -> None:
-    """Steps with the same inputs on every rank, so that gradients need no reduction."""
     for step in steps:
         tokens = torch.randint(64, (4, 5), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -111,15 +112,15 @@ def test_a_checkpoint_is_loaded_with_other_cuts_and_ranks(
     runs = {cut: ranks2.run(save_run, tmp_path / f"cut-{cut}", cut, kind)[0] for cut in (True, False)}
     assert_same(runs[True][0], runs[False][0])
     assert_same(runs[True][1], runs[False][1])
-    for ranks in (ranks2, ranks4, ranks1):
-        for saved_cut, cut in ((True, True), (True, False), (False, True)):
-            ranks.run(load_run, tmp_path / f"cut-{saved_cut}", cut, kind, *runs[saved_cut])
+    for ranks, saved_cut, cut in ((ranks2, True, False), (ranks4, True, True), (ranks1, False, True)):
+        ranks.run(load_run, tmp_path / f"cut-{saved_cut}", cut, kind, *runs[saved_cut])
 
 
-def test_a_checkpoint_before_the_first_step_has_no_state_and_is_loaded(ranks2: Ranks, tmp_path: Path) -> None:
-    saved, later = ranks2.run(save_run, tmp_path / "new", True, "plain", 0)[0]
-    ranks2.run(load_run, tmp_path / "new", False, "plain", saved, later, 0)
-    ranks2.run(load_run, tmp_path / "new", True, "plain", saved, later, 0)
+@on_ranks(2)
+def test_a_checkpoint_before_the_first_step_has_no_state_and_is_loaded(tmp_path: Path) -> None:
+    saved, later = save_run(tmp_path / "new", True, "plain", 0)
+    for cut in (False, True):
+        load_run(tmp_path / "new", cut, "plain", saved, later, 0)
 
 
 def test_each_owner_writes_its_rows_of_a_parameter_and_its_state(ranks2: Ranks, tmp_path: Path) -> None:
@@ -167,13 +168,7 @@ def test_a_save_in_the_background_has_the_rows_of_its_moment(tmp_path: Path) -> 
 
 
 def masters_over(model: nn.Module, cut: bool) -> ZeroRedundancyOptimizer:
-    options: dict[str, Any] = {"lr": 0.01, "master_dtype": torch.float32, "ema_decay": 0.5}
-    if not cut:
-        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, cuts=False, **options)
-    with cutting():
-        return ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, **options
-        )
+    return over(model, cut=cut, lr=0.01, master_dtype=torch.float32, ema_decay=0.5)
 
 
 def step_once(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -244,8 +239,7 @@ def test_a_view_of_a_cut_parameter_is_written_whole_and_read_by_every_owner(tmp_
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = Flattened()
-        with cutting():
-            made.append((model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)))
+        made.append((model, over(model, cut=True)))
         assert len(made[-1][1].pieces()[model.weight]) == 2
     (model, optimizer), (other, fresh) = made
     checkpoint.save(path, model=model, optimizer=optimizer)
@@ -286,7 +280,7 @@ def save_in_blocks(path: Path, cut: bool) -> tuple[Whole, Whole]:
 
 
 def load_counted(path: Path, cut: bool, saved: Whole) -> tuple[int, int]:
-    """Load, and return the bytes that were read, and those of what this rank owns."""
+    """Returns the bytes that were read, and those of what this rank owns."""
     model, optimizer = training(cut=cut, seed=1)
     read = 0
 
@@ -312,9 +306,8 @@ def test_a_rank_reads_the_blocks_that_have_its_rows(
     saved, _ = ranks2.run(save_in_blocks, tmp_path / "one", saved_cut)[0]
     entry = manifest.read(tmp_path / "one").entries["optimizer/state/embed.weight/exp_avg"]
     assert [chunk.nbytes for chunk in entry.chunks] == [BLOCK_NBYTES] * 8
-    for ranks in (ranks2, ranks4):
-        for read, own in ranks.run(load_counted, tmp_path / "one", True, saved):
-            assert read < own + 4096  # the buffers, blocks of the convolution
+    for read, own in ranks4.run(load_counted, tmp_path / "one", True, saved):
+        assert read < own + 4096  # the buffers, blocks of the convolution
 
 
 def test_blocks_of_one_file_are_mapped_together(ranks2: Ranks, tmp_path: Path) -> None:
@@ -358,12 +351,11 @@ def dcp_load_run(path: Path, cut: bool, saved: Whole) -> None:
 def test_dcp_saves_the_rows_of_each_owner_and_loads_other_ones(
     ranks2: Ranks, ranks4: Ranks, tmp_path: Path
 ) -> None:
-    for cut in (True, False):
-        saved = ranks2.run(dcp_save_run, tmp_path / f"cut-{cut}", cut)[0]
-        ranks2.run(dcp_load_run, tmp_path / f"cut-{cut}", True, saved)
-        ranks2.run(dcp_load_run, tmp_path / f"cut-{cut}", False, saved)
-        ranks4.run(dcp_load_run, tmp_path / f"cut-{cut}", True, saved)
-    entry = manifest.read(tmp_path / "cut-True").entries["optimizer.state.embed.weight.exp_avg"]
+    for saved_cut, ranks, cut in ((True, ranks2, False), (False, ranks4, True), (True, ranks4, True)):
+        path = tmp_path / f"{saved_cut} {ranks.size} {cut}"
+        saved = ranks2.run(dcp_save_run, path, saved_cut)[0]
+        ranks.run(dcp_load_run, path, cut, saved)
+    entry = manifest.read(path).entries["optimizer.state.embed.weight.exp_avg"]
     assert [chunk.offsets for chunk in entry.chunks] == [(0, 0), (32, 0)]
 
 
@@ -438,15 +430,11 @@ def test_an_embedding_that_is_cut_by_itself_travels_everywhere(tmp_path: Path) -
 @on_ranks(2)
 @pytest.mark.parametrize("version", range(1, manifest.VERSION + 1))
 def test_rows_are_read_from_checkpoints_of_every_version(version: int) -> None:
-    """What an older version wrote has one chunk for each tensor: rows are read out of it."""
     path = Path(__file__).parent / "data" / f"checkpoint-{version}"
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "ALIGNMENT", 4)
-        with cutting():
-            optimizer = ZeroRedundancyOptimizer(
-                model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.5, ema_decay=0.5
-            )
+        optimizer = over(model, cut=True, lr=0.5, ema_decay=0.5)
     assert len(optimizer.pieces()[model[0].weight]) == 2
     assert checkpoint.load(path, model=model, optimizer=optimizer) == {"step": 7, "at": (1, 2.5)}
     for number, param in enumerate(model.parameters()):

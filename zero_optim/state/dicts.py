@@ -71,11 +71,7 @@ def load(
 ) -> None:
     """Load a whole state dict that every rank has, or ``src`` alone; all ranks call.
 
-    Args:
-        core: of the optimizer.
-        state_dict: as `ZeroRedundancyOptimizer.load_state_dict` takes it; left as it is.
-        src: likewise.
-        run_hooks: gives the dict to load, which hooks may have changed.
+    The dict is left as it is. ``run_hooks`` returns the one to load, which hooks may have changed.
     """
     group = core.group
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")

@@ -7,10 +7,10 @@ Note [Who holds the state]
     two runs.
 
 Note [Going back to a mirror]
-    If the ranks do not hold one whole state, but keep mirrors, they go back to the newest version of these
-    that is whole among them, see Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks
-    of the former group, by their numbers there. The host of a lost one is its buddy. All that a rank gives
-    comes from its copies, also for itself, and so do options.
+    If the ranks do not hold one whole state, but keep mirrors, they go back to the newest version that is
+    whole among them: Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks of the
+    former group, by their numbers there. The host of a lost one is its buddy. State and options come from
+    copies only, on every rank.
 """
 
 import json
@@ -41,7 +41,7 @@ class Holding:
         has_everywhere: its state has global entries.
         pieces: rows held, as (index of the parameter, start, stop).
         steps: how many steps were taken.
-        kept: what it keeps of mirrors; None if nothing.
+        kept: of mirrors.
     """
 
     age: int
@@ -55,15 +55,13 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """What the ranks of a new group hold together.
+    """What the ranks of a new group hold together: state of some age, after so many steps.
 
     Attributes:
-        first: a rank that gives what is the same for all.
-        age: of the state.
-        steps: how many were taken.
+        first: a rank that has what is the same for all.
         pieces: which holder has which rows of each parameter; none if any of its rows is lost.
         hosts: the rank of each holder.
-        held: what the holders have whose host this rank is.
+        held: by holder, what this rank hosts.
         tells: the first rank tells the others the options, and global entries.
         options: of this rank's version of the mirrors, if they go back to one; None for those of the groups.
     """

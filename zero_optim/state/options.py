@@ -80,12 +80,8 @@ class ShardingOptions:
 class PlanInputs:
     """What plans are made from, beside parameters and ranks.
 
-    Attributes:
-        options: of the constructor.
-        costs: of each parameter.
-        kept_whole: parameters that the user does not want to be cut.
-        units: parameters of a fully sharded model, each with the number of its unit.
-        forms: how these are kept.
+    ``kept_whole`` are parameters that the user does not want to be cut. ``units`` has the number of the unit
+    for each parameter of a fully sharded model, ``forms`` how these are kept.
     """
 
     options: ShardingOptions

@@ -101,16 +101,9 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
 def shard_parameters(core: Core, units: Mapping[Tensor, int], forms: UnitForms) -> list[UnitBucket]:
     """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
 
-    Every parameter has its value on every rank when this is called. Memory is released bucket by bucket of
-    before: beside the rows that are kept there is no copy. If it raises, on every rank, nothing has changed.
-
-    Args:
-        core: of the optimizer.
-        units: the parameters concerned, each with the number of its unit; equal on every rank.
-        forms: how they are kept; in the same way on all ranks.
-
-    Returns:
-        The buckets of the units; they are freed.
+    ``units`` has the number of each parameter's unit. Every parameter has its value on every rank before.
+    Memory is released bucket by bucket, so there is no second copy. If it raises, on every rank, nothing has
+    changed. Returns the buckets of the units, freed.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
@@ -141,17 +134,10 @@ def shard_parameters(core: Core, units: Mapping[Tensor, int], forms: UnitForms) 
 def go_over(
     core: Core, group: RankGroup, owners: Sequence[int], *, keep_state: bool, may_lose: bool = False
 ) -> list[Tensor]:
-    """Plan anew for some ranks of a group, and bring them the state; all ranks of the group call.
+    """Plan anew for the ``owners`` among a group's ranks, ascending, and move the state to them; all call.
 
-    Args:
-        core: of the optimizer.
-        group: a new one, or the one before.
-        owners: the ranks that are to own the state, in ascending order.
-        keep_state: False begins with new state, and with the parameters as they are.
-        may_lose: go on where nobody holds some state.
-
-    Returns:
-        The parameters whose state is lost.
+    Without ``keep_state`` the state is new and the parameters stay. With ``may_lose`` it goes on where nobody
+    holds some state. Returns the parameters whose state is lost.
     """
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
     with failing_together(group):
