@@ -114,10 +114,9 @@ def complete(
     *,
     alone: bool = False,
 ) -> None:
-    """Write the manifest of what the ranks have written, and remove what it replaces; on one rank.
+    """Write the manifest, and remove what it replaces; on one rank, which holds the folder's lock.
 
-    The caller holds the folder's lock. If ``alone``, nobody else can write to the folder, so unfinished files
-    in it are those of a killed save, and are removed.
+    If ``alone``, nobody else can write to the folder, so unfinished files are those of a killed save.
     """
     for name, file in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:

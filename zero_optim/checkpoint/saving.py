@@ -167,7 +167,7 @@ class PendingSave:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The process group for saves in the background, apart from the one that trains, and the last save."""
+    """The process group for saves in the background, and the last save."""
 
     lease: Lease
     last: PendingSave | None = None
@@ -197,7 +197,7 @@ def _agreed(
     process_group: dist.ProcessGroup | None,
     timeout: float | None,
 ) -> Iterator["_Save"]:
-    """List what this rank will write, once all ranks agree on it. The arguments are those of `save`."""
+    """List what this rank will write, once all ranks agree; the arguments are those of `save`."""
     model, optimizer, *_ = kept
     members = Members.of(model, optimizer, process_group, timeout)
     with members.doing(f"checkpoint.{call}"):
