@@ -235,7 +235,7 @@ def _cuda(device: torch.device | None) -> torch.device:
 
 
 def undo_of(objects: Objects) -> Callable[[], None]:
-    """Copy what a load will change; the result restores it. Tensors of the model are checked before instead."""
+    """Copy what a load will change; the result restores it. The model's tensors are checked instead."""
     steps: list[Callable[[], None]] = []
     if objects.optimizer is not None:
         objects.optimizer.wait_for_gathers()  # and for steps of a backward pass that broke off
