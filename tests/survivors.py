@@ -2,22 +2,41 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_pairs import SMALL_MB, mlp_loss
 from forked import fork_context
-from training import assert_same_bits, assert_same_state
+from training import assert_same_bits, assert_same_state, make_params
 from waiting import LIMIT
 from worlds import enter
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
+
+SHAPES = ((64, 16), (7,), (32, 8), (), (0, 3), (96,))
+
+
+def adamw(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, **options)
+
+
+def several(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
+    """Several classes, one of them with options of its own; masters and averages."""
+    narrow = {"params": params[:2]}
+    other = {"params": params[2:], "optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    options = {"master_dtype": torch.float32, "ema_decay": 0.9, **options}
+    return ZeroRedundancyOptimizer([narrow, other], torch.optim.AdamW, lr=0.01, **options)
+
+
+def fresh(make: Callable[..., ZeroRedundancyOptimizer], **options: Any) -> ZeroRedundancyOptimizer:
+    return make(make_params(SHAPES, torch.bfloat16 if make is several else torch.float32), **options)
+
 
 KINDS = ("plain", "overlap", "owners", "sharded", "lazy")
 
