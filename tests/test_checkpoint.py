@@ -1,6 +1,7 @@
 """Sharded checkpoints: what is saved loads, on any number of ranks, and training goes on bit for bit."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ class Run:
     def bits(self) -> list[Tensor]:
         state = self.model.state_dict()
         return [v.clone() if isinstance(v, Tensor) else torch.tensor(v) for v in state.values()]
+
+
+def flip(path: Path, place: int = -1) -> None:
+    """Turn one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def once(work: Callable[[], object]) -> None:
+    """Do something on rank 0 while no other rank does anything."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
 
 
 def disturb(model: nn.Module) -> None:

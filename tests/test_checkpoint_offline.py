@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pool import Pool, Ranks, on_ranks
-from test_checkpoint import Run, disturb
+from test_checkpoint import Run, disturb, flip
 from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
@@ -237,9 +237,7 @@ def test_inspect_tells_what_is_in_it_by_whom_and_whether_it_is_whole(
     assert "complete    yes" in shown
     assert "by 2 ranks, zero_optim" in shown
     data = next((tmp_path / "one").glob("data-*-1.safetensors"))
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    flip(data)
     assert cli.main(["inspect", str(tmp_path / "one")]) == 1
     assert "complete    no: " in capsys.readouterr().out
     (tmp_path / "one" / "manifest.json").unlink()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import cuts
 from cuts import ONE_A_BUCKET, cutting
 from pool import Ranks, on_ranks
+from test_checkpoint import flip, once
 from training import assert_same_state, params_of
 from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint import data, manifest, offline, reader
@@ -255,12 +256,8 @@ def test_damage_in_one_piece_is_found_and_nothing_is_changed(tmp_path: Path) -> 
     train(model, optimizer, range(2))
     before = all_of(model, optimizer)
     checkpoint.save(path, model=model, optimizer=optimizer)
-    if dist.get_rank() == 0:
-        chunk = manifest.read(path).entries["optimizer/state/embed.weight/exp_avg"].chunks[1]
-        content = bytearray((path / chunk.file).read_bytes())
-        content[chunk.start] ^= 1
-        (path / chunk.file).write_bytes(content)
-    dist.barrier()
+    chunk = manifest.read(path).entries["optimizer/state/embed.weight/exp_avg"].chunks[1]
+    once(lambda: flip(path / chunk.file, chunk.start))
     other, fresh = training(cut=True, seed=1)
     untouched = all_of(other, fresh)
     with pytest.raises(CheckpointError, match=r"embed.weight/exp_avg in .*: its checksum is wrong"):
@@ -318,9 +315,7 @@ def test_blocks_of_one_file_are_mapped_together(ranks2: Ranks, tmp_path: Path) -
     entry = opened.manifest.entries["model/embed.weight"]
     assert len(entry.chunks) == 8
     assert embedding.untyped_storage().nbytes() == entry.nbytes
-    content = bytearray((tmp_path / "one" / entry.chunks[5].file).read_bytes())
-    content[entry.chunks[5].start] ^= 1
-    (tmp_path / "one" / entry.chunks[5].file).write_bytes(content)
+    flip(tmp_path / "one" / entry.chunks[5].file, entry.chunks[5].start)
     with pytest.raises(CheckpointError, match=r"embed\.weight"):
         reader.CheckpointReader(tmp_path / "one").map_tensor("model/embed.weight")
 
