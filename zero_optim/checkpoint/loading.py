@@ -102,18 +102,8 @@ def rebind(
     new group, and of `load`. If the ranks still hold what was saved, since there was no step after the save,
     they keep it, and only what is lost is read. Otherwise everything is.
 
-    Args:
-        path: a checkpoint's folder; `latest` finds the newest.
-        model: to load into; its wrapper is bound afterwards.
-        optimizer: to bind, and to load into; detached.
-        scheduler: to load into.
-        scaler: to load into.
-        random: as in `load`.
-        process_group: the new ranks; None for the default group.
-        timeout: as in `load`.
-
-    Returns:
-        What was saved as ``extra``.
+    Arguments are those of `load`, with model and detached optimizer; the model's wrapper is bound afterwards.
+    ``process_group`` has the new ranks, None stands for the default group. Returns what was saved as ``extra``.
 
     Raises:
         Exception: on every rank, what `ZeroRedundancyOptimizer.rebind` and `load` raise. The optimizer is

@@ -168,10 +168,8 @@ class Core:
         """Return the state of what this rank owns, by parameter, and global entries."""
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         others = set(self.params).difference(self.own_params())
-        found = {key: value for key, value in self.state.items() if key not in others}
-        return {
-            key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in found.items()
-        }
+        own = {key: value for key, value in self.state.items() if key not in others}
+        return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 
     def held(self) -> Held:
         """Give what this rank holds, by index of the parameter: state, and the rows themselves."""

@@ -99,9 +99,9 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
     ]
     goes_back = any(holding.kept for holding in holdings) and _loses_state(holdings)
     try:
-        found = _live(core, group, holdings, own)
-        if found is None or all(found.pieces) or not goes_back:
-            return found
+        live = _live(core, group, holdings, own)
+        if live is None or all(live.pieces) or not goes_back:
+            return live
     except (LostStateError, RankMismatchError):  # the same on every rank
         if not goes_back:
             raise
@@ -161,7 +161,7 @@ def _holders_of_one_state(holdings: Sequence[Holding]) -> list[int]:
 
 def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]) -> list[Pieces]:
     """Tell for each parameter which rank holds which rows; none if any row is lost."""
-    names, found = param_names(core.groups), []
+    names, every = param_names(core.groups), []
     held: list[list[Piece]] = [[] for _ in names]
     for rank in holders:
         for index, start, stop in holdings[rank].pieces:
@@ -175,8 +175,8 @@ def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]
                     "ranks of one former group, and new ones, whose optimizer was neither stepped nor loaded"
                 )
         is_lost = sum(piece.stop - piece.start for piece in pieces) < num_rows(param.shape)
-        found.append(() if is_lost else tuple(pieces))
-    return found
+        every.append(() if is_lost else tuple(pieces))
+    return every
 
 
 def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Holders:

@@ -17,6 +17,7 @@ from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.unit_forms import UnitForms
+from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.spec import OptimizerSpec
 
 KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
@@ -138,12 +139,14 @@ class GroupOptions:
         may_cut: whether parameters may be cut, as the user wants it.
         specs: of groups with a class of their own.
         is_tried: whether classes are tried; an untried one bears no cuts.
+        is_mirrored: whether the state will be mirrored.
     """
 
     costs: list[Cost]
     may_cut: list[bool]
     specs: list[OptimizerSpec | None]
     is_tried: bool
+    is_mirrored: bool
 
     @classmethod
     def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
@@ -153,11 +156,20 @@ class GroupOptions:
         for cuts in may_cut:
             check_flags(cuts=cuts)
         specs = [OptimizerSpec.taken_from(group) for group in groups]
-        return cls(costs, may_cut, specs, not options.assume_separable)
+        return cls(costs, may_cut, specs, not options.assume_separable, options.mirror)
 
     def describe(self) -> list[str]:
         """Describe them, so that ranks can compare them."""
         return [*(f"optimizer {s.describe()}" for s in self.specs if s), f"cuts of groups {self.may_cut}"]
+
+    def local_over(
+        self, default: OptimizerSpec, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]
+    ) -> LocalOptimizer:
+        """Build the classes of the groups over the leaves of this rank's parameters."""
+        local = LocalOptimizer(default, groups, self.specs, leaf_of, not self.is_tried)
+        if self.is_mirrored:
+            local.check_dicts()
+        return local
 
     def why_whole(
         self,

@@ -75,7 +75,7 @@ def common_version(told: Sequence[Kept | None]) -> Common:
         numbers &= set(by_former[buddies[rank]].others)
     if not numbers:
         raise LostStateError(f"the ranks that are left have no version of the mirrors in common. {GO_BACK}")
-    found = [each for rank in known for each in rank.own if each[0] == max(numbers)]
+    versions = [each for rank in known for each in rank.own if each[0] == max(numbers)]
     hosts = [here[rank] if rank in here else here[buddies[rank]] for rank in range(size)]
-    _, steps, _ = min(found, key=lambda each: each[1])
-    return Common(max(numbers), steps, max(age for *_, age in found), hosts, min(here.values()))
+    _, steps, _ = min(versions, key=lambda each: each[1])
+    return Common(max(numbers), steps, max(age for *_, age in versions), hosts, min(here.values()))
