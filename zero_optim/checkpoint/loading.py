@@ -103,7 +103,7 @@ def rebind(
     they keep it, and only what is lost is read. Otherwise everything is.
 
     Arguments are those of `load`, with model and detached optimizer; the model's wrapper is bound afterwards.
-    ``process_group`` has the new ranks, None stands for the default group. Returns what was saved as ``extra``.
+    ``process_group`` has the new ranks, None for the default group. Returns what was saved as ``extra``.
 
     Raises:
         Exception: on every rank, what `ZeroRedundancyOptimizer.rebind` and `load` raise. The optimizer is
