@@ -138,15 +138,13 @@ class GroupOptions:
         costs: of parameters.
         may_cut: whether parameters may be cut, as the user wants it.
         specs: of groups with a class of their own.
-        is_tried: whether classes are tried; an untried one bears no cuts.
-        is_mirrored: whether the state will be mirrored.
+        options: of the optimizer. A class that is not tried bears no cuts.
     """
 
     costs: list[Cost]
     may_cut: list[bool]
     specs: list[OptimizerSpec | None]
-    is_tried: bool
-    is_mirrored: bool
+    options: ShardingOptions
 
     @classmethod
     def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
@@ -156,7 +154,7 @@ class GroupOptions:
         for cuts in may_cut:
             check_flags(cuts=cuts)
         specs = [OptimizerSpec.taken_from(group) for group in groups]
-        return cls(costs, may_cut, specs, not options.assume_separable, options.mirror)
+        return cls(costs, may_cut, specs, options)
 
     def describe(self) -> list[str]:
         """Describe them, so that ranks can compare them."""
@@ -166,8 +164,8 @@ class GroupOptions:
         self, default: OptimizerSpec, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]
     ) -> LocalOptimizer:
         """Build the classes of the groups over the leaves of this rank's parameters."""
-        local = LocalOptimizer(default, groups, self.specs, leaf_of, not self.is_tried)
-        if self.is_mirrored:
+        local = LocalOptimizer(default, groups, self.specs, leaf_of, self.options.assume_separable)
+        if self.options.mirror:
             local.check_dicts()
         return local
 
@@ -188,6 +186,7 @@ class GroupOptions:
         for group, spec, may in zip(groups, self.specs, self.may_cut, strict=True):
             together = shared if spec is None else [options_of(group)]
             cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
-            asked = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=self.is_tried)
+            is_tried = not self.options.assume_separable
+            asked = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=is_tried)
             why += asked if may else [KEPT_WHOLE] * len(cuts)
         return why
