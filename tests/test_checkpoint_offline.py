@@ -19,17 +19,20 @@ from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
 
 
-def saved(path: Path) -> dict[str, Any]:
+def saved(path: Path, cut: bool = False) -> dict[str, Any]:
     """Save a run, and give what is in it: weights and the consolidated state."""
-    run = Run()
+    run = Run(cut=cut)
     run.train(3)
     run.save(path)
     run.optimizer.consolidate_state_dict(to=None)
     return {"weights": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
 
 
-def test_a_checkpoint_becomes_a_file_of_torch_optim_and_of_weights(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks.run(saved, tmp_path / "one")[0]
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_checkpoint_becomes_a_file_of_torch_optim_and_of_weights(
+    ranks2: Ranks, tmp_path: Path, cut: bool
+) -> None:
+    expected = ranks2.run(saved, tmp_path / "one", cut)[0]
     assert cli.main(["consolidate", str(tmp_path / "one"), str(tmp_path / "optimizer.pt")]) == 0
     state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     names = state["param_groups"][0].pop("param_names")
@@ -72,12 +75,13 @@ def straight() -> list[torch.Tensor]:
 def test_a_resharded_checkpoint_has_a_file_for_each_rank_and_goes_on_bit_for_bit(
     pool: Pool, tmp_path: Path
 ) -> None:
-    pool.run(2, saved, tmp_path / "two")
+    pool.run(2, saved, tmp_path / "two", True)
     expected = pool.run(1, straight)[0]
     for world_size in (1, 3):
         out = tmp_path / str(world_size)
         assert cli.main(["reshard", str(tmp_path / "two"), str(out), "--world-size", str(world_size)]) == 0
         assert len(list(out.glob("data-*"))) == world_size
+        assert all(len(entry.chunks) == 1 for entry in checkpoint.Reader(out).manifest.entries.values())
         for got in pool.run(world_size, resume, out):
             assert_same_bits(got, expected)
 
