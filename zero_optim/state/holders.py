@@ -24,9 +24,10 @@ from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.groups import ParamGroup, describe_options, param_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.state.core import Core
+from zero_optim.state.mirror import Kept
 from zero_optim.state.moving import Held
-from zero_optim.state.versions import GO_BACK, Kept, common_version
 
+GO_BACK = "Go back to a checkpoint, with zero_optim.checkpoint.rebind() on all ranks"
 _MOST_NAMED = 5  # parameters in a message
 
 
@@ -180,21 +181,43 @@ def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]
 
 
 def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Holders:
-    """Go back, see Note [Going back to a mirror]. Does not communicate."""
-    common = common_version([holding.kept for holding in holdings])
-    kept = holdings[common.first].kept
-    assert kept is not None  # that rank was in the former group
-    pieces: list[list[Piece]] = [[] for _ in core.params]
-    for index, *piece in kept.pieces:
-        pieces[index].append(Piece(*piece))
-    values, beside = core.mirror.values_of(common, group.rank)
+    """Go back, see Note [Going back to a mirror]. Does not communicate; the same error on every rank."""
+    here = {each.kept.rank: (rank, each.kept) for rank, each in enumerate(holdings) if each.kept is not None}
+    known = [each.kept for each in holdings if each.kept is not None]
+    if len({each.token for each in known}) > 1 or len(here) < len(known):
+        raise RankMismatchError(
+            "the ranks keep mirrors of two runs: rebind ranks of one former group, and new ones, whose "
+            "optimizer was neither stepped nor loaded"
+        )
+    size = known[0].size
+    lost = [rank for rank in range(size) if rank not in here]
+    buddies = {rank: (rank + 1) % size for rank in lost}
+    gone = [rank for rank in lost if buddies[rank] in lost]
+    if gone:
+        whose = ", ".join(f"that of rank {rank} was on rank {buddies[rank]}" for rank in gone)
+        raise LostStateError(
+            f"{ranks_text(lost)} of the former group are lost, and mirrors with them: {whose}. {GO_BACK}"
+        )
+    numbers = set.intersection(*({number for number, *_ in each.own} for each in known))
+    numbers.intersection_update(*(here[buddies[rank]][1].others for rank in lost))
+    if not numbers:
+        raise LostStateError(f"the ranks that are left have no version of the mirrors in common. {GO_BACK}")
+    number = max(numbers)
+    versions = [each for rank in known for each in rank.own if each[0] == number]
+    hosts = [here[buddies.get(rank, rank)][0] for rank in range(size)]
+    hosted = [former for former, host in enumerate(hosts) if host == group.rank]
+    values, beside = core.mirror.values_of(number, hosted)
     beside = beside or {"options": None, "everywhere": {}}
     held = {
         former: Held(each["state"], each["values"], beside["everywhere"], is_live=False)
         for former, each in values.items()
     }
-    every = [tuple(some) for some in pieces]
-    return Holders(common.first, common.age, common.steps, every, common.hosts, held, True, beside["options"])
+    first, kept = min(here.values(), key=lambda each: each[0])
+    pieces: list[list[Piece]] = [[] for _ in core.params]
+    for index, *piece in kept.pieces:
+        pieces[index].append(Piece(*piece))
+    age, steps = max(age for *_, age in versions), min(steps for _, steps, _ in versions)
+    return Holders(first, age, steps, list(map(tuple, pieces)), hosts, held, True, beside["options"])
 
 
 def refuse_lost(names: Sequence[str]) -> None:

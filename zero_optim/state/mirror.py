@@ -41,10 +41,29 @@ from zero_optim.comm.sending import start_recv, start_send
 from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.wire import pack, unpack
 from zero_optim.plan.pieces import Pieces
-from zero_optim.state.versions import Common, Kept
 
 _WORD = struct.Struct("<qqq?8s")  # steps, bytes of the form, bytes of the tensors, whether it failed, token
 NUM_LANES = 2  # a rank sends and receives at the same time, for which gloo needs two groups
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a rank of a former group says of its copies when it comes to a new one.
+
+    Attributes:
+        token: of the former group, the same on all its ranks.
+        rank, size: in that group.
+        own: [number, steps, age] of each version of which it has its own copy.
+        others: the numbers of those of which it has the copy of the rank before.
+        pieces: [parameter, owner, start, stop] of all pieces in the former group.
+    """
+
+    token: str
+    rank: int
+    size: int
+    own: list[list[int]]
+    others: list[int]
+    pieces: list[list[int]]
 
 
 class _Packed(NamedTuple):
@@ -279,16 +298,11 @@ class Mirror:
         every = [[index, *piece] for index, some in enumerate(pieces) for piece in some]
         return Kept(self._token, self._rank, self._size, own, others, every)
 
-    def values_of(self, common: Common, rank: int) -> tuple[dict[int, Nested], Nested]:
-        """Return the values of a version that this rank keeps, and what all ranks have.
-
-        The values are by rank of the former group; none on a rank that is new. ``rank`` is this one's number
-        in the new group.
-        """
-        hosted = [former for former, host in enumerate(common.hosts) if host == rank]
+    def values_of(self, number: int, hosted: Sequence[int]) -> tuple[dict[int, Nested], Nested]:
+        """Return of a version what this rank hosts, by rank of the former group, and what all ranks have."""
         if not hosted:
             return {}, None
-        version = next(each for each in self._versions if each.number == common.number)
+        version = next(each for each in self._versions if each.number == number)
         copies = {self._rank: version.own, (self._rank - 1) % self._size: version.other}
         chosen = {former: copies[former] for former in hosted}
         return {former: copy.value() for former, copy in chosen.items() if copy is not None}, version.beside
