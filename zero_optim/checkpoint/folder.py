@@ -1,10 +1,9 @@
 """Folders of checkpoints: completes one, finds the newest, removes old ones and the files of killed saves.
 
 Note [Family]
-    ``keep=`` removes checkpoints, so the rule is one that a caller can see. Checkpoints of one family lie in
-    one parent folder, and their names differ only in digits: "step-5" and "step-10", but not "best" or
-    another run's "b-5". Of one family, only checkpoints older than all kept ones are removed. A number that
-    only grows gives the order. A checkpoint that a save is writing is not removed.
+    Checkpoints of one family lie in one parent folder, and their names differ only in digits: "step-5" and
+    "step-10", but not "best" or another run's "b-5". ``keep=`` removes only checkpoints of one family, and only
+    those older than all that are kept, by a number that only grows. None that a save is writing is removed.
 """
 
 import os
