@@ -2,8 +2,8 @@
 
 Note [Family]
     Checkpoints of one family lie in one parent folder, and their names differ only in digits: "step-5" and
-    "step-10", but not "best" or another run's "b-5". ``keep=`` removes only checkpoints of one family, and only
-    those older than all that are kept, by a number that only grows. None that a save is writing is removed.
+    "step-10", but not "best" or another run's "b-5". ``keep=`` removes only checkpoints of one family that
+    are older, by a number that only grows, than all that are kept. None that a save is writing is removed.
 """
 
 import os
