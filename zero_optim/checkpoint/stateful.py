@@ -95,7 +95,7 @@ class OptimizerState:
 
 
 class Owned(dict[str, Any]):
-    """A nested dict to save or to load into, names of its parameters, and the pieces of those that are cut."""
+    """A nested dict to save or to load into, names of its parameters, and pieces of those that are cut."""
 
     def __init__(self, names: Iterable[str], cuts: Mapping[str, tuple[CutState, Piece]]) -> None:
         super().__init__(state={}, options=None)
