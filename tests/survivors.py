@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_pairs import SMALL_MB, mlp_loss
 from forked import fork_context
-from training import assert_same_bits, assert_same_state, make_params
+from training import assert_same_bits, assert_same_state, make_params, params_of, train, whole
 from waiting import LIMIT
 from worlds import enter
 from zero_optim import ZeroRedundancyOptimizer
@@ -36,6 +36,17 @@ def several(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer
 
 def fresh(make: Callable[..., ZeroRedundancyOptimizer], **options: Any) -> ZeroRedundancyOptimizer:
     return make(make_params(SHAPES, torch.bfloat16 if make is several else torch.float32), **options)
+
+
+def assert_trained(
+    optimizer: ZeroRedundancyOptimizer, make: Callable[..., ZeroRedundancyOptimizer], steps: int
+) -> None:
+    """Compare with a run of so many steps in this group; all ranks call."""
+    other = fresh(make)
+    train(other, 0, steps)
+    assert_same_bits(params_of(optimizer), params_of(other))
+    assert_same_state(whole(optimizer), whole(other))
+    assert list(optimizer.pieces().values()) == list(other.pieces().values())
 
 
 KINDS = ("plain", "overlap", "owners", "sharded", "lazy")

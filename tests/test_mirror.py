@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from cuts import finely_cut
 from pool import on_ranks
-from survivors import SHAPES, adamw, fresh, several
+from survivors import SHAPES, adamw, assert_trained, fresh, several
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import LostStateError, RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
@@ -52,15 +52,13 @@ def mirrored(make: Callable[..., ZeroRedundancyOptimizer], **options: Any) -> Ze
     return fresh(make, mirror=True, **options)
 
 
-def compare(
-    optimizer: ZeroRedundancyOptimizer, make: Callable[..., ZeroRedundancyOptimizer], steps: int
-) -> None:
-    """With a run of so many steps without a fault."""
-    other = fresh(make)
-    train(other, 0, steps)
-    assert_same_bits(params_of(optimizer), params_of(other))
-    assert_same_state(whole(optimizer), whole(other))
-    assert list(optimizer.pieces().values()) == list(other.pieces().values())
+def content(optimizer: ZeroRedundancyOptimizer) -> tuple[list[Tensor], dict[str, Any]]:
+    return [param.detach().clone() for param in params_of(optimizer)], whole(optimizer)
+
+
+def assert_content(optimizer: ZeroRedundancyOptimizer, expected: tuple[list[Tensor], dict[str, Any]]) -> None:
+    assert_same_bits(params_of(optimizer), expected[0])
+    assert_same_state(whole(optimizer), expected[1])
 
 
 # ---------------------------------------------------------------------- going back
@@ -71,7 +69,6 @@ def compare(
 def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
     tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
 ) -> None:
-    """The last of three ranks stays behind; the first has changed its state since, as in a broken step."""
     rank = leave()
     with finely_cut():
         with world(tmp_path, "three", rank, range(3)):
@@ -91,15 +88,15 @@ def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
             return
         with world(tmp_path, "two", rank, [1, 2]):
             assert optimizer.rebind() == 3
-            compare(optimizer, make, 3)
+            assert_trained(optimizer, make, 3)
             train(optimizer, 3, 5)
-            compare(optimizer, make, 5)
+            assert_trained(optimizer, make, 5)
             optimizer.detach()
         if rank == 1:
             return
         with world(tmp_path, "one", rank, [2]):
             assert optimizer.rebind() == 5
-            compare(optimizer, make, 5)
+            assert_trained(optimizer, make, 5)
             train(optimizer, 5, 6)
 
 
@@ -136,12 +133,11 @@ def test_several_ranks_may_be_lost_if_their_buddies_are_left(tmp_path: Path) -> 
         if rank % 2:
             with world(tmp_path, "two", rank, [3, 1]):
                 assert optimizer.rebind() == 2
-                compare(optimizer, several, 2)
+                assert_trained(optimizer, several, 2)
 
 
 @on_ranks(2)
 def test_loads_groups_and_values_from_outside_are_not_undone(tmp_path: Path) -> None:
-    """What tells of another state is not gone back to."""
     rank = leave()
     with finely_cut():
         with world(tmp_path, "two", rank, range(2)):
@@ -162,13 +158,12 @@ def test_loads_groups_and_values_from_outside_are_not_undone(tmp_path: Path) -> 
             more = make_params(((50, 4),), seed=3)
             optimizer.add_param_group({"params": more, "lr": 0.3})
             train(optimizer, 2, 4)
-            expected, values = whole(optimizer), [param.detach().clone() for param in params_of(optimizer)]
+            expected = content(optimizer)
             optimizer.detach()
         optimizer.core.snapshot.is_torn = rank == 1  # as if it was half way through a step
         with world(tmp_path, "torn", rank, range(2)):
             assert optimizer.rebind() == 4
-            assert_same_bits(params_of(optimizer), values)
-            assert_same_state(whole(optimizer), expected)
+            assert_content(optimizer, expected)
 
 
 @on_ranks(2)
@@ -198,14 +193,14 @@ def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(tmp_path: Path) 
             optimizer.detach()
     with world(tmp_path, "last", rank, range(2)):
         assert optimizer.rebind() == optimizer.num_steps == 2
-        compare(optimizer, several, 2)
+        assert_trained(optimizer, several, 2)
         train(optimizer, 2, 3)
-        compare(optimizer, several, 3)
+        assert_trained(optimizer, several, 3)
         optimizer.detach()
     if rank == 0:  # has only what it was given
         with world(tmp_path, "first", rank, [0]):
             assert optimizer.rebind() == 3
-            compare(optimizer, several, 3)
+            assert_trained(optimizer, several, 3)
 
 
 # ---------------------------------------------------------------------- ways of stepping
@@ -225,14 +220,12 @@ def test_a_step_that_a_scaler_skips_changes_no_mirror(tmp_path: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
         assert (optimizer.num_steps, optimizer.core.snapshot.age) == (2, 2)
-        expected = whole(optimizer)
-        values = [param.detach().clone() for param in params_of(optimizer)]
+        expected = content(optimizer)
         optimizer.detach()
     if rank == 1:
         with world(tmp_path, "one", rank, [1]):
             assert optimizer.rebind() == 2
-            assert_same_bits(params_of(optimizer), values)
-            assert_same_state(whole(optimizer), expected)
+            assert_content(optimizer, expected)
 
 
 @on_ranks(2)
@@ -244,14 +237,12 @@ def test_ranks_that_have_joined_mirror_too(tmp_path: Path) -> None:
             for step in range(1 + 2 * rank):
                 set_grads(params_of(optimizer), step)
                 optimizer.step()
-        expected = whole(optimizer)
-        values = [param.detach().clone() for param in params_of(optimizer)]
+        expected = content(optimizer)
         optimizer.detach()
     if rank == 0:  # which joined early
         with world(tmp_path, "one", rank, [0]):
             assert optimizer.rebind() == 3
-            assert_same_bits(params_of(optimizer), values)
-            assert_same_state(whole(optimizer), expected)
+            assert_content(optimizer, expected)
 
 
 class Picky(torch.optim.SGD):
@@ -266,8 +257,6 @@ class Picky(torch.optim.SGD):
 
 
 class Wrapping(torch.optim.SGD):
-    """Says more in its dict than its state holds."""
-
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "more": 1}
 
@@ -374,7 +363,6 @@ def test_one_rank_alone_is_told_that_nothing_is_mirrored() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_goes_while_it_mirrors_harms_no_other() -> None:
-    """The version of the last step is on its way when the optimizer goes."""
     for _ in range(3):
         for mirror in (True, False):
             params = [torch.ones(2**16).requires_grad_() for _ in range(4)]

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
 from pool import Pool, on_ranks
-from survivors import SHAPES, adamw, fresh, several
+from survivors import SHAPES, adamw, assert_trained, fresh, several
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import (
@@ -66,12 +66,7 @@ def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
                 if number + 1 < len(sizes):
                     optimizer.detach(staying=range(min(size, sizes[number + 1])))
                     continue
-                got = whole(optimizer)
-                other = fresh(make)
-                train(other, 0, 2 * len(sizes))
-                assert_same_bits(params_of(optimizer), params_of(other))
-                assert_same_state(got, whole(other))
-                assert list(optimizer.pieces().values()) == list(other.pieces().values())
+                assert_trained(optimizer, make, 2 * len(sizes))
 
 
 # ---------------------------------------------------------------------- detached
@@ -123,9 +118,7 @@ def check_detached() -> None:
         optimizer.rebind()
     optimizer.zero_grad()
     train(optimizer, 2, 3)
-    other = fresh(adamw)
-    train(other, 0, 3)
-    assert_same_bits(params, params_of(other))
+    assert_trained(optimizer, adamw, 3)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -169,9 +162,7 @@ def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank() -
         apart.rebind()
     optimizer.rebind()
     train(optimizer, 2, 4)
-    other = fresh(adamw)
-    train(other, 0, 4)
-    assert_same_bits(params_of(optimizer), params_of(other))
+    assert_trained(optimizer, adamw, 4)
 
 
 @on_ranks(2)
