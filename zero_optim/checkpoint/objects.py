@@ -111,11 +111,15 @@ class Objects:
 
         It is by their addresses.
         """
-        if self.optimizer is None:
-            yield {}
-            return
-        with self.optimizer.core.leaving_freed() as kept:
-            yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
+        buckets = [] if self.optimizer is None else self.optimizer.core.sharding.unit_buckets()
+        for bucket in buckets:
+            bucket.is_left = True
+        try:
+            every = (kept for bucket in buckets for kept in bucket.all_kept())
+            yield {param.data_ptr(): rows for param, rows in every if param.numel()}
+        finally:
+            for bucket in buckets:
+                bucket.is_left = False
 
     def model_state(self) -> dict[str, Any]:
         """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model."""

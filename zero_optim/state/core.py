@@ -4,8 +4,7 @@ The optimizer and the rooms above work on a `Core`. Nothing here
 communicates, but `mirror_state`, and `check_unreduced` in rare cases.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,7 @@ from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.unit_forms import KeptRows, UnitForms
+from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.state.cut_state import CutState
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.moving import Held, RowMap
@@ -281,21 +280,3 @@ class Core:
                 itemsize = leaves.stepped_dtype(params[index]).itemsize
                 total += len(shaped[index] - entries.keys()) * rows.numel() * itemsize
         return total
-
-    # ------------------------------------------------------------------ units of a fully sharded model
-
-    @contextmanager
-    def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
-        """Have state dicts of the model show parameters of units as they are; yields what is kept of each."""
-        buckets = self.sharding.unit_buckets()
-        for bucket in buckets:
-            bucket.is_left = True
-        try:
-            yield {param: kept for bucket in buckets for param, kept in bucket.all_kept()}
-        finally:
-            for bucket in buckets:
-                bucket.is_left = False
-
-    def keep_unit_rows(self) -> None:
-        """Step the rows that the buckets of units keep, once these are filled."""
-        self.owned.leaves.keep(self.sharding.unit_buckets())
