@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fully import Tower, assert_alike, batch, loss_of
+from fully import train as train_on
 from meshes import mesh_of
 from pool import Ranks, on_ranks
 from stalling import TIMEOUT, outcomes, stay_away
 from streams_runs import CAP_MB, Found, Run, clip, on_model, pass_again
-from test_fully_sharded import Tower, batch
-from test_fully_sharded_models import train as train_on
 from zero_optim import (
     RankMismatchError,
     ReductionError,
@@ -52,12 +52,8 @@ def built(
     return STAGES[stage.removesuffix(", state over all")](model, optimizer, mesh=mesh, **options), optimizer
 
 
-def loss_of(model: Any, step: int) -> Tensor:
-    return model(batch(step)).square().mean()
-
-
 def train(wrapped: Any, optimizer: Any, first: int = 0, steps: int = 3) -> list[float]:
-    return train_on(wrapped, optimizer, loss_of, steps, first)
+    return train_on(wrapped, optimizer, range(first, first + steps))
 
 
 def whole(model: nn.Module) -> list[Tensor]:
@@ -66,11 +62,6 @@ def whole(model: nn.Module) -> list[Tensor]:
         with unsharded(model, writes=False):
             return [param.detach().clone() for param in model.parameters()]
     return [param.detach().clone() for param in model.parameters()]
-
-
-def assert_alike(got: nn.Module, want: nn.Module) -> None:
-    for number, (one, other) in enumerate(zip(whole(got), whole(want), strict=True)):
-        assert torch.equal(one, other), number
 
 
 def assert_equal_everywhere(model: nn.Module) -> None:

@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fully import Tower, assert_alike, loss_of
 from meshes import mesh_of
 from pool import Ranks, on_ranks
-from test_fully_sharded import Tower
 from test_mesh import (
     OVER_ALL,
-    assert_alike,
     assert_equal_everywhere,
     built,
-    loss_of,
     step_by_hand,
     train,
     whole,
