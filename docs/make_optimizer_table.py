@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 from optimizer_cases import CASES, Case, Options, answer_of, write_options  # noqa: E402
 from pool import Pool, RankError  # noqa: E402
 from test_optimizers import check_case, check_refusal  # noqa: E402
-from zero_optim.probe.probe import probe, why_not_cut  # noqa: E402
+from zero_optim.probe.cut_rows import why_not_cut  # noqa: E402
+from zero_optim.probe.probe import probe  # noqa: E402
 from zero_optim.probe.traits import Traits  # noqa: E402
 
 TARGET = ROOT / "docs" / "optimizers.md"
@@ -29,31 +30,28 @@ HEAD = f"""# Every optimizer class
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
 
-The last column answers: are the parameters after each of 13 steps, and the saved state, bit for bit those of
-the unsharded optimizer? The four before it say what `zero_optim.probe` found by trying the class with
-these options.
+Before it shards a class, `zero_optim.probe` tries with the options whether
 
-- separable: each parameter's step needs that parameter's own gradient and state only, so whole parameters can
-  be given to different ranks. What is not separable is refused, unless `assume_separable=True`.
-- in parts: one optimizer may step some of its parameters now and the others later.
-- element-wise: a parameter may be cut anywhere.
-- cut by rows: several ranks may own rows of one parameter, which are stepped as parameters of their own.
-  This is also tried with other values for numbers that are zero, as a weight decay may be switched on later.
+- each parameter's step is *separable*: it needs this parameter's own gradient and state only. A class that is
+  not separable is refused, unless `assume_separable=True`;
+- one optimizer may step some of its parameters now and the others later (*in parts*, for `zero_step`);
+- several ranks may own *rows* of one parameter, also if an option that is zero, as a weight decay, changes.
+
+"Fails" lists the trials that a class does not pass. The last column answers: are the parameters after each of
+13 steps, and the saved state, bit for bit those of the unsharded optimizer?
 
 ## Every set of options
 
-| class | options | separable | in parts | element-wise | cut by rows | bitwise equal |
-|---|---|---|---|---|---|---|
+| class | options | fails | bitwise equal |
+|---|---|---|---|
 """
 
 
-def row(name: str, options: Options, traits: Traits, answer: str) -> str:
-    """Write one line of the table."""
-    bears_cuts = why_not_cut(CASES[name].optimizer_class, options) is None
-    found = (traits.separable, traits.steppable_in_parts, traits.elementwise, bears_cuts)
-    holds = ["yes" if trait else "no" for trait in found]
-    cells = [f"`{name}`", f"`{write_options(options)}`", *holds, answer]
-    return f"| {' | '.join(cells)} |"
+def failed_trials(name: str, options: Options, traits: Traits) -> str:
+    """Return the trials that a class does not pass with these options."""
+    bears_rows = why_not_cut(CASES[name].optimizer_class, options) is None
+    trials = {"separable": traits.separable, "in parts": traits.steppable_in_parts, "rows": bears_rows}
+    return ", ".join(trial for trial, passed in trials.items() if not passed)
 
 
 def answer(pool: Pool, name: str, case: Case, options: Options, traits: Traits) -> str:
@@ -69,11 +67,18 @@ def answer(pool: Pool, name: str, case: Case, options: Options, traits: Traits) 
 
 
 def rows(pool: Pool) -> Iterator[str]:
-    """Make every line, in the order of the cases."""
+    """Make every line, in the order of the cases: one for options of a class that give the same."""
     for name, case in CASES.items():
+        results: dict[tuple[str, str], list[str]] = {}
         for options in case.options:
             traits = probe(case.optimizer_class, options)
-            yield row(name, options, traits, answer(pool, name, case, options, traits))
+            result = (
+                failed_trials(name, options, traits),
+                answer(pool, name, case, options, traits),
+            )
+            results.setdefault(result, []).append(f"`{write_options(options)}`")
+        for (failed, equal), same in results.items():
+            yield f"| `{name}` | {'; '.join(same)} | {failed} | {equal} |"
 
 
 def main() -> int:
@@ -83,7 +88,7 @@ def main() -> int:
         lines = list(rows(pool))
     TARGET.write_text(HEAD + "\n".join(lines) + "\n")
     failed = sum("| NO" in line for line in lines)
-    sys.stderr.write(f"{TARGET}: {len(CASES)} classes, {len(lines)} sets of options, {failed} failed\n")
+    sys.stderr.write(f"{TARGET}: {len(CASES)} classes, {len(lines)} rows, {failed} failed\n")
     return 1 if failed else 0
 
 

@@ -380,12 +380,20 @@ def _store(rank: int, cell: Cell, notes: dist.Store) -> dist.Store:
 
 
 def table(results: Sequence[Result] = ()) -> str:
-    """Write the matrix as Markdown, with the seconds that were measured; "?" where none were."""
-    seconds = {result.cell: f"{result.seconds:.1f}" for result in results}
-    lines = [f"| phase | {' | '.join(FAILURES.values())} |", f"|---|{'---|' * len(FAILURES)}"]
+    """Write the matrix as Markdown, and the longest seconds of each column; "?" where none were measured."""
+    rows: dict[tuple[str, ...], list[str]] = {}
     for phase in PHASES:
-        texts = [_text(cell, seconds.get(cell, "?")) for cell in CELLS if cell.phase == phase]
-        lines.append(f"| {phase} | {' | '.join(texts)} |")
+        outcomes = tuple(cell.outcome or "-" for cell in CELLS if cell.phase == phase)
+        rows.setdefault(outcomes, []).append(phase)
+    seconds = tuple(
+        f"{max((each.seconds for each in results if each.cell.failure == failure), default=0):.1f}"
+        if results
+        else "?"
+        for failure in FAILURES
+    )
+    lines = [f"| phase | {' | '.join(FAILURES.values())} |", f"|---|{'---|' * len(FAILURES)}"]
+    lines += [f"| {'; '.join(phases)} | {' | '.join(outcomes)} |" for outcomes, phases in rows.items()]
+    lines.append(f"| at most s | {' | '.join(seconds)} |")
     meanings = [f"- *{name}*: {outcome.meaning}" for name, outcome in OUTCOMES.items()]
     reasons: dict[str, list[str]] = {}
     for cell in CELLS:
@@ -393,10 +401,6 @@ def table(results: Sequence[Result] = ()) -> str:
             reasons.setdefault(cell.reason, []).append(cell.phase)
     without = [f"- no *{FAILURES['shape']}* in {', '.join(names)}: {why}" for why, names in reasons.items()]
     return "\n".join([*lines, "", *meanings, *without])
-
-
-def _text(cell: Cell, seconds: str) -> str:
-    return f"{cell.outcome} {seconds}" if cell.outcome else "-"
 
 
 def without_seconds(text: str) -> str:

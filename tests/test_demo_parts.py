@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 
 from pool import Ranks
-from zero_optim.demo import display, metrics, prepare, trainer
+from zero_optim.demo import metrics, trainer
 from zero_optim.demo.config import ModelShape, RunConfig, Schedule
-from zero_optim.demo.metrics import Metric, MetricsFile
+from zero_optim.demo.display import Display, clock
+from zero_optim.demo.metrics import METRICS, Metric
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.text import Corpus
 from zero_optim.demo.trainer import Shard, Trainer
@@ -83,82 +84,62 @@ def test_short_runs_have_a_schedule_too(warmup: int, steps: int) -> None:
 
 
 def test_records_go_on_after_the_checkpoint_without_a_step_twice(tmp_path: Path) -> None:
-    book = MetricsFile(tmp_path)
+    metrics.write(tmp_path, [])
     for step in range(6):
-        book.add(Metric(step=step, train_loss=1.5 * step))
-    with (tmp_path / prepare.METRICS).open("a") as file:
+        metrics.append(tmp_path, Metric(step=step, train_loss=1.5 * step))
+    with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 6, "train_lo')  # what a killed process may leave
-    again = MetricsFile(tmp_path, metrics.read(tmp_path, through=3))
-    again.add(Metric(step=4, val_loss=0.1 + 0.2))
-    lines = [json.loads(line) for line in (tmp_path / prepare.METRICS).read_text().splitlines()]
+    metrics.write(tmp_path, metrics.read(tmp_path, through=3))
+    metrics.append(tmp_path, Metric(step=4, val_loss=0.1 + 0.2))
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[-1] == {"step": 4, "val_loss": 0.1 + 0.2}
-    assert again.validations() == [(4, 0.1 + 0.2)]
+    assert metrics.validations(metrics.read(tmp_path, through=9)) == [(4, 0.1 + 0.2)]
 
 
 def test_a_line_that_is_no_record_is_refused_unless_it_is_the_last(tmp_path: Path) -> None:
-    (tmp_path / prepare.METRICS).write_text('{"step": 1}\nhello\n{"step": 2}\n')
+    (tmp_path / METRICS).write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2 is no record"):
         metrics.read(tmp_path, through=9)
     assert metrics.read(tmp_path / "nowhere", through=9) == []
 
 
-def test_the_picture_is_a_picture(tmp_path: Path) -> None:
-    book = MetricsFile(tmp_path, [Metric(step=0, val_loss=5.0), Metric(step=1, train_loss=5.0, val_loss=4.0)])
-    book.draw("title")
-    assert (tmp_path / metrics.PICTURE).read_bytes().startswith(b"\x89PNG")
-
-
-def printed(*, terminal: bool) -> str:
+def printed(*shards: Shard, terminal: bool = False) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
-    folder = "/a/very/long/" + "path/" * 30
-    made = display.Summary(
-        [Shard(10, 80), Shard(30, 240)], 5.5, 1.25, 61.0, folder, ("given", "add\x1b[2Jed[b]"), (0.01, 0.03)
-    )
-    display.print_summary(console, made)
+    display = Display(0, 100, console)
+    display.shards(shards)
+    display.fact("run folder", "path/" * 30)
+    display.sample("start", "add\x1b[2Jed[b]")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_summary_has_a_line_for_each_rank_and_keeps_paths_whole(terminal: bool) -> None:
-    shown = printed(terminal=terminal)
+    shown = printed(Shard(10, 80), Shard(30, 240), terminal=terminal)
     rows = [line.split() for line in shown.splitlines() if "25.0%" in line or "75.0%" in line]
     assert rows == [["0", "10", "80", "B", "320", "B", "25.0%"], ["1", "30", "240", "B", "320", "B", "75.0%"]]
-    assert "5.500 -> 1.250 nats per byte" in shown
-    assert "2 written in the background; training waited 20 ms for each (at most 30)" in shown
     assert "path/" * 30 in shown
     assert "ed[b]" in shown  # the model's text is no markup
     assert "\x1b[2J" not in shown  # and moves no cursor
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_summary_shows_the_gradients_of_each_rank_where_they_are_sharded(terminal: bool) -> None:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
-    shards = [Shard(10, 80, 40), Shard(30, 0, 0)]
-    display.print_summary(console, display.Summary(shards, 5.5, 1.25, 61.0, "folder", None))
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
+    assert "gradients held" not in shown
+    assert "a rank keeps" not in shown
+    shown = printed(Shard(10, 80, 40), Shard(30, 0, 0), terminal=terminal)
     assert "gradients held" in shown
     rows = [line.split() for line in shown.splitlines() if "80 B" in line]
     assert [row[-2:] for row in rows] == [["40", "B"], ["0", "B"]]
-    assert "gradients held" not in printed(terminal=terminal)
     assert "a rank keeps" not in shown
 
 
 def test_the_summary_shows_the_parameters_that_ranks_keep_and_the_most_that_is_whole_at_once() -> None:
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    shards = [Shard(10, 80, 40, 40, 100), Shard(30, 240, 120, 120, 60)]
-    display.print_summary(console, display.Summary(shards, 5.5, 1.25, 61.0, "folder", None))
-    assert isinstance(console.file, io.StringIO)
+    shown = printed(Shard(10, 80, 40, 40, 100), Shard(30, 240, 120, 120, 60))
     line = "parameters  a rank keeps at most 120 B of 160 B; blocks in use take at most 100 B"
-    assert line in console.file.getvalue().splitlines()
+    assert line in shown.splitlines()
 
 
 def test_plain_lines_are_few_and_show_every_validation() -> None:
     console = Console(file=io.StringIO(), width=100)
-    lines = display.Display(console, done=0, steps=100)
-    with lines:
+    with Display(0, 100, console) as lines:
         lines.update(Metric(step=0, val_loss=5.5))
         for step in range(1, 101):
             val = 2.0 if step == 33 else None
@@ -172,7 +153,7 @@ def test_plain_lines_are_few_and_show_every_validation() -> None:
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
 def test_times_are_written_as_clocks_do(seconds: float, shown: str) -> None:
-    assert display.clock(seconds) == shown
+    assert clock(seconds) == shown
 
 
 def raised(*errors: Exception) -> Exception:

@@ -23,6 +23,8 @@ from zero_optim.run.launch import launch
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_FOLDER: dict[str, Any] = {"metavar": "DIR"}
+_OPTION: dict[str, Any] = {"dest": "options", "action": "append", "metavar": "KEY=VALUE"}
 _RESUME = (
     "continue from the newest checkpoint of the run folder DIR, or of the newest run in runs/; options that "
     "are not given stay those of the run, but --optimizer package.module:Class must be given again"
@@ -36,26 +38,22 @@ _SHARD = (
     "to their owners, or also the parameters, of which a block is gathered while it is used; the last two "
     "exclude --overlap, --hook and --ddp torch"
 )
+_HOOK = "comm hook that reduces the gradients: all of each, or in 16 bits"
+_TRACE = "profile and draw one update: trace.json and trace.png in the run folder"
+
+
+def _one_of(kind: object) -> dict[str, Any]:
+    return {"choices": [name for name in get_args(kind) if name]}
+
+
 # By group: name, help (which gets the default behind it), arguments of `add_argument`.
 _TRAIN: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
     "the run": [
-        (
-            "text",
-            "files to train on (the Python language reference)",
-            {"nargs": "+", "metavar": "FILE"},
-        ),
+        ("text", "files to train on (the Python language reference)", {"nargs": "+", "metavar": "FILE"}),
         ("nproc", "ranks on this host", _NUMBER),
-        (
-            "device",
-            "auto: GPUs if there is one for each rank, else the CPU",
-            {"choices": get_args(Device)},
-        ),
-        ("out", "run folder (runs/OPTIMIZER-TIME)", {"metavar": "DIR"}),
-        (
-            "resume",
-            _RESUME,
-            {"nargs": "?", "const": "", "metavar": "DIR"},
-        ),
+        ("device", "auto: GPUs if there is one for each rank, else the CPU", _one_of(Device)),
+        ("out", "run folder (runs/OPTIMIZER-TIME)", _FOLDER),
+        ("resume", _RESUME, {"nargs": "?", "const": "", **_FOLDER}),
         ("seed", "seed of the initial weights and the order of the text", _NUMBER),
         ("eval-every", "updates between validations; 0: only first and last", _NUMBER),
         ("save-every", "updates between checkpoints; 0: only the last", _NUMBER),
@@ -67,16 +65,8 @@ _TRAIN: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
             "class of torch.optim or torch_optimizer, or package.module:Class",
             {"metavar": "CLASS"},
         ),
-        (
-            "opt",
-            "argument of the class, such as lr=3e-4; may be repeated",
-            {"dest": "options", "action": "append", "metavar": "KEY=VALUE"},
-        ),
-        (
-            "lr-schedule",
-            "how the learning rate falls to a tenth",
-            {"dest": "schedule", "choices": get_args(Schedule)},
-        ),
+        ("opt", "argument of the class, such as lr=3e-4; may be repeated", _OPTION),
+        ("lr-schedule", "how the learning rate falls to a tenth", {"dest": "schedule", **_one_of(Schedule)}),
         ("clip", "largest gradient norm; 0: no limit", {"type": float, "metavar": "NORM"}),
         ("bf16", "run the forward pass under bfloat16 autocast", _SWITCH),
         ("steps", "updates in the whole run", _NUMBER),
@@ -85,23 +75,11 @@ _TRAIN: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("warmup", "updates over which the learning rate rises", _NUMBER),
     ],
     "gradients": [
-        ("ddp", "DistributedDataParallel of zero_optim or of PyTorch", {"choices": get_args(Wrapper)}),
-        (
-            "hook",
-            "comm hook that reduces the gradients: all of each, or in 16 bits",
-            {"choices": [name for name in get_args(CommHook) if name]},
-        ),
-        (
-            "overlap",
-            _OVERLAP,
-            {"nargs": "?", "const": "everywhere", "choices": get_args(Overlap)},
-        ),
-        (
-            "shard",
-            _SHARD,
-            {"choices": get_args(Sharded)},
-        ),
-        ("trace", "profile and draw one update: trace.json and trace.png in the run folder", _SWITCH),
+        ("ddp", "DistributedDataParallel of zero_optim or of PyTorch", _one_of(Wrapper)),
+        ("hook", _HOOK, _one_of(CommHook)),
+        ("overlap", _OVERLAP, {"nargs": "?", "const": "everywhere", **_one_of(Overlap)}),
+        ("shard", _SHARD, _one_of(Sharded)),
+        ("trace", _TRACE, _SWITCH),
     ],
     "the model": [
         ("context", "bytes that the model sees at once", _NUMBER),

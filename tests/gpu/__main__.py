@@ -11,7 +11,7 @@ import torch
 
 from gpu.cases import all_cases
 from gpu.record import RESULTS, summary, table, write
-from gpu.running import run_all, show
+from gpu.running import run_all
 from pool import Pool
 
 
@@ -38,16 +38,8 @@ def main() -> int:
         return 2
     # For the ranks, before they start: cuBLAS then gives the same bits in every call.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    rows = []
-    total = sum(
-        not options.setup or setup.name.startswith(tuple(options.setup))
-        for case in cases
-        for setup in case.setups
-    )
     with tempfile.TemporaryDirectory(prefix="zero-optim-gpu-") as folder, Pool() as pool:
-        for row in run_all(pool, cases, options.device, Path(folder), options.setup):
-            rows.append(row)
-            show(row, len(rows), total)
+        rows = list(run_all(pool, cases, options.device, Path(folder), options.setup))
     for row in rows:
         if row.report:
             sys.stdout.write(f"\n======== {row.name} | {row.setup}\n{row.report[-6000:]}\n")

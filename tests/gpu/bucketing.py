@@ -15,11 +15,11 @@ from zero_optim.ddp import ReduceScatterBucketer
 
 LENGTHS = (1000, 40, 3000, 7, 900, 2500)  # some share a bucket, some are larger than one
 CAP_MB = 0.02
-NUM_ROUNDS = 3
+NUM_CALLS = 3 * len(LENGTHS)
 
 
 def chunks_of(number: int, rank: int) -> list[Tensor]:
-    """The input of a rank to a call, which every rank can make for all."""
+    """Return the input of a rank to a call, which every rank can make for all."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     length = LENGTHS[number % len(LENGTHS)]
     return [torch.randn(length, generator=generator) for _ in range(dist.get_world_size())]
@@ -33,16 +33,10 @@ def sum_in_rank_order(number: int) -> Tensor:
 
 
 def summed(here: Here, num_streams: int) -> None:
-    """Chunks come late, and their memory is overwritten once it is free: the sums in the order of ranks.
-
-    Args:
-        here: where.
-        num_streams: on which the calls are made, in turns; 0 for the current stream.
-    """
+    """Chunks come late, on streams in turns; free memory is overwritten. Sums are in the order of ranks."""
     streams = [torch.cuda.Stream(here.device) for _ in range(num_streams if here.is_cuda else 0)]
     bucketer = ReduceScatterBucketer(bucket_cap_mb=CAP_MB)
-    numbers = range(NUM_ROUNDS * len(LENGTHS))
-    given = [[chunk.to(here.device) for chunk in chunks_of(number, dist.get_rank())] for number in numbers]
+    given = [[chunk.to(here.device) for chunk in chunks_of(n, dist.get_rank())] for n in range(NUM_CALLS)]
     here.synchronize()
     sums: list[tuple[int, Tensor]] = []
 
@@ -59,7 +53,7 @@ def summed(here: Here, num_streams: int) -> None:
             del overwriting
     bucketer.flush()
     here.synchronize()
-    assert sorted(number for number, _ in sums) == list(numbers)
+    assert sorted(number for number, _ in sums) == list(range(NUM_CALLS))
     for number, total in sums:
         assert_same_bits([total.cpu()], [sum_in_rank_order(number)], f"call {number}")
 

@@ -18,34 +18,21 @@ EVERYWHERE = (GLOO, NCCL, NCCL_2)
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One call on several ranks.
+    """One call on several ranks."""
 
-    Args:
-        function: takes a `Here`, then ``args``.
-        args: pickled.
-        num_ranks: other than the setup's.
-    """
-
-    function: Callable[..., Figures | None]
+    function: Callable[..., Figures | None]  # takes a `Here`, then ``args``
     args: tuple[object, ...] = ()
-    num_ranks: int | None = None
+    num_ranks: int | None = None  # other than the setup's
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table in each of its setups.
-
-    Args:
-        name: what it shows.
-        phases: one after the other, with one folder.
-        setups: where it is run.
-        starts_itself: it makes its process group itself.
-    """
+    """One row of the table in each of its setups."""
 
     name: str
-    phases: tuple[Phase, ...]
+    phases: tuple[Phase, ...]  # one after the other, with one folder
     setups: tuple[Setup, ...] = EVERYWHERE
-    starts_itself: bool = False
+    starts_itself: bool = False  # it makes its process group itself
 
 
 def _case(name: str, function: Callable[..., Figures | None], *args: object, **options: Any) -> Case:
@@ -80,33 +67,11 @@ def _parity() -> Iterator[Case]:
 
 
 def _data_parallel() -> Iterator[Case]:
-    options: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "device_ids": {"names_device": True},
-        "gradients as views": {"gradient_as_bucket_view": True},
-        "static graph": {"static_graph": True},
-    }
-    for name, given in options.items():
-        yield _case(f"DDP: {name}", data_parallel.gradients, given)
-    unused: dict[str, tuple[dict[str, Any], bool]] = {
-        "unused parameters": ({"find_unused_parameters": True}, False),
-        "unused parameters, as views": (
-            {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-            False,
-        ),
-        "activation checkpointing": ({}, True),
-        "activation checkpointing, static graph": ({"static_graph": True}, True),
-    }
-    for name, (given, again) in unused.items():
-        yield _case(f"DDP: {name}", data_parallel.unused, given, again)
-    half, bf16, whole = torch.float16, torch.bfloat16, torch.float32
-    for (param, reduce), sharded in product(((bf16, None), (half, None), (bf16, whole)), (False, True)):
-        about = f"{param}, reduced in {reduce or param}".replace("torch.", "")
-        who = "sharded" if sharded else "torch.optim"
-        yield _case(f"mixed precision: {about}, {who}", data_parallel.precision, param, reduce, sharded)
     for autocast in (False, True):
         name = "autocast and GradScaler" if autocast else "clipped"
         yield _case(f"DDP and optimizer: {name}", data_parallel.sharded_training, autocast)
+    for name in data_parallel.HOOKS:
+        yield _case(f"hook: {name}, on both DDPs", data_parallel.hook, name)
 
 
 def _cpu_tests() -> Iterator[Case]:
@@ -114,12 +79,14 @@ def _cpu_tests() -> Iterator[Case]:
         (cpu_tests.ONE_OR_TWO_RANKS, EVERYWHERE),
         (cpu_tests.ONE_RANK, (NCCL,)),
         (cpu_tests.TWO_RANKS, (GLOO, NCCL_2)),
+        (cpu_tests.WITH_FUTURES, EVERYWHERE),
         (cpu_tests.MORE_RANKS, (GLOO_3, GLOO_4)),
         (cpu_tests.MESHES, (GLOO_4,)),
     )
     for runs, setups in tables:
         for name, run in runs.items():
-            yield _case(name, cpu_tests.run, *run, setups=setups)
+            function = cpu_tests.run_with_futures if runs is cpu_tests.WITH_FUTURES else cpu_tests.run
+            yield _case(name, function, *run, setups=setups)
 
 
 def _fully() -> Iterator[Case]:
@@ -127,12 +94,6 @@ def _fully() -> Iterator[Case]:
         name = f"fully sharded, kept on the CPU: {passes} pass{'es' if passes > 1 else ''}"
         yield _case(f"{name}{', GradScaler' if scales else ''}", fully.on_host, passes, scales)
     yield _case("fully sharded, kept on the CPU: checkpoints", fully.saved)
-
-
-def _hooks() -> Iterator[Case]:
-    for name in data_parallel.HOOKS:
-        yield _case(f"hook: {name}, on both DDPs", data_parallel.hook_on_both, name)
-        yield _case(f"hook: {name}, beside PyTorch's", data_parallel.hook_beside_torchs, name)
 
 
 def _bucketing() -> Iterator[Case]:
@@ -149,10 +110,7 @@ def _overlap() -> Iterator[Case]:
     yield _case("overlap: ours DDP, packed", overlapping.overlapped, "ours", "everywhere", False, False)
     for wrapper in ("torch", "ours"):
         yield _case(f"overlap: param.data replaced, {wrapper} DDP", overlapping.replaced, wrapper)
-    yield _case("overlap: step() never called", overlapping.after_no_step)
     yield _case("overlap: several streams", overlapping.in_streams)
-    yield _case("overlap: around fp16", overlapping.hooked, "fp16")
-    yield _case("lazy gathers", overlapping.lazily)
 
 
 def _checkpoints() -> Iterator[Case]:
@@ -190,8 +148,5 @@ def _costs() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     """List the cases in the order of the table."""
-    parts = (
-        *(_starting, _parity, _data_parallel, _cpu_tests, _fully),
-        *(_hooks, _bucketing, _overlap, _checkpoints, _costs),
-    )
+    parts = _starting, _parity, _data_parallel, _cpu_tests, _fully, _bucketing, _overlap, _checkpoints, _costs
     return [case for part in parts for case in part()]

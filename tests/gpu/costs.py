@@ -40,8 +40,6 @@ def layers(width: int, depth: int) -> nn.Sequential:
     return nn.Sequential(*pairs, nn.Linear(width, 16))
 
 
-# ---------------------------------------------------------------------- synchronizations
-
 TRAININGS = ("optimizer", "DDP", "both", "masters", "lazily", "zero_step")
 
 
@@ -76,13 +74,8 @@ def training(here: Here, kind: str, clips: bool) -> Iterate:
 def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) -> Figures:
     """Count the calls that make the CPU wait for the GPU in an iteration after warm-up.
 
-    Args:
-        here: where.
-        kind: one of `TRAININGS`.
-        clips: whether it clips.
-        most: how many are promised.
-        world: ranks of a group whose collectives do nothing (PyTorch's "fake" backend), so that the code of
-            several ranks runs in one process; 1 for the group there is. Not gloo: it waits itself.
+    At most ``most`` are promised. With ``world > 1`` the group's collectives do nothing (PyTorch's "fake"
+    backend), so that the code of several ranks runs in one process. Not gloo: it waits itself.
     """
     if world > 1:
         pretend(here, world)
@@ -150,18 +143,8 @@ def only_own_stamps() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------- memory and time
-
-
 def _contender(here: Here, kind: str, width: int, depth: int) -> Iterate:
-    """Build training with PyTorch's ZeRO and DDP at their best settings, or with ours.
-
-    Args:
-        here: where.
-        kind: "torch", "ours", "ours, zero_step".
-        width: of the layers.
-        depth: how many.
-    """
+    """Build training with PyTorch's ZeRO and DDP at their best settings, or with ours; of `CONTENDERS`."""
     model = layers(width, depth).to(here.device)
     wrapper = TorchDistributedDataParallel if kind == "torch" else DistributedDataParallel
     wrapped = wrapper(model, gradient_as_bucket_view=True)
@@ -233,7 +216,7 @@ def speed(here: Here, width: int, depth: int, rounds: int) -> Figures:
     try:
         for turn in range(WARM_UP + rounds):
             for place in range(len(names)):
-                index = (place + turn) % len(names)
+                index = (place + turn) % len(names)  # each round begins with another one
                 times[turn, index] = _timed(here, contenders[names[index]])
     finally:
         gc.enable()
@@ -263,17 +246,10 @@ def _timed(here: Here, iterate: Iterate) -> float:
     return float(start.elapsed_time(end))  # type: ignore[no-untyped-call]
 
 
-# ---------------------------------------------------------------------- in a process of its own
-
-
 def apart(here: Here, job: str, settings: dict[str, str], *arguments: str) -> Figures:
-    """Run a job of `gpu.apart` in a process of its own.
+    """Run a job of `gpu.apart` in a process of its own, with environment variables ``settings``.
 
-    Args:
-        here: where.
-        job: "watch" trains under PyTorch's sanitizer, "train" without it, "launch" as `launch` starts it.
-        settings: environment variables.
-        *arguments: of the job.
+    Job "watch" trains under PyTorch's sanitizer, "train" without it, "launch" as `launch` starts it.
     """
     command = [sys.executable, "-m", "gpu.apart", str(here.device), here.backend, str(here.store), job]
     text = _output_of([*command, *arguments], settings)

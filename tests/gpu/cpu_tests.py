@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
+import test_ddp_mixed_precision as casts
 import test_fully_sharded as parameters
 import test_fully_sharded_made as made
 import test_fully_sharded_precision as precision
 import test_mesh as mesh
+import test_overlap_training as overlap
 import test_sharded_accumulation as accumulation
 import test_sharded_cuts as cuts
 import test_sharded_training as gradients
 from fully import NARROW
-from gpu.setting import Here
+from gpu.setting import Here, need_futures
 from on_device import on_device
 from parity import assert_row
 from parity_runs import Row
@@ -36,7 +38,7 @@ Run = tuple[Any, ...]  # the function of a test, and its arguments
 FOLDER = Path("an empty folder")  # stands for one among the arguments
 WIDE = PrecisionPolicy(*[torch.float32] * 5, "units")
 
-# Of the table of parity; hooks need futures, see `gpu.overlapping`.
+# Of the table of parity.
 ROWS = (
     Row("packed", "dtypes", "ordinary", "plain"),
     Row("packed", "complex", "ordinary", "averages"),
@@ -44,8 +46,12 @@ ROWS = (
     Row("views", "tower", "clipped", "masters, averages"),
     Row("views", "many tiny", "freezing", "two classes"),
     Row("lazy", "convolutions", "clipped", "plain"),
+    Row("lazy", "tower", "ordinary", "plain"),
     Row("our DDP alone", "gpt", "no_sync", "gradients as views"),
-    Row("our DDP alone", "unused", "ordinary", "plain"),
+    Row("our DDP alone", "tower", "ordinary", "static graph"),
+    Row("our DDP alone", "reentrant checkpoints", "ordinary", "plain"),
+    Row("our DDP alone", "unused", "ordinary", "gradients as views"),
+    Row("our DDP alone", "tower", "ordinary", "mixed precision"),
     Row("views", "tower", "Join", "plain"),
     Row("gradients", "tower", "ordinary", "mixed precision"),
     Row("gradients", "sparse", "ordinary", "plain"),
@@ -61,8 +67,20 @@ ROWS = (
     Row("fully", "reentrant checkpoints", "GradScaler", "plain"),
 )
 
+ROWS_WITH_HOOKS = (
+    Row("overlap", "tower", "ordinary", "plain"),
+    Row("overlap, torch's DDP", "gpt", "no_sync", "plain"),
+    Row("overlap, owners", "unused", "closure", "plain"),
+    Row("overlap, lazy", "convolutions", "ordinary", "masters, averages"),
+    Row("to owners", "tower", "clipped", "plain"),
+)
+
 ONE_OR_TWO_RANKS: dict[str, Run] = {
     **{f"table: {row}": (assert_row, row) for row in ROWS},
+    **{
+        f"mixed precision: {make.__name__}": (casts.test_training_gives_the_bits_of_a_run_by_hand, make, {})
+        for make in (casts.plain_adamw, casts.sharded_adamw)
+    },
     "parameters: units kept": (parameters.keeps_units, "", False),
     "parameters: LoRA": (parameters.trains_adapters, True),
     "parameters: LoRA, checkpointing": (parameters.trains_adapters, True, "not reentrant"),
@@ -80,6 +98,11 @@ ONE_OR_TWO_RANKS: dict[str, Run] = {
         f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
         for how in ("reentrant", "not reentrant")
     },
+}
+
+WITH_FUTURES: dict[str, Run] = {
+    **{f"table: {row}": (assert_row, row) for row in ROWS_WITH_HOOKS},
+    "overlap: step() never called": (overlap.check_no_step, "ours", True),
 }
 
 ONE_RANK: dict[str, Run] = {"parameters: save, load, evaluate": (trains_alone, FOLDER)}
@@ -118,6 +141,12 @@ def run(here: Here, function: Any, *args: object) -> None:
     likewise = nullcontext() if here.is_cuda else cpu_as_accelerator()  # the library's code for devices
     with on_device(here.device), layers_asleep(here), likewise:
         function(*(str(folder) if arg == FOLDER else arg for arg in args))
+
+
+def run_with_futures(here: Here, function: Any, *args: object) -> None:
+    """Run a test's function where comm hooks can work."""
+    need_futures(here)
+    run(here, function, *args)
 
 
 @contextmanager

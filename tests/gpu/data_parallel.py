@@ -1,122 +1,40 @@
-"""Cases: our `DistributedDataParallel` and hooks beside PyTorch's, bit for bit."""
+"""Cases: our `DistributedDataParallel`, optimizer and hooks beside PyTorch's, bit for bit."""
 
 import copy
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
-from torch.utils.checkpoint import checkpoint
 
-from ddp_pairs import SMALL_MB, Pair, batch, mlp, mlp_loss
+from ddp_pairs import SMALL_MB, Pair, mlp, mlp_loss
 from gpu.setting import Here, need_futures
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 
-
-class Deep(nn.Module):
-    """Layers of which one may be left out, and one is computed again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.tokens = nn.Embedding(11, 8)
-        self.norm = nn.LayerNorm(8)
-        self.first = nn.Linear(8, 8)
-        self.spare = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, with_spare: bool, again: bool) -> Tensor:
-        rows = torch.arange(x.shape[0], device=x.device) * 3 % 11
-        hidden = self.norm(x + self.tokens(rows))
-        hidden = checkpoint(self.first, hidden, use_reentrant=False) if again else self.first(hidden)
-        out: Tensor = self.last(hidden + self.spare(hidden) if with_spare else hidden.tanh())
-        return out
+HOOKS = {
+    "allreduce": (allreduce_hook, default_hooks.allreduce_hook),
+    "bf16": (bf16_compress_hook, default_hooks.bf16_compress_hook),
+    "fp16": (fp16_compress_hook, default_hooks.fp16_compress_hook),
+}
 
 
-def pair(here: Here, module: nn.Module, **options: Any) -> Pair:
-    """Both wrappers around copies of a model on the device."""
-    if options.pop("names_device", False) and here.is_cuda:
-        options["device_ids"] = [here.device.index]
-    return Pair.of(module.to(here.device), bucket_cap_mb=SMALL_MB, **options)
-
-
-def gradients(here: Here, options: dict[str, Any]) -> None:
-    """Training with plain SGD; gradients compared after every backward pass."""
-
-    def loss(model: nn.Module, number: int) -> Tensor:
-        here.sleep()
-        return mlp_loss(model, number)
-
-    pair(here, mlp(), **options).train(loss, 5)
-
-
-def unused(here: Here, options: dict[str, Any], again: bool) -> None:
-    """Parameters that some passes leave out, and activations computed again."""
-    varies = options.get("find_unused_parameters", False)
-
-    def loss(model: nn.Module, number: int) -> Tensor:
-        x = batch(number, 5, 8).to(here.device)
-        out: Tensor = model(x, not varies or number % 2 == 0, again)
-        return out.square().mean()
-
-    pair(here, Deep(), **options).train(loss, 5)
-
-
-def precision(here: Here, param: torch.dtype, reduce: torch.dtype | None, sharded: bool) -> None:
-    """``mixed_precision``, against the same arithmetic by hand."""
-    from test_ddp_mixed_precision import assert_equal_grads, by_hand
-
-    asked = _MixedPrecision(param, reduce)
-    net = mlp().to(here.device)
-    twin = copy.deepcopy(net)
-    model = DistributedDataParallel(net, mixed_precision=asked, bucket_cap_mb=SMALL_MB)
-    one = torch.optim.AdamW(twin.parameters(), lr=0.1)
-    other: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    if sharded:
-        other = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
-    for number in range(4):
-        other.zero_grad(set_to_none=number % 3 != 2)
-        mlp_loss(model, number).backward()
-        expected = by_hand(twin, number, asked)
-        assert_equal_grads(net, expected, number)
-        for name, p in twin.named_parameters():
-            p.grad = expected[name]
-        one.step()
-        other.step()
-        assert_same_bits(list(net.parameters()), list(twin.parameters()), number)
-
-
-HOOKS = {"allreduce": allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
-
-
-def hook_on_both(here: Here, name: str) -> None:
-    """A hook of ours gives the same on either DDP."""
+def hook(here: Here, name: str) -> None:
+    """A hook of ours gives the same on either DDP, and the same as PyTorch's on PyTorch's."""
     need_futures(here)
-    both = pair(here, mlp())
+    from test_hooks_training import renamed  # else the check of the CPU refuses bfloat16
+
+    ours, theirs = HOOKS[name]
+    net = mlp().to(here.device)
+    both = Pair.of(copy.deepcopy(net), bucket_cap_mb=SMALL_MB)
     for model in both:
-        model.register_comm_hook(None, HOOKS[name])
+        model.register_comm_hook(None, ours)
     both.train(mlp_loss, 6, name)
-
-
-def hook_beside_torchs(here: Here, name: str) -> None:
-    """A hook of ours, and PyTorch's of the same name, on PyTorch's DDP."""
-    need_futures(here)
-    from test_hooks_training import renamed
-
-    theirs = {
-        "allreduce": default_hooks.allreduce_hook,
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": renamed(default_hooks.bf16_compress_hook),
-    }[name]
-    net = mlp().to(here.device)
     models = [TorchDistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=SMALL_MB) for _ in range(2)]
-    models[0].register_comm_hook(None, HOOKS[name])
-    models[1].register_comm_hook(None, theirs)
+    models[0].register_comm_hook(None, ours)
+    models[1].register_comm_hook(None, renamed(theirs))
     for number in range(4):
         grads = []
         for model in models:
@@ -128,9 +46,10 @@ def hook_beside_torchs(here: Here, name: str) -> None:
 
 def sharded_training(here: Here, autocast: bool) -> None:
     """Our DDP and optimizer beside PyTorch's DDP and ``torch.optim``, clipped, perhaps under autocast."""
+    devices = {"device_ids": [here.device.index]} if here.is_cuda else {}
     theirs_model, model = (
-        TorchDistributedDataParallel(mlp().to(here.device), bucket_cap_mb=SMALL_MB),
-        DistributedDataParallel(mlp().to(here.device), bucket_cap_mb=SMALL_MB),
+        kind(mlp().to(here.device), bucket_cap_mb=SMALL_MB, **devices)
+        for kind in (TorchDistributedDataParallel, DistributedDataParallel)
     )
     plain = torch.optim.AdamW(theirs_model.parameters(), lr=0.05)
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)

@@ -1,6 +1,7 @@
 """Cases: a fully sharded model whose owners keep everything on the CPU, beside the same done by hand."""
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,17 +87,16 @@ def _step_by_hand(
     twin: nn.Module, theirs: list[nn.Parameter], plain: torch.optim.Optimizer, here: Here, passes: range
 ) -> None:
     """Average each pass in the order of ranks, add the passes up on the device, and step on the CPU."""
-    totals: list[Tensor | None] = [None] * len(theirs)
+    plain.zero_grad()
+    totals: dict[nn.Parameter, Tensor] = {}
     for number in passes:
         twin.zero_grad()
         _loss(twin, here, number).backward()
-        for index, param in enumerate(twin.parameters()):
+        for param in twin.parameters():
             assert param.grad is not None
             average = _average(param.grad.cpu()).to(here.device)
-            total = totals[index]
-            totals[index] = average if total is None else total + average
-    for mine, total in zip(theirs, totals, strict=True):
-        assert total is not None
+            totals[param] = totals[param] + average if param in totals else average
+    for mine, total in zip(theirs, totals.values(), strict=True):
         mine.grad = total.cpu()
     plain.step()
     with torch.no_grad():
@@ -105,13 +105,10 @@ def _step_by_hand(
 
 
 def _average(grad: Tensor) -> Tensor:
-    size = dist.get_world_size()
-    everyone: list[Tensor | None] = [None] * size
-    dist.all_gather_object(everyone, grad / size)
-    total = everyone[0]
-    assert total is not None
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, grad / len(everyone))
+    total: Tensor = everyone[0]
     for part in everyone[1:]:
-        assert part is not None
         total = total + part
     return total
 

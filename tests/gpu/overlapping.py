@@ -7,14 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu.data_parallel import HOOKS
-from gpu.setting import Here, futures_work, need_futures
-from overlap import BUCKET_CAP_MB, Net, Setting, assert_same_params, inputs
-from training import assert_same_bits
+from gpu.setting import Here, futures_work
+from overlap import Net, Setting, assert_same_params, inputs
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat.streams import future_on
-from zero_optim.ddp import DistributedDataParallel
-from zero_optim.hooks import allreduce_hook, zero_step
+from zero_optim.hooks import allreduce_hook
 
 NUM_STEPS = 6
 
@@ -29,7 +26,7 @@ def waiting_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Ten
 
 
 def averaging(here: Here) -> Callable[[Any, Any], torch.futures.Future[Tensor]]:
-    """A hook that averages, whose reduction begins behind a kernel that sleeps."""
+    """Return a hook that averages, whose reduction begins behind a kernel that sleeps."""
     inner: Any = allreduce_hook if futures_work(here) else waiting_hook
 
     def sleeping_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -40,8 +37,8 @@ def averaging(here: Here) -> Callable[[Any, Any], torch.futures.Future[Tensor]]:
     return sleeping_hook
 
 
-def net(here: Here) -> nn.Module:
-    """A model whose forward and backward passes fall asleep in each layer."""
+def sleepy(here: Here) -> nn.Module:
+    """Build a model whose forward and backward passes fall asleep in each layer."""
 
     def sleep(*_: object) -> None:
         here.sleep(0.5)
@@ -57,9 +54,9 @@ def net(here: Here) -> nn.Module:
     return model
 
 
-def train(here: Here, model: nn.Module, optimizer: Any, steps: int = NUM_STEPS) -> None:
-    """An ordinary loop, with sleeping kernels between its parts. Nothing waits for the device."""
-    for step in range(steps):
+def train(here: Here, model: nn.Module, optimizer: Any) -> None:
+    """Run an ordinary loop, with sleeping kernels between its parts. Nothing waits for the device."""
+    for step in range(NUM_STEPS):
         optimizer.zero_grad(set_to_none=step % 3 != 2)
         here.sleep()
         model(inputs(step).to(here.device, non_blocking=True)).square().mean().backward()
@@ -72,17 +69,12 @@ def overlapped(here: Here, wrapper: str, gradients: str, lazily: bool, as_views:
     """`zero_step` on either DDP: the bits of the same run without it."""
 
     def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(
-            model.parameters(),
-            torch.optim.AdamW,
-            parameters_as_bucket_view=as_views,
-            bucket_cap_mb=0.001,
-            lr=0.01,
-        )
+        options = {"parameters_as_bucket_view": as_views, "bucket_cap_mb": 0.001, "lr": 0.01}
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)  # type: ignore[arg-type]
 
     setting = Setting(
         wrapper=wrapper,
-        model=lambda: net(here),
+        model=lambda: sleepy(here),
         optimizer=adamw,
         hook=lambda: (None, averaging(here)),
         zero={"gradients": gradients} if gradients == "owners" else {},
@@ -98,7 +90,7 @@ def overlapped(here: Here, wrapper: str, gradients: str, lazily: bool, as_views:
 
 def replaced(here: Here, wrapper: str) -> None:
     """``param.data`` is replaced between steps, as a swap of averages does it, while streams are behind."""
-    setting = Setting(wrapper=wrapper, model=lambda: net(here), hook=lambda: (None, averaging(here)))
+    setting = Setting(wrapper=wrapper, model=lambda: sleepy(here), hook=lambda: (None, averaging(here)))
     runs = setting.build(overlap=False), setting.build(overlap=True)
     for step in range(NUM_STEPS):
         for model, optimizer in runs:
@@ -111,49 +103,38 @@ def replaced(here: Here, wrapper: str) -> None:
     assert_same_params(runs[1][0], runs[0][0])
 
 
-def lazily(here: Here) -> None:
-    """Gathers under way in the forward pass, beside ``torch.optim`` under the same DDP."""
-    plain, model = (DistributedDataParallel(net(here), bucket_cap_mb=BUCKET_CAP_MB) for _ in range(2))
-    one = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    other = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, bucket_cap_mb=0.001, lr=0.01)
-    other.gather_lazily(model)
-    train(here, plain, one)
-    train(here, model, other)
-    with torch.no_grad():  # evaluation waits too
-        x = inputs(99).to(here.device)
-        assert torch.equal(model(x), plain(x))
-    other.wait_for_gathers()
-    assert_same_params(model, plain)
+class Split(nn.Module):
+    """A model whose last layer runs on a stream of its own."""
+
+    def __init__(self, here: Here) -> None:
+        super().__init__()
+        self.net = Net()
+        self.side = nn.Linear(3, 3)
+        self._here = here
+        self._beside = torch.cuda.Stream(here.device) if here.is_cuda else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor
+        hidden: Tensor = self.net(x)
+        if self._beside is None:
+            out = self.side(hidden)
+            return out
+        current = torch.cuda.current_stream()
+        self._beside.wait_stream(current)
+        hidden.record_stream(self._beside)
+        with torch.cuda.stream(self._beside):
+            self._here.sleep()
+            out = self.side(hidden)
+        current.wait_stream(self._beside)
+        out.record_stream(current)
+        return out
 
 
 def in_streams(here: Here) -> None:
     """The loop on a stream of its own, and two streams in one model, each with a layer."""
-    beside = torch.cuda.Stream(here.device) if here.is_cuda else None
-
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-            self.side = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden: Tensor = self.net(x)
-            if beside is None:
-                out: Tensor = self.side(hidden)
-                return out
-            current = torch.cuda.current_stream()
-            beside.wait_stream(current)
-            hidden.record_stream(beside)
-            with torch.cuda.stream(beside):
-                here.sleep()
-                out = self.side(hidden)
-            current.wait_stream(beside)
-            out.record_stream(current)
-            return out
-
     setting = Setting(
         wrapper="ours",
-        model=lambda: Split().to(here.device),
+        model=lambda: Split(here).to(here.device),
         hook=lambda: (None, averaging(here)),
         options={"bucket_cap_mb": 25.0},  # one bucket, which both streams fill
     )
@@ -168,30 +149,3 @@ def in_streams(here: Here) -> None:
     else:
         train(here, model, other)
     assert_same_params(model, plain)
-
-
-def hooked(here: Here, name: str) -> None:
-    """`zero_step` around another hook: the bits of the hook alone."""
-    need_futures(here)
-    setting = Setting(wrapper="ours", model=lambda: net(here), hook=lambda: (None, HOOKS[name]))
-    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
-    train(here, plain, one)
-    train(here, model, other)
-    assert_same_params(model, plain)
-
-
-def after_no_step(here: Here) -> None:
-    """A loop that never calls ``step()``, which with `zero_step` trains as well."""
-    models = [DistributedDataParallel(net(here), bucket_cap_mb=BUCKET_CAP_MB) for _ in range(2)]
-    optimizers = [
-        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9) for model in models
-    ]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        model.register_comm_hook(None, zero_step(optimizer, averaging(here)))
-    for step in range(NUM_STEPS):
-        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            model(inputs(step).to(here.device)).square().mean().backward()
-            if number:
-                optimizer.step()
-    assert_same_bits(list(models[0].parameters()), list(models[1].parameters()))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gpu.running import Row
+from gpu.running import Row, figures_text
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -36,16 +36,12 @@ def describe_machine(device_type: str) -> dict[str, object]:
     }
 
 
-def figures_text(row: Row) -> str:
-    """Write figures, or the reason why there are none."""
-    figures = "; ".join(f"{key} {value}" for key, value in row.figures.items())
-    return (row.why or figures).replace("|", "/").replace("\n", " ")
-
-
 def table(rows: Sequence[Row]) -> str:
     """Write the table in Markdown."""
     lines = ["| case | process group | result | figures, or why |", "|---|---|---|---|"]
-    lines += [f"| {row.name} | {row.setup} | {row.result} | {figures_text(row)} |" for row in rows]
+    for row in rows:
+        about = (row.why or figures_text(row)).replace("|", "/").replace("\n", " ")
+        lines.append(f"| {row.name} | {row.setup} | {row.result} | {about} |")
     return "\n".join(lines)
 
 
@@ -56,14 +52,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], device_type: str, command: str, folder: Path = RESULTS) -> list[Path]:
-    """Write ``gpu-DEVICE.json`` and ``.md``; a record takes the place of an older one of the same device.
-
-    Args:
-        rows: the results.
-        device_type: "cuda" or "cpu".
-        command: as it was called.
-        folder: where to.
-    """
+    """Write ``gpu-DEVICE.json`` and ``.md``; a record takes the place of an older one of the same device."""
     machine = describe_machine(device_type)
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")

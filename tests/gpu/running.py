@@ -16,37 +16,19 @@ TIMEOUT = 180.0  # seconds for one call
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        name: the case.
-        setup: where it was run.
-        result: "holds", "fails" or "left out".
-        figures: what was measured.
-        why: of a failure the last line of its traceback, of what was left out the reason.
-        report: of a failure everything that the ranks reported.
-        seconds: how long it took.
-    """
-
-    name: str
+    name: str  # of the case
     setup: str
-    result: str
+    result: str  # "holds", "fails" or "left out"
     figures: Figures
-    why: str = ""
-    report: str = ""
+    why: str = ""  # of a failure the last line of its traceback, of what was left out the reason
+    report: str = ""  # of a failure everything that the ranks reported
     seconds: float = 0.0
 
 
 def run_case(pool: Pool, case: Case, setup: Setup, device_type: str, folder: Path) -> Row:
-    """Run one case in one setup.
-
-    Args:
-        pool: runs the ranks.
-        case: what.
-        setup: where; one of the case's.
-        device_type: "cuda" or "cpu".
-        folder: empty, for the case's files.
-    """
+    """Run one case in one of its setups; ``folder``, which is empty, is for its files."""
     missing = setup.missing(device_type)
     if missing:
         return Row(case.name, setup.name, "left out", {}, missing)
@@ -63,23 +45,34 @@ def run_case(pool: Pool, case: Case, setup: Setup, device_type: str, folder: Pat
                 return Row(case.name, setup.name, "left out", {}, outcomes[0].not_here)
             figures |= outcomes[0].figures
     except RankError as error:
-        text = str(error)
-        why = _last_line(error)
-        return Row(case.name, setup.name, "fails", {}, why, text, perf_counter() - begin)
+        return Row(case.name, setup.name, "fails", {}, _last_line(error), str(error), perf_counter() - begin)
     return Row(case.name, setup.name, "holds", figures, seconds=perf_counter() - begin)
 
 
 def run_all(
     pool: Pool, cases: Sequence[Case], device_type: str, folder: Path, setups: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """Run cases in all their setups, or in those whose names begin as given."""
-    number = 0
-    for case in cases:
-        for setup in case.setups:
-            if setups and not setup.name.startswith(tuple(setups)):
-                continue
-            number += 1
-            yield run_case(pool, case, setup, device_type, folder / str(number))
+    """Run cases in all their setups, or in those whose names begin with one of ``setups``."""
+    chosen = [
+        (case, setup)
+        for case in cases
+        for setup in case.setups
+        if not setups or setup.name.startswith(tuple(setups))
+    ]
+    for number, (case, setup) in enumerate(chosen, 1):
+        row = run_case(pool, case, setup, device_type, folder / str(number))
+        yield row
+        rest = row.why or figures_text(row)
+        line = (
+            f"[{number}/{len(chosen)}] {row.result:8} {row.name} | {row.setup} | {row.seconds:.1f} s {rest}"
+        )
+        sys.stdout.write(line.rstrip() + "\n")
+        sys.stdout.flush()
+
+
+def figures_text(row: Row) -> str:
+    """Write figures as text."""
+    return "; ".join(f"{key} {value}" for key, value in row.figures.items())
 
 
 def _last_line(error: RankError) -> str:
@@ -89,11 +82,3 @@ def _last_line(error: RankError) -> str:
         if raised:
             return raised[-1][:300]
     return str(error).splitlines()[0]
-
-
-def show(row: Row, number: int, total: int) -> None:
-    """Print one row as soon as it is there."""
-    rest = row.why or "; ".join(f"{key} {value}" for key, value in row.figures.items())
-    line = f"[{number}/{total}] {row.result:8} {row.name} | {row.setup} | {row.seconds:.1f} s {rest}"
-    sys.stdout.write(line.rstrip() + "\n")
-    sys.stdout.flush()

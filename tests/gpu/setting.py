@@ -21,19 +21,12 @@ class NotHere(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A process group to run cases in.
+    """A process group to run cases in; on the CPU gloo takes the place of NCCL."""
 
-    Args:
-        name: in the table.
-        backend: "gloo" or "nccl"; on the CPU gloo takes the place of the other.
-        num_ranks: how many ranks.
-        num_cards: rank r uses card r modulo this.
-    """
-
-    name: str
-    backend: str
+    name: str  # in the table
+    backend: str  # "gloo" or "nccl"
     num_ranks: int
-    num_cards: int = 1
+    num_cards: int = 1  # rank r uses card r modulo this
 
     def missing(self, device_type: str) -> str:
         """Say why it cannot be had, in words; empty if it can."""
@@ -47,19 +40,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What a case is told of where it runs.
+    """Where a case runs."""
 
-    Args:
-        device: of this rank.
-        backend: of the default group.
-        folder: of this case, empty at first, the same one for all ranks and phases.
-        store: a path that nothing has used yet, for a process group's store.
-    """
-
-    device: torch.device
-    backend: str
-    folder: Path
-    store: Path
+    device: torch.device  # of this rank
+    backend: str  # of the default group
+    folder: Path  # of this case, empty at first, the same one for all ranks and phases
+    store: Path  # not used yet, for a process group's store
 
     @property
     def is_cuda(self) -> bool:
@@ -67,7 +53,7 @@ class Here:
         return self.device.type == "cuda"
 
     def sleep(self, milliseconds: float = 2.0) -> None:
-        """Keep the current stream busy, so that whoever does not wait for it reads or writes too early."""
+        """Keep the current stream busy: work that does not wait for it reads or writes too early."""
         if self.is_cuda:
             torch.cuda._sleep(int(milliseconds * 1.5e6))  # in cycles; the clocks have 1.4 to 2 GHz
 
@@ -83,12 +69,7 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rank sends back.
-
-    Args:
-        figures: what was measured.
-        not_here: why the case could not be tried; empty if it was.
-    """
+    """What a rank sends back; ``not_here`` says why the case could not be tried."""
 
     figures: Figures
     not_here: str = ""
@@ -97,21 +78,12 @@ class Outcome:
 def on_rank(
     setup: Setup,
     device_type: str,
-    paths: tuple[Path, Path],
-    starts_itself: bool,
+    paths: tuple[Path, Path],  # folder and store of `Here`
+    starts_itself: bool,  # the case makes its process group, and chooses its device, itself
     function: Callable[..., Figures | None],
     args: tuple[object, ...],
 ) -> Outcome:
-    """Run a case on this rank; called by the pool.
-
-    Args:
-        setup: the process group.
-        device_type: "cuda" or "cpu".
-        paths: folder and store, see `Here`.
-        starts_itself: the case makes its process group, and chooses its device, itself.
-        function: the case.
-        args: its arguments, after a `Here`.
-    """
+    """Run a case on this rank; called by the pool."""
     backend = setup.backend if device_type == "cuda" else "gloo"
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -132,12 +104,9 @@ def on_rank(
 
 
 def restart(here: Here, backend: str | None, **options: Any) -> None:
-    """Put another default group of the same ranks in the place of the one there is; all ranks call.
+    """Replace the default group by another one of the same ranks; all ranks call.
 
-    Args:
-        here: where.
-        backend: None to leave it out, as a script may.
-        **options: of ``init_process_group``.
+    ``backend``: None to leave it out, as a script may. ``options``: of ``init_process_group``.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # a rank that still connects to one that has closed its end fails
@@ -152,7 +121,7 @@ def repeatable(here: Here) -> Iterator[None]:
     """Choose kernels that give the same bits in each run, and that show memory which nobody has written.
 
     Only warnings for the rest: an operation without such a kernel is no defect. TF32 may stay what it is, as
-    both runs that are compared use it. ``CUBLAS_WORKSPACE_CONFIG`` is set by whoever starts the processes.
+    both runs that are compared use it. `gpu.__main__` sets ``CUBLAS_WORKSPACE_CONFIG``.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
@@ -169,8 +138,7 @@ def repeatable(here: Here) -> Iterator[None]:
 
 def futures_work(here: Here) -> bool:
     """Whether the backend gives futures of collectives on tensors of this device; all ranks call."""
-    tensor = torch.ones(1, device=here.device)
-    work = dist.all_reduce(tensor, async_op=True)
+    work = dist.all_reduce(torch.ones(1, device=here.device), async_op=True)
     assert isinstance(work, dist.Work)
     try:
         value = work.get_future().wait()

@@ -30,12 +30,7 @@ MOST_RESERVED = 1.25  # times what may be allocated: gaps between blocks
 
 @dataclass
 class Sizes:
-    """Of a model of equal layers.
-
-    Args:
-        width: of a layer.
-        depth: how many there are.
-    """
+    """Of a model of ``depth`` layers of one width."""
 
     width: int
     depth: int
@@ -103,14 +98,7 @@ def theirs(here: Here, stage: str, sizes: Sizes) -> Built:
 
 
 def memory(here: Here, stage: str, width: int, depth: int) -> Figures:
-    """Train where layers sleep, so that the CPU is ahead; peaks in MiB, allocated and reserved.
-
-    Args:
-        here: where.
-        stage: "gradients", "parameters", "bf16" or "LoRA".
-        width: of a layer.
-        depth: how many layers.
-    """
+    """Train where layers sleep, so that the CPU is ahead; peaks in MiB, allocated and reserved."""
     sizes = Sizes(width, depth) if here.is_cuda else Sizes(width // 8, depth)
     allocated, reserved, planned = _peaks(here, ours, stage, sizes)
     most = planned + sizes.activations + sizes.layer // 2

@@ -17,11 +17,7 @@ from zero_optim.hooks import zero_step
 def started(here: Here, how: str) -> Figures:
     """A script's first lines, then steps with and without overlap, and reduce-scatters on a group beside it.
 
-    ``set_device`` is never called.
-
-    Args:
-        here: where.
-        how: "no backend", "device_id" or "backend".
+    ``set_device`` is never called. ``how``: "no backend", "device_id" or "backend".
     """
     if how == "no backend":
         restart(here, None)

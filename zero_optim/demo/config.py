@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 OptionValue = bool | int | float | str | None | tuple["OptionValue", ...]
@@ -14,7 +14,9 @@ Overlap = Literal["off", "everywhere", "owners"]
 Sharded = Literal["state", "gradients", "parameters"]
 
 _COUNTS = ("nproc", "steps", "batch_size", "accumulate", "context", "layers", "width", "heads")
-_COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "save_every", "sample_length")
+_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(
+    ("warmup", "seed", "eval_every", "save_every", "sample_length"), 0
+)
 _CHOICES = {
     "schedule": Schedule,
     "device": Device,
@@ -39,12 +41,10 @@ class ModelShape:
     heads: int
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"--width {self.width} is not divisible by --heads {self.heads}")
-        if self.width // self.heads % 2:
+        if self.width % (2 * self.heads):
             raise ValueError(
-                f"--width {self.width} over --heads {self.heads} gives heads of {self.width // self.heads} "
-                "features: rotary positions need an even number"
+                f"--width {self.width} is not divisible by --heads {self.heads} into heads of an even number "
+                "of features, as rotary positions need"
             )
 
 
@@ -81,43 +81,33 @@ class RunConfig:
     heads: int = 4
 
     def __post_init__(self) -> None:
-        for name in _COUNTS + _COUNTS_OR_ZERO:
-            least, value = int(name in _COUNTS), getattr(self, name)
-            if value < least:
-                raise ValueError(f"{flag(name)} must be at least {least}, got {value}")
-        if self.seed >= 2**64:
-            raise ValueError(f"--seed must be below 2**64, as PyTorch's seeds are, got {self.seed}")
-        if not self.out:
-            raise ValueError("--out must be the name of a folder, got ''")
-        if not (math.isfinite(self.clip) and self.clip >= 0):
-            raise ValueError(f"--clip must be a number of at least 0, got {self.clip}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{flag(name)} must be at least {least}, got {getattr(self, name)}")
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{flag(name)} must be one of {', '.join(filter(None, get_args(kind)))}")
-        if self.shard != "state":
-            self._check_sharded_gradients()
-        if self.overlap != "off" and self.clip:
-            raise ValueError(
-                "--overlap steps before all gradients are known, so nothing can be clipped: give --clip 0"
-            )
-        if self.overlap == "owners" and self.hook:
-            raise ValueError(f"--overlap owners has a reduction of its own: leave out --hook {self.hook}")
+        _refuse(self.seed >= 2**64, f"--seed must be below 2**64, as PyTorch's seeds are, got {self.seed}")
+        _refuse(not self.out, "--out must be the name of a folder, got ''")
+        _refuse(not 0 <= self.clip < math.inf, f"--clip must be a number of at least 0, got {self.clip}")
+        shard = self.shard != "state" and f"--shard {self.shard}"
+        _refuse(
+            shard and self.ddp != "ours",
+            f"{shard} needs zero_optim's DistributedDataParallel, not --ddp {self.ddp}: give --ddp ours",
+        )
+        for own in (shard, self.overlap == "owners" and "--overlap owners"):
+            _refuse(own and self.hook, f"{own} has a reduction of its own: leave out --hook {self.hook}")
+        overlaps = self.overlap != "off"
+        _refuse(
+            shard and overlaps,
+            f"{shard} steps after the backward pass, --overlap during it: give --overlap off or "
+            "--shard state (--overlap owners reduces gradients to their owners too, but cannot clip)",
+        )
+        _refuse(
+            overlaps and self.clip,
+            "--overlap steps before all gradients are known, so nothing can be clipped: give --clip 0",
+        )
         _ = self.shape  # checks itself
-
-    def _check_sharded_gradients(self) -> None:
-        if self.ddp != "ours":
-            raise ValueError(
-                f"--shard {self.shard} needs zero_optim's DistributedDataParallel, not --ddp {self.ddp}: "
-                "give --ddp ours"
-            )
-        if self.hook:
-            raise ValueError(f"--shard {self.shard} has a reduction of its own: leave out --hook {self.hook}")
-        if self.overlap != "off":
-            raise ValueError(
-                f"--shard {self.shard} steps after the backward pass, --overlap during it: "
-                "give --overlap off or --shard state (--overlap owners reduces gradients to their owners "
-                "too, but cannot clip)"
-            )
 
     @property
     def shape(self) -> ModelShape:
@@ -133,13 +123,9 @@ class RunConfig:
                 + f": give a multiple of {world_size * self.accumulate}"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def to_json(self) -> str:
         """Return one JSON object, for `from_json`."""
-        return json.dumps(self.to_dict(), indent=1)
+        return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> "RunConfig":
@@ -158,6 +144,11 @@ def defaults() -> dict[str, Any]:
 def flag(name: str) -> str:
     """Return a field's command-line option."""
     return "--lr-schedule" if name == "schedule" else "--" + name.replace("_", "-")
+
+
+def _refuse(is_wrong: object, message: str) -> None:
+    if is_wrong:
+        raise ValueError(message)
 
 
 def _tuples(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds

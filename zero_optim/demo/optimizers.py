@@ -68,11 +68,9 @@ def parse(arguments: Iterable[str]) -> dict[str, OptionValue]:
         key, separator, text = argument.partition("=")
         if not separator or not key.isidentifier():
             raise ValueError(f"--opt takes KEY=VALUE, such as lr=3e-4, got {argument}")
-        if text.lower() in _WORDS:  # otherwise "false" would be a string, which counts as true
-            options[key] = _WORDS[text.lower()]
-            continue
         try:
-            value = ast.literal_eval(text)
+            # Otherwise "false" would be a string, which counts as true.
+            value = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
         except (ValueError, SyntaxError):
             value = text
         options[key] = _immutable(key, value)
@@ -106,14 +104,10 @@ def check(name: str, options: Options) -> Optimizer:
     optimizer_class = find(name)
     _, *parameters = inspect.signature(optimizer_class).parameters.values()
     known = [parameter.name for parameter in parameters]
-    if not any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
-    ):  # else only the class can say
-        for key, _ in options:
-            if key not in known:
-                raise ValueError(
-                    f"{name} has no option {key}{_closest(key, known)}; it takes {', '.join(known)}"
-                )
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)  # then only the class can say
+    for key, _ in options:
+        if key not in known and not takes_any:
+            raise ValueError(f"{name} has no option {key}{_closest(key, known)}; it takes {', '.join(known)}")
     weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12).view(4, 3))
     weight.grad = torch.full_like(weight, 0.5)
     try:
@@ -125,9 +119,8 @@ def check(name: str, options: Options) -> Optimizer:
         raise ValueError(f"{name} failed on a small trial: {_one_line(error)}") from error
     traits = probe(optimizer_class, dict(options))
     if not traits.separable:
-        raise ValueError(
-            f"{name} cannot be sharded: {' '.join((traits.untried or traits.coupling or '').split())}"
-        )
+        reason = " ".join((traits.untried or traits.coupling or "").split())
+        raise ValueError(f"{name} cannot be sharded: {reason}")
     return trial
 
 

@@ -8,9 +8,9 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,16 @@ import torch.distributed as dist
 from zero_optim import CheckpointError, checkpoint
 from zero_optim.demo import optimizers, text
 from zero_optim.demo.config import Device, RunConfig, defaults, flag
+from zero_optim.demo.metrics import METRICS
 from zero_optim.demo.model import GPT
 from zero_optim.probe.probe import probe
 
-METRICS = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
 _KIND = "zero-optim train"
 _FIXED = ("optimizer", "options", "context", "layers", "width", "heads")  # equal when a run is resumed
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """The place of a rank that torchrun started."""
 
     rank: int
@@ -56,9 +55,10 @@ def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
     missing = [name for name in ("matplotlib", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} not installed: pip install 'zero-optim[demo]'")
-    path = locate(arguments["resume"]) if arguments.get("resume") is not None else None
-    source = look(path) if path is not None else None
-    if source is not None:
+    path = source = None
+    if arguments.get("resume") is not None:
+        path = locate(arguments["resume"])
+        source = look(path)
         _check_class(source.run.optimizer, named="optimizer" in arguments)
     config = _merge(arguments, source, path, started)
     if source is not None:
@@ -125,10 +125,9 @@ def locate(place: str) -> Path:
     ``place``: a run folder, a checkpoint, or "" for the newest run in ``runs``.
     """
     if place == "":
-        runs = sorted(
-            Path("runs").glob(f"*/{_CHECKPOINTS}"), key=lambda path: path.stat().st_mtime, reverse=True
-        )
-        newest = next(filter(None, map(checkpoint.latest, runs)), None)
+        runs = Path("runs").glob(f"*/{_CHECKPOINTS}")
+        newest_first = sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)
+        newest = next(filter(None, map(checkpoint.latest, newest_first)), None)
         if newest is None:
             raise ValueError(
                 f"--resume found no complete checkpoint in runs/*/{_CHECKPOINTS}: give a run folder"
@@ -168,8 +167,8 @@ def _check_class(name: object, *, named: bool) -> None:
 def _merge(
     arguments: Mapping[str, Any], source: Saved | None, path: Path | None, started: Started | None
 ) -> RunConfig:
-    base = source.run.to_dict() if source is not None else defaults()
-    fields = base | dict(arguments)
+    base = asdict(source.run) if source is not None else defaults()
+    values = base | dict(arguments)
     if started is not None:
         here = started.local_world_size
         if arguments.get("nproc", here) != here:
@@ -177,18 +176,18 @@ def _merge(
                 f"--nproc {arguments['nproc']}, but torchrun started {here} ranks on this host: "
                 "leave --nproc out"
             )
-        fields["nproc"] = here
-    named = optimizers.parse(arguments.get("options", ()))
-    if fields["optimizer"] == base["optimizer"]:
-        named = dict(base["options"]) | named
-    fields["options"] = optimizers.with_presets(fields["optimizer"], named)
-    if fields["overlap"] != "off" and "clip" not in arguments:
-        fields["clip"] = 0.0
-    fields["text"] = tuple(str(Path(name).resolve()) for name in fields["text"])
-    fields["resume"] = str(path) if path is not None else None
+        values["nproc"] = here
+    options = optimizers.parse(arguments.get("options", ()))
+    if values["optimizer"] == base["optimizer"]:
+        options = dict(base["options"]) | options
+    values["options"] = optimizers.with_presets(values["optimizer"], options)
+    if values["overlap"] != "off" and "clip" not in arguments:
+        values["clip"] = 0.0
+    values["text"] = tuple(str(Path(name).resolve()) for name in values["text"])
+    values["resume"] = str(path) if path is not None else None
     if "out" not in arguments:
-        fields["out"] = str(run_folder(path)) if path is not None else _new_folder(fields["optimizer"])
-    return RunConfig(**fields)
+        values["out"] = str(run_folder(path)) if path is not None else _new_folder(values["optimizer"])
+    return RunConfig(**values)
 
 
 def _new_folder(optimizer: str) -> str:

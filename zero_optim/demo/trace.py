@@ -49,19 +49,14 @@ class Span:
 @contextmanager
 def traced(path: Path) -> Iterator[None]:
     """Profile all threads of this rank, and write a Chrome trace, which ui.perfetto.dev shows."""
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, **_all_threads()) as profiler:
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
+    try:
+        threads = {"experimental_config": private.or_none("ExperimentalConfig")(profile_all_threads=True)}
+    except TypeError:  # this PyTorch has no such option
+        threads = {}
+    with profile(activities=activities, **threads) as profiler:
         yield
     profiler.export_chrome_trace(str(path))
-
-
-def _all_threads() -> dict[str, Any]:
-    try:
-        return {"experimental_config": private.or_none("ExperimentalConfig")(profile_all_threads=True)}
-    except TypeError:  # this PyTorch has no such option
-        return {}
 
 
 def spans_of(path: Path) -> list[Span]:
@@ -107,15 +102,10 @@ def hidden(spans: Iterable[Span]) -> float:
 
 def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
     """Draw titled iterations below each other on one time axis, into a PNG file."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure  # without pyplot it needs no display
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    size = (10, 0.6 + 1.9 * len(pictures))
-    figure, axes = plt.subplots(
-        len(pictures), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(10, 0.6 + 1.9 * len(pictures)), layout="constrained")
+    axes = figure.subplots(len(pictures), 1, sharex=True, squeeze=False)
     for (title, spans), axis in zip(pictures, axes[:, 0], strict=True):
         for place, row in enumerate(ROWS):
             bars = [(span.start, max(span.stop - span.start, 0.05)) for span in spans if span.row == row]
@@ -133,4 +123,3 @@ def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms; the dotted line is where the last gradient was computed")
     figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
@@ -88,6 +87,7 @@ class Trainer:
             shape = config.schedule, config.warmup, config.steps
             self._scheduler = LambdaLR(self._optimizer, lambda step: rate_factor(step, *shape))
         self._saving: checkpoint.PendingSave | None = None
+        self.stalls: list[float] = []  # seconds that training waited on this rank, for each checkpoint
         self._samples = Samples(corpus.train, config.context, config.seed)
         self._pass_without_update()
         hook = _HOOKS[config.hook]  # registered after the pass without an update, which must not step
@@ -136,13 +136,10 @@ class Trainer:
         )
 
     def _clip(self) -> float | None:
-        if self.config.overlap == "owners":
+        """Clip the gradients; return the norm of all together. An overlapped step ends before it is known."""
+        if self.config.overlap != "off":
             return None
-        if self.config.shard != "state":
-            return self._optimizer.clip_grad_norm_(self.config.clip or math.inf).item()
-        if self.config.clip:
-            return clip_grad_norm_(self.gpt.parameters(), self.config.clip).item()
-        return get_total_norm([p.grad for p in self.gpt.parameters() if p.grad is not None]).item()
+        return self._optimizer.clip_grad_norm_(self.config.clip or math.inf).item()
 
     def _backward(self) -> Tensor:
         passes = self.config.accumulate
@@ -189,12 +186,17 @@ class Trainer:
             extra=prepare.extra(self.config, self.step, self.corpus.digest),
             keep=_KEPT,
         )
+        self.stalls.append(self._saving.stall)
         return self._saving.stall
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete; CheckpointError if it failed."""
         if self._saving is not None:
             self._saving.wait()
+
+    def is_due(self, every: int) -> bool:
+        """Return whether something is due now that happens each ``every`` updates, and at the end."""
+        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def restore(self, path: str) -> None:
         """Load a checkpoint that any number of ranks saved."""
@@ -204,15 +206,14 @@ class Trainer:
 
     def shards(self) -> list[Shard]:
         """Return what each rank keeps, by rank."""
-        owned = 0
-        for param, pieces in self._optimizer.pieces().items():
-            piece = piece_of(pieces, dist.get_rank())
-            if piece is not None:
-                owned += numel_of(piece, param.shape)
+        owned = sum(
+            numel_of(piece, param.shape)
+            for param, pieces in self._optimizer.pieces().items()
+            if (piece := piece_of(pieces, dist.get_rank())) is not None
+        )
         numbers = [owned, self._optimizer.state_nbytes()]
         if isinstance(self._ddp, FullyShardedDataParallel):
-            buckets = [bucket for unit in self._ddp.units.units for bucket in unit.buckets]
-            kept = sum(bucket.row.nbytes for bucket in buckets)
+            kept = sum(bucket.row.nbytes for unit in self._ddp.units.units for bucket in unit.buckets)
             nbytes, peak = _peak_of_units(self._ddp, self._pass_without_update)
             numbers += [nbytes, kept, peak]
         elif self.config.shard == "gradients":
@@ -248,11 +249,10 @@ def _peak_of_units(model: FullyShardedDataParallel, run: Callable[[], int]) -> t
     It measures before each module call and at each gradient: then the unit in use is whole, and the next one
     may be in flight.
     """
-    peak = 0
+    live: list[int] = []
 
     def look(*_: object) -> None:
-        nonlocal peak
-        peak = max(peak, model.units.nbytes_live())
+        live.append(model.units.nbytes_live())
 
     hooks = [module.register_forward_pre_hook(look) for module in model.module.modules()]
     trained: list[Any] = [param for param in model.module.parameters() if param.requires_grad]
@@ -260,4 +260,4 @@ def _peak_of_units(model: FullyShardedDataParallel, run: Callable[[], int]) -> t
     result = run()
     for hook in hooks:
         hook.remove()
-    return result, peak
+    return result, max(live)

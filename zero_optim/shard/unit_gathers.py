@@ -24,7 +24,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.started import Pending
+from zero_optim.flow.pending import Pending
 from zero_optim.health.unit_marks import Marked, Purpose, UnitMarks
 from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.layout import Layout, Span
