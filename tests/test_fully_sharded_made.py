@@ -30,7 +30,7 @@ from zero_optim.ddp import (
     fully_sharded,
     unsharded,
 )
-from zero_optim.shard.units import UnitBucket
+from zero_optim.units.bucket import UnitBucket
 
 
 def storages(tensors: list[Tensor]) -> int:

@@ -17,8 +17,8 @@ from fully import BUDGET, Tower, adamw, assert_alike, assert_equal, batch, fully
 from pool import on_ranks
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, Offload
-from zero_optim.shard import mapped
-from zero_optim.shard.mapped import PAGE, MappedMemory
+from zero_optim.units import mapped
+from zero_optim.units.mapped import PAGE, MappedMemory
 
 
 def made(model: nn.Module, folder: Path | None, name: Any = "AdamW", **options: Any) -> Any:
@@ -36,10 +36,10 @@ def assert_same_state(one: ZeroRedundancyOptimizer, other: ZeroRedundancyOptimiz
 
 def assert_kept(optimizer: ZeroRedundancyOptimizer) -> None:
     """What is larger than a page is in files; if it is as much as with AdamW, it takes several portions."""
-    keeping, state = optimizer.core.inputs.forms.files, optimizer.core.owned._kept
+    keeping, state = optimizer.core.inputs.store.files, optimizer.core.owned._kept
     assert keeping is not None
     assert state is not None
-    rows = [bucket.row for bucket in optimizer.core.sharding.unit_buckets()]
+    rows = [bucket.row for bucket in optimizer.core.sharding.row_buckets]
     beside = [value for entries in optimizer.state.values() for value in entries.values()]
     grads = [getattr(p.grad, "piece", p.grad) for p in optimizer.owned_parameters()]
     found = [tensor for tensor in (*rows, *beside, *grads) if tensor is not None and tensor.nbytes >= PAGE]
@@ -100,7 +100,7 @@ def test_state_that_is_nested_and_made_anew_moves_to_the_files(tmp_path: Path) -
     nested = [entries["nested"][0]["sums"] for entries in other.state.values()]
     large = [tensor for tensors in nested for tensor in tensors if tensor.nbytes >= PAGE]
     assert large
-    assert all(other.core.inputs.forms.files._memory.holds(tensor) for tensor in large)
+    assert all(other.core.inputs.store.files._memory.holds(tensor) for tensor in large)
 
 
 @on_ranks(2)

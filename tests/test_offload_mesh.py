@@ -18,8 +18,8 @@ from test_mesh import assert_equal_everywhere
 from test_offload import assert_same_state
 from zero_optim import RemoteRankError, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, Offload, unsharded
-from zero_optim.shard import unit_gathers
-from zero_optim.shard.mapped import PAGE
+from zero_optim.units import gathers as unit_gathers
+from zero_optim.units.mapped import PAGE
 
 
 def over_all(model: nn.Module, folder: Path | str | None, *, first: bool = True) -> Any:
@@ -50,7 +50,7 @@ def trains_alike(folder: Path) -> None:
     ]
     large = [each for each in copies if each.nbytes >= PAGE]
     assert large
-    assert all(other.core.inputs.forms.files._memory.holds(each) for each in large)
+    assert all(other.core.inputs.store.files._memory.holds(each) for each in large)
     assert kept.units.nbytes_live() == 0
 
 

@@ -13,7 +13,7 @@ from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
-from zero_optim.shard.units import UnitBucket
+from zero_optim.units.bucket import UnitBucket
 
 ROWS, WHOLE = "rows", "whole"
 

@@ -258,7 +258,7 @@ def assign_to_owners(
             group.rank,
             group.size,
             _kept_dtype(of_bucket[0], kept_dtype(of_bucket[0]), options),
-            optimizer.core.inputs.forms.keeping,
+            optimizer.core.inputs.store.keeping,
             optimizer.steps.agree_on_infinity,
         )
         dtype = options.dtype_of(of_bucket[0])

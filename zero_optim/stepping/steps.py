@@ -166,7 +166,7 @@ class Stepping:
                 group = core.group.during("clip")
                 words = exchange(group, Word.CLIPS)
                 lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups, asked.to_send())
-            return clip_together(core.group, params, pieces, asked, core.inputs.forms.files)
+            return clip_together(core.group, params, pieces, asked, core.inputs.store.files)
 
     def join_hook(self) -> JoinHook:
         """Give ``Join`` what shadows the steps of the active ranks."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
-from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.places import Form, views_in, zero_padding
-from zero_optim.shard.unit_memory import FreePages
+from zero_optim.units.keeping import RowKeeping
+from zero_optim.units.memory import FreePages
 
 
 class UnitFlat:

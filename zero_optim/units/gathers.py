@@ -29,9 +29,9 @@ from zero_optim.health.unit_marks import Marked, Purpose, UnitMarks
 from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
-from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.storage import ParamBucket
-from zero_optim.shard.units import UnitBucket
+from zero_optim.units.bucket import UnitBucket
+from zero_optim.units.keeping import RowKeeping
 
 
 class UnitGathers(Protocol):

@@ -4,7 +4,7 @@ Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, which would miss the second gather's
     values. So one storage stays, and its memory comes and goes: Note [Pages that move] in
-    `zero_optim.shard.unit_memory`. PyTorch does not check reads of an emptied storage. So a freed parameter
+    `zero_optim.units.memory`. PyTorch does not check reads of an emptied storage. So a freed parameter
     shows one expanded NaN (zero for dtypes without), and a write in place raises. `settle` changes the
     version only after a step or load.
 
@@ -36,11 +36,13 @@ from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, r
 from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
-from zero_optim.shard.freed import ShownWhenFreed
 from zero_optim.shard.places import Form
-from zero_optim.shard.uncopied import Uncopied
-from zero_optim.shard.unit_forms import KeptRows, UnitForms
-from zero_optim.shard.unit_row import UnitFlat, UnitRow
+from zero_optim.shard.storage import KeptRows
+from zero_optim.units.freed import ShownWhenFreed
+from zero_optim.units.keeping import RowKeeping
+from zero_optim.units.memory import FreePages
+from zero_optim.units.row import UnitFlat, UnitRow
+from zero_optim.units.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from zero_optim.flow.pending import Pending
@@ -57,7 +59,7 @@ _PINNED = (
 
 
 class UnitBucket(Uncopied):
-    """A `ParamBucket` whose parameters can be freed: Note [Freed in place]. Starts empty.
+    """A `RowBucket`: Note [Freed in place]. Starts empty. Whole parameters may have another ``dtype``.
 
     ``coming`` is the pending gather. ``is_left``: state dicts show the parameters as they are. While
     ``num_pins`` users need them whole, nothing may change them. ``num_changes`` counts possible changes of
@@ -70,16 +72,19 @@ class UnitBucket(Uncopied):
         layout: Layout,
         rank: int,
         label: str = "",
-        unit_forms: UnitForms | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        keeping: RowKeeping | None = None,
+        pages: FreePages | None = None,
     ) -> None:
         self.params = params
         self.label = label
         self.schedule = ZERO3
-        first, forms = params[0], UnitForms() if unit_forms is None else unit_forms
-        dtype = forms.compute_dtypes.get(first, first.dtype)
-        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, forms.pages)
+        first, pages = params[0], FreePages() if pages is None else pages
+        dtype = first.dtype if dtype is None else dtype
+        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, pages)
         # The parameters have the compute dtype already where another bucket held them.
-        self._own = UnitRow(self._flat, kept_dtype(first), forms.keeping)
+        self._own = UnitRow(self._flat, kept_dtype(first), keeping)
         self._freed = ShownWhenFreed(params, dtype, first.device)
         self.is_whole = self.is_left = self._has_changed = False
         self.coming: Pending | None = None
