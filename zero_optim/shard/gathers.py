@@ -27,9 +27,8 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, gloo_lanes_beside
+from zero_optim.comm.lanes import Lease, host_lanes_beside
 from zero_optim.comm.traffic import Waitable
-from zero_optim.compat.streams import is_asynchronous
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
@@ -158,7 +157,7 @@ class Gathers:
     def _lent(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> Iterator[Sequence[RankGroup]]:
         """Yield the lanes, if any; if the body fails, nobody else may use them."""
         if self._lanes is None and _gains_by_lanes(group, buckets):
-            self._lanes = gloo_lanes_beside(group)
+            self._lanes = host_lanes_beside(group)
         lanes = self._lanes
         try:
             yield () if lanes is None else lanes.groups
@@ -177,7 +176,7 @@ def _gains_by_lanes(group: RankGroup, buckets: Sequence[ParamBucket]) -> bool:
 
 
 def _may_use_lanes(bucket: ParamBucket, group: RankGroup) -> bool:
-    return not is_asynchronous(bucket.device) and group.backend_of(bucket.device) == "gloo"
+    return group.transport(bucket.device).lets_threads
 
 
 def _lanes_for(bucket: ParamBucket, group: RankGroup, lanes: Sequence[RankGroup]) -> Sequence[RankGroup]:
