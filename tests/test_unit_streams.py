@@ -15,7 +15,7 @@ def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
         bucket.take_in({param: param.clone() for param in params})
         bucket.let_go()
         flat = bucket.fill()
-        bucket.coming = Pending([], [flat], lambda: bucket.settle(flat))
+        bucket.gathers.start(lambda: Pending([], [flat], lambda: bucket.settle(flat)))
         bucket.arrive()
         come = streams.events[-1]
         bucket.arrive()

@@ -106,17 +106,10 @@ class Asked:
 
 
 class UnitConstruction:
-    """The units of a model, until buckets hold their parameters. Checks what was asked for, and chooses them.
+    """The units of a model, until buckets hold their parameters. Checks the arguments, and chooses them.
 
-    Args:
-        module: the model.
-        asked: the arguments.
-        taken_over: called with an optimizer that has taken the parameters over.
-
-    Attributes:
-        choice: with the parameters as they are now; those on the meta device were replaced.
-        registration: leads an optimizer to the units, and tells how they are stored.
-        policy: the precision.
+    Parameters of ``choice`` are in the place of those on the meta device. ``taken_over`` is called with an
+    optimizer that comes later.
     """
 
     def __init__(
@@ -227,8 +220,7 @@ def construct(
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
     """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
 
-    Returns:
-        The units, not filled yet; the optimizer, or what stands in for it; and the mesh.
+    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh.
     """
     known = mesh = built = None
     if optimizer is not None:
@@ -286,11 +278,7 @@ class RanksToBe:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run the body, then raise on all ranks if it raised on any; all ranks enter and leave it.
-
-        Over a mesh that is a part of all ranks, the row of a rank that failed hears of it first, then each of
-        them tells its column.
-        """
+        """Run the body, then raise on all ranks if it raised on any: in its row of a mesh, then in columns."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(failing_together(group))

@@ -41,12 +41,9 @@ _FREED = (
 
 
 class SavedReads:
-    """The hooks on what autograd saves; see Note [Reads that no output announces].
+    """The hooks on what autograd saves: Note [Reads that no output announces].
 
-    Args:
-        units: by number.
-        need: makes a unit whole in a backward pass, by its number; made by `weakly`.
-        is_on: False never has hooks.
+    ``need`` makes a unit whole in a backward pass, by its number.
     """
 
     def __init__(self, units: Sequence[Unit], need: Callable[[int], None], *, is_on: bool) -> None:

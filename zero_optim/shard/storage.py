@@ -140,12 +140,6 @@ class RowStore(Protocol):
         ...
 
 
-def rows_of(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
-    """Split a flat tensor into (owner, 1-D view): nonempty rows, then header space behind them."""
-    rows = [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
-    return rows + [(room.owner, flat[room.start : room.stop]) for room in layout.rooms_behind]
-
-
 def is_active(bucket: ParamBucket) -> bool:
     """Whether a parameter of the bucket trains or has a gradient."""
     return any(p.requires_grad or p.grad is not None for p in bucket.params)

@@ -26,13 +26,13 @@ Note [Freed one by one]
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat import private
-from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, record_use
+from zero_optim.compat.streams import record_use
+from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
@@ -43,9 +43,6 @@ from zero_optim.units.keeping import RowKeeping
 from zero_optim.units.memory import FreePages
 from zero_optim.units.row import UnitFlat, UnitRow
 from zero_optim.units.uncopied import Uncopied
-
-if TYPE_CHECKING:
-    from zero_optim.flow.pending import Pending
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
@@ -61,7 +58,7 @@ _PINNED = (
 class UnitBucket(Uncopied):
     """A `RowBucket`: Note [Freed in place]. Starts empty. Whole parameters may have another ``dtype``.
 
-    ``coming`` is the pending gather. ``is_left``: state dicts show the parameters as they are. While
+    ``gathers`` are under way. ``is_left``: state dicts show the parameters as they are. While
     ``num_pins`` users need them whole, nothing may change them. ``num_changes`` counts possible changes of
     the rows.
     """
@@ -87,10 +84,8 @@ class UnitBucket(Uncopied):
         self._own = UnitRow(self._flat, kept_dtype(first), keeping)
         self._freed = ShownWhenFreed(params, dtype, first.device)
         self.is_whole = self.is_left = self._has_changed = False
-        self.coming: Pending | None = None
+        self.gathers = Flow()
         self.num_pins = self.num_changes = 0
-        self._came: Pending | None = None  # the last gather, for streams that have not waited for it
-        self._came_on: Stream | None = None  # the one that has
 
     @property
     def layout(self) -> Layout:
@@ -249,8 +244,7 @@ class UnitBucket(Uncopied):
     def fill(self) -> Tensor:
         """Allocate the flat tensor and copy this rank's row into it."""
         self._check_untouched()
-        if self._came is not None:  # what stays: this stream will write a stamp there
-            self._came.wait()
+        self.gathers.wait()  # of what stays: this stream will write a stamp there
         if not self._flat.stays:
             self._flat.grow()
             with torch.no_grad():
@@ -262,18 +256,14 @@ class UnitBucket(Uncopied):
         assert flat is self._flat.tensor
         self._show(self._flat.views)
         self.is_whole = True
-        self._came, self.coming = self.coming if is_asynchronous(flat.device) else None, None
-        self._came_on = current_stream(flat.device)
         if self._has_changed:
             torch.autograd.graph.increment_version(self.params)
             self._has_changed = False
 
     def arrive(self) -> None:
         """Make the current stream wait for the gather, even if another has."""
-        if self.coming is not None:
-            self.coming.wait()
-        elif self._came is not None and self.is_whole and current_stream(self.device) != self._came_on:
-            self._came.wait()
+        self.gathers.wait()
+        if self.is_whole:
             record_use(self._flat.tensor)  # which may be freed while this stream still reads it
 
     def free(self) -> None:
@@ -285,7 +275,7 @@ class UnitBucket(Uncopied):
         self._flat.empty()
         self.is_whole = False
         if not self._flat.stays:
-            self._came = None
+            self.gathers.abandon()
         self._freed.note_versions()
 
     def _show(self, tensors: list[Tensor]) -> None:
