@@ -45,7 +45,7 @@ from zero_optim.ddp.owners.wrapper_checks import (
 from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.state.rebinding import shard_parameters
-from zero_optim.units.registration import Registration, registration_in, registration_of
+from zero_optim.units.registration import Registration, is_registered
 from zero_optim.units.store import Store
 
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
@@ -119,7 +119,7 @@ class UnitConstruction:
             raise ValueError(
                 "the model is fully sharded already, or a part of it: wrap the whole of it, once"
             )
-        if registration_in([*module.parameters()]).units:
+        if any(map(is_registered, module.parameters())):
             raise ValueError(
                 "some parameters are those of another fully sharded model, or of one whose wrapping broke "
                 "off: put all modules into one, or build the model anew"
@@ -278,7 +278,7 @@ class RanksToBe:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run the body, then raise on all ranks if it raised on any: in its row of a mesh, then in columns."""
+        """Run the body, then raise on all ranks if it raised on any: in a row of the mesh, then in columns."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(failing_together(group))
@@ -304,7 +304,7 @@ def _refuse_others(optimizer: Optimizer, *_: object) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         params = group["params"]
-        if params and registration_of((params[0], params[-1])).units:
+        if params and (is_registered(params[0]) or is_registered(params[-1])):
             raise RuntimeError(
                 f"{name} has parameters of a fully sharded model, which are on their owners alone: build "
                 f"ZeroRedundancyOptimizer(wrapped.parameters(), {name}, ...)"

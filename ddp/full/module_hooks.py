@@ -18,7 +18,7 @@ from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.state_hooks import UnitValues, hook_states
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.ddp.reducer.graph import replaced, tensors_in
-from zero_optim.units.registration import registration_in
+from zero_optim.units.registration import is_registered
 from zero_optim.units.uncopied import Uncopied
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def units_in(module: object, hint: str) -> UnitsInUse:
     units = units_of(module)
     if units is not None:
         return units
-    if registration_in([*module.parameters()]).units:
+    if any(map(is_registered, module.parameters())):
         raise ValueError(
             f"this {type(module).__name__} lies inside a unit of a fully sharded model, which is made whole "
             "as one: give the module that is the unit, or one around it"

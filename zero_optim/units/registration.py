@@ -205,6 +205,11 @@ def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Te
         bucket.free()
 
 
+def is_registered(param: Tensor) -> bool:
+    """Whether a parameter is one of a fully sharded model."""
+    return hasattr(param, _NAME)
+
+
 def registration_in(params: object) -> Registration:
     """Return the first registration in an optimizer's arguments, which may be invalid, or an empty one."""
     registrations = (getattr(param, _NAME, None) for param in _tensors_in(params))
