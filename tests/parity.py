@@ -40,6 +40,7 @@ def refusal(row: Row) -> str:
         "nothing is sharded that could be cut": stage.plain and option.kind == "cuts",
         "only a wrapper that shards takes a mesh": option.kind == "mesh" and not stage.shards,
         "only parameters on their owners are kept in files": option.kind == "files" and not fully,
+        "only over a mesh there are replicas": stage.over_all and option.kind != "mesh",
         "fully sharded models and meshes take no part in Join": joins and (fully or option.kind == "mesh"),
         "gradients on owners are no views": stage.shards and row.option == "gradients as views",
         "units have a policy of their own": fully and row.option == "mixed precision",
@@ -76,6 +77,14 @@ def refusal(row: Row) -> str:
     return next((reason for reason, holds in rules.items() if holds), "")
 
 
+MORE_ROWS = [
+    Row("overlap", "tower", "Join", "cuts"),
+    Row("overlap, torch's DDP", "tower", "Join", "cuts"),
+    Row("overlap, lazy", "tower", "ordinary", "cuts"),
+    Row("overlap, owners", "tower", "ordinary", "cuts, masters, averages"),
+]
+
+
 def choose_rows() -> list[Row]:
     """A few rows in which all pairs of entries meet: of all candidates the one with most new pairs."""
     where: dict[Any, list[Row]] = {}
@@ -90,7 +99,7 @@ def choose_rows() -> list[Row]:
         rows.append(max(candidates, key=lambda row: sum(pair in missing for pair in pairs(row))))
         for pair in pairs(rows[-1]):
             missing.pop(pair, None)
-    return sorted(rows)
+    return sorted({*rows, *MORE_ROWS})
 
 
 def pairs(row: Row) -> list[Any]:

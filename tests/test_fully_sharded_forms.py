@@ -173,7 +173,7 @@ def saves_and_loads_over_a_mesh(folder: str, files: str) -> None:
     first = before(["dtypes"], files)
     checkpoint.load(folder, model=first[0], optimizer=first[1])
     assert_equal(state_of(first[0]), state_of(wrapped))
-    again = after(["mesh", "dtypes", "wrapper"], files)
+    again = after(["mesh", "dtypes", "wrapper", "meta"], files)
     checkpoint.load(folder, model=again[0], optimizer=again[1])
     assert train(*again) == train(wrapped, optimizer)
 

@@ -1,7 +1,6 @@
 """How a fully sharded model is made: unit by unit, before its optimizer, and from the meta device."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,13 @@ from fully import (
     assert_alike,
     assert_equal,
     batch,
-    fully_later,
     loss_of,
     on_meta,
     state_of,
     train,
 )
 from pool import on_ranks
-from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
@@ -145,26 +143,6 @@ def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing() -> No
     with pytest.raises(ValueError, match="has an optimizer already"):
         adamw(wrapped)
     assert train(wrapped, optimizer) == train(whole, adamw(whole))
-
-
-@on_ranks(2)
-def test_frozen_parameters_that_a_later_optimizer_lacks_become_whole() -> None:
-    model = Tower()
-    model.blocks[1].requires_grad_(False)
-    whole = DistributedDataParallel(copy.deepcopy(model))
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-    with pytest.raises(ValueError, match="lacks"):
-        adamw(model.blocks)
-    optimizer, one = (
-        ZeroRedundancyOptimizer(
-            [param for param in each.parameters() if param.requires_grad], torch.optim.AdamW, lr=1e-2
-        )
-        for each in (wrapped, whole)
-    )
-    for param, want in zip(model.blocks[1].parameters(), whole.module.blocks[1].parameters(), strict=True):
-        assert torch.equal(param, want)
-    assert train(wrapped, optimizer) == train(whole, one)
-    assert_alike(model, whole)
 
 
 PLAIN: list[tuple[Any, dict[str, Any]]] = [
@@ -353,21 +331,6 @@ def test_a_model_from_the_meta_device_has_the_bits_of_one_made_whole() -> None:
     assert_equal(dict(model.named_buffers()), dict(whole.module.named_buffers()))
     assert train(wrapped, adamw(wrapped)) == train(whole, adamw(whole))
     assert_alike(model, whole)
-
-
-@on_ranks(2)
-def test_a_checkpoint_loads_into_a_model_from_the_meta_device(tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    model = Tower()
-    whole = DistributedDataParallel(model)
-    one = adamw(whole)
-    train(whole, one)
-    checkpoint.save(folder, model=model, optimizer=one)
-    other = on_meta(Tower)
-    wrapped, optimizer = fully_later(other)
-    checkpoint.load(folder, model=other, optimizer=optimizer)
-    assert_alike(other, model)
-    assert train(wrapped, optimizer) == train(whole, one)
 
 
 class Bare(nn.Module):

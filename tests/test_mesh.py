@@ -40,7 +40,6 @@ from zero_optim.errors import CheckpointError, StateMismatchError
 
 STAGES: dict[str, Any] = {"gradients": ShardedDataParallel, "fully": FullyShardedDataParallel}
 OVER_ALL = "fully, state over all"
-WAYS = [*STAGES, OVER_ALL]
 
 
 def built(
@@ -89,34 +88,6 @@ def summed_by_hand(model: nn.Module, replicas: int) -> None:
         param.grad = sums[0] + sums[1]
 
 
-def step_by_hand(plain: nn.Module, one: torch.optim.Optimizer, step: int) -> Tensor:
-    """Train for a step without the library, as on a mesh of two replicas; gives the loss."""
-    one.zero_grad()
-    loss = loss_of(plain, step)
-    loss.backward()
-    summed_by_hand(plain, 2)
-    one.step()
-    return loss
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("stage", WAYS)
-def test_gradients_are_summed_inside_a_replica_and_then_across(stage: str) -> None:
-    plain = Tower()
-    model = copy.deepcopy(plain)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(dist.get_rank())  # rank 0's count
-    wrapped, optimizer = built(model, stage, mesh_of(2), {"bucket_cap_mb": 0.01})
-    assert len(optimizer.core.sharding.buckets) > 2
-    one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(3):
-        want = step_by_hand(plain, one, step)
-        assert train(wrapped, optimizer, step, 1) == [want.item()]
-    assert_alike(model, plain)
-    assert_equal_everywhere(model)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully"])
 def test_one_replica_is_no_mesh_and_replicas_of_one_rank_are_ddp(stage: str) -> None:
@@ -130,78 +101,6 @@ def test_one_replica_is_no_mesh_and_replicas_of_one_rank_are_ddp(stage: str) -> 
     ddp = DistributedDataParallel(copy.deepcopy(model))
     assert train(alone, optimizer) == train(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2))
     assert_alike(alone.module, ddp.module)
-
-
-def accumulates(stage: str, how: str) -> None:
-    """By owners: each pass is summed over all ranks. Locally: the passes are, on each rank, before that."""
-    plain = Tower()
-    wrapped, optimizer = built(copy.deepcopy(plain), stage, mesh_of(2), accumulate=how)
-    one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    params = list(plain.parameters())
-    for step in range(2):
-        optimizer.zero_grad()
-        if how == "local":
-            with wrapped.no_sync():
-                loss_of(wrapped, 2 * step).backward()
-            loss_of(wrapped, 2 * step + 1).backward()
-        else:
-            for half in range(2):
-                loss_of(wrapped, 2 * step + half).backward()
-        optimizer.step()
-        one.zero_grad()
-        loss_of(plain, 2 * step).backward()
-        if how == "owner":
-            summed_by_hand(plain, 2)
-            before = [param.grad for param in params]
-            one.zero_grad()
-        loss_of(plain, 2 * step + 1).backward()
-        summed_by_hand(plain, 2)
-        if how == "owner":
-            for param, first in zip(params, before, strict=True):
-                assert param.grad is not None
-                assert first is not None
-                param.grad = first + param.grad
-        one.step()
-    assert_alike(wrapped.module, plain)
-    assert_equal_everywhere(wrapped.module)
-
-
-@pytest.mark.parametrize("how", ["owner", "local"])
-def test_passes_add_up_on_owners_or_on_ranks(ranks4: Ranks, how: str) -> None:
-    ranks4.run(accumulates, "gradients", how)
-    ranks4.run(accumulates, "fully", how)
-    ranks4.run(accumulates, OVER_ALL, how)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    "stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully", OVER_ALL]
-)
-def test_clipping_and_scaling_are_those_of_the_averages(stage: str) -> None:
-    """An infinity on one rank is in the sums of all replicas, so all of them skip the step."""
-    plain = Tower()
-    wrapped, optimizer = built(copy.deepcopy(plain), stage, mesh_of(2), {"cuts": False})
-    one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
-    scales = []
-    for step in range(4):
-        factor = float("inf") if step == 1 and dist.get_rank() == 3 else 1.0
-        norms = []
-        for model, stepped, scaler in ((wrapped, optimizer, scalers[0]), (plain, one, scalers[1])):
-            stepped.zero_grad()
-            scaler.scale(loss_of(model, step) * factor).backward()
-            if model is plain:
-                summed_by_hand(plain, 2)
-            scaler.unscale_(stepped)
-            clip = optimizer.clip_grad_norm_ if model is wrapped else None
-            norms.append(clip(0.1) if clip else nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-            scaler.step(stepped)
-            scaler.update()
-        assert torch.equal(*norms) or step == 1
-        scales.append([scaler.get_scale() for scaler in scalers])
-    assert scales == [[2.0**8] * 2, *[[2.0**7] * 2] * 3]
-    assert_alike(wrapped.module, plain)
-    assert_equal_everywhere(wrapped.module)
 
 
 class Uneven(nn.Module):
@@ -223,11 +122,12 @@ class Uneven(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("stage", ["gradients"])
-def test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters(stage: str) -> None:
+def test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters() -> None:
     plain = Uneven()
     given = {"optimizer_class": torch.optim.SGD, "lr": 0.1}
-    wrapped, optimizer = built(copy.deepcopy(plain), stage, mesh_of(2), given, find_unused_parameters=True)
+    wrapped, optimizer = built(
+        copy.deepcopy(plain), "gradients", mesh_of(2), given, find_unused_parameters=True
+    )
     one = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()

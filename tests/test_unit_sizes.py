@@ -150,25 +150,21 @@ def another_module_of_a_replica() -> None:
 
 
 CASES = [
-    one_training_pass_more,
-    another_branch,
-    another_branch_in_training,
-    an_error_in_forward,
-    an_error_in_backward,
-    state_of_another_module,
+    (one_training_pass_more, 3),
+    (another_branch, 2),
+    (another_branch_in_training, 3),
+    (an_error_in_forward, 2),
+    (an_error_in_backward, 2),
+    (state_of_another_module, 2),
+    (another_module_of_a_replica, 4),
 ]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("differs", CASES)
+@pytest.mark.parametrize(("differs", "size"), CASES)
 def test_ranks_that_gather_units_of_different_sizes_raise(differs: Callable[[], None], size: int) -> None:
     ended = outcomes(size, said, differs)
     assert all(outcome.exitcode == 0 for outcome in ended), ended
     check(ended)
-
-
-def test_ranks_of_a_replica_that_gather_units_of_different_sizes_raise() -> None:
-    test_ranks_that_gather_units_of_different_sizes_raise(another_module_of_a_replica, 4)
 
 
 def test_where_a_rank_ends_its_broken_pass_and_others_gather_all_raise() -> None:

@@ -278,7 +278,7 @@ class RanksToBe:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run the body, then raise on all ranks if it raised on any: in a row of the mesh, then in columns."""
+        """Run the body, then raise on all ranks if it raised on any: in rows of a mesh, then columns."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(failing_together(group))
