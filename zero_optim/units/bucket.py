@@ -41,7 +41,7 @@ from zero_optim.shard.storage import KeptRows
 from zero_optim.units.freed import ShownWhenFreed
 from zero_optim.units.keeping import RowKeeping
 from zero_optim.units.memory import FreePages
-from zero_optim.units.row import UnitFlat, UnitRow
+from zero_optim.units.row import Place, UnitFlat, UnitRow
 from zero_optim.units.uncopied import Uncopied
 
 _WRITE = (
@@ -160,14 +160,17 @@ class UnitBucket(Uncopied):
         """Note that the parameters came from other buckets, for autograd."""
         self._has_changed = True
 
-    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parameters of which this rank owns rows, with these views of `row`."""
+    def places(self) -> Iterator[Place]:
+        """Yield this rank's parts of parameters, as views of `row`."""
         self._own.make()
-        for place in self._own.places():
-            yield self.params[place.param], place.rows
+        return self._own.places()
+
+    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `RowBucket`."""
+        return ((self.params[place.param], place.rows) for place in self.places())
 
     def all_kept(self) -> Iterator[tuple[Tensor, KeptRows]]:
-        """Yield every parameter with this rank's part of it."""
+        """See `RowBucket`."""
         own = dict(self.kept())
         for param, form in zip(self.params, self._flat.forms, strict=True):
             yield param, KeptRows(form.stride, own.get(param))

@@ -11,7 +11,7 @@ Note [An optimizer that comes later]
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -137,13 +137,9 @@ class Registration:
                 store.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         for bucket in self.all_buckets:
-            if bucket_of.get(bucket.params[0]) is bucket:
-                bucket.free()
-                continue
-            with _values_as_kept(bucket, self.group.during("state")) as values:
-                for param, value in values.items():
-                    if param in bucket_of:
-                        bucket_of[param].take_in({param: value})
+            bucket.free()
+            if bucket_of.get(bucket.params[0]) is not bucket:
+                _move_rows(bucket, bucket_of, self.group.during("state"))
 
     def failing_together(self) -> Any:  # noqa: ANN401 - a context
         """Return a context that raises on all ranks of a mesh if one raises."""
@@ -189,20 +185,13 @@ class Registration:
             del self.units[param]
 
 
-@contextmanager
-def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Tensor, Tensor]]:
-    """Yield a bucket's values in the owners' dtype, then free it; all ranks enter; communicates."""
-    bucket.free()
-    if bucket.is_rounded:
-        wide = WideBucket(bucket)
-        start_gather((group,), wide).wait()
-        yield wide.values
-        return
-    start_gather((group,), bucket).wait()
-    try:
-        yield {param: param for param in bucket.params}
-    finally:
-        bucket.free()
+def _move_rows(bucket: UnitBucket, bucket_of: Mapping[Tensor, RowBucket], group: RankGroup) -> None:
+    """Gather a bucket in the owners' dtype, for other buckets to take rows; all ranks call; communicates."""
+    wide = WideBucket(bucket)
+    start_gather((group,), wide).wait()
+    for param, value in wide.values.items():
+        if param in bucket_of:
+            bucket_of[param].take_in({param: value})
 
 
 def is_registered(param: Tensor) -> bool:
