@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from breaking import Breaks, BreaksAnywhere
 from fully import Tower, assert_alike, batch, loss_of
 from fully import train as train_on
 from meshes import mesh_of
@@ -281,39 +282,25 @@ def test_replicas_that_go_different_ways_are_told(stage: str) -> None:
         loss_of(wrapped, 4).backward()
 
 
-class Failing(torch.optim.SGD):
-    """Can raise in a step."""
-
-    fails = False
-
-    def step(self, closure: Any = None) -> Any:
-        if Failing.fails:
-            raise ArithmeticError("no more than this")
-        return super().step(closure)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize(("stage", "lazily"), [("gradients", False), ("gradients", True), ("fully", False)])
 def test_a_step_that_fails_in_one_replica_is_named_in_the_others(stage: str, lazily: bool) -> None:
     """One rank raises in its step, and nobody goes on but the other replica."""
     rank, model = dist.get_rank(), Tower()
-    given = {"optimizer_class": Failing, "gather_lazily": model if lazily else None}
+    given = {"optimizer_class": Breaks, "gather_lazily": model if lazily else None}
     wrapped, optimizer = built(model, stage, mesh_of(2), given)
     train(wrapped, optimizer)
     loss_of(wrapped, 3).backward()
-    Failing.fails = rank == 1
-    try:
-        if rank == 1 or (rank == 0 and stage == "gradients" and not lazily):
-            with pytest.raises(ArithmeticError if rank else RemoteRankError, match="no more than this"):
-                optimizer.step()
-        else:
+    optimizer.optim.breaks = True
+    if rank == 1 or (rank == 0 and stage == "gradients" and not lazily):
+        with pytest.raises(ArithmeticError if rank else RemoteRankError, match="no such root"):
             optimizer.step()
-    finally:
-        Failing.fails = False
+    else:
+        optimizer.step()
+    optimizer.optim.breaks = False
     if (stage == "fully" and rank < 2) or (lazily and rank == 0):  # heard in the next forward pass
-        with pytest.raises(Exception, match="ArithmeticError") as told:
+        with pytest.raises(Exception, match="ArithmeticError"):
             wrapped(batch(4))
-        del told
     if rank > 1:
         loss = loss_of(wrapped, 4)
         with pytest.raises(RemoteRankError, match=r"failed in replica 0 of the mesh: .*ArithmeticError"):
@@ -355,14 +342,12 @@ def test_a_rank_that_differs_from_its_replica_is_called_by_its_number_in_the_mes
 @on_ranks(4)
 def test_what_all_replicas_have_raised_is_not_told_again() -> None:
     """Each replica hears of its own, and no pass raises once more."""
-    wrapped, optimizer = built(Tower(), "gradients", mesh_of(2), {"optimizer_class": Failing})
+    wrapped, optimizer = built(Tower(), "gradients", mesh_of(2), {"optimizer_class": BreaksAnywhere})
     train(wrapped, optimizer)
-    Failing.fails = True
-    try:
-        with pytest.raises(ArithmeticError):
-            optimizer.step()
-    finally:
-        Failing.fails = False
+    optimizer.optim.breaks = True
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    optimizer.optim.breaks = False
     train(wrapped, optimizer, 3)
     assert_equal_everywhere(wrapped.module)
 

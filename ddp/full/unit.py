@@ -158,7 +158,7 @@ class UnitSupply:
         """Gather a unit as its owners keep it, beside the parameters; RuntimeError if somebody needs them."""
         self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
         wide = [WideBucket(bucket) for bucket in unit.buckets]
-        for pending in [self.gathers.start(bucket, purpose=Purpose.AS_KEPT) for bucket in wide]:
+        for pending in [self.gathers.start(bucket, None, Purpose.AS_KEPT) for bucket in wide]:
             pending.wait()
         return wide
 

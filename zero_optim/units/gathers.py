@@ -37,12 +37,7 @@ from zero_optim.units.keeping import RowKeeping
 class UnitGathers(Protocol):
     """Starts the gathers of units."""
 
-    def start(
-        self,
-        bucket: ParamBucket,
-        stamps: UnitStamps | None = None,
-        purpose: Purpose = Purpose.REQUEST,
-    ) -> Pending:
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
         ...
 
@@ -63,12 +58,7 @@ class GathersFromOwners:
     lanes: Lease  # for gathers alone
     marks: UnitMarks
 
-    def start(
-        self,
-        bucket: ParamBucket,
-        stamps: UnitStamps | None = None,
-        purpose: Purpose = Purpose.REQUEST,
-    ) -> Pending:
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """See `UnitGathers.start`."""
         lanes = [lane.during("gather") for lane in self.lanes.groups or (self.group,)]
         mark = self.marks.mark_of(bucket, purpose)
@@ -205,12 +195,7 @@ class GathersInReplicas:
         """See `UnitGathers.abandon`."""
         self._inner.abandon()
 
-    def start(
-        self,
-        bucket: ParamBucket,
-        stamps: UnitStamps | None = None,
-        purpose: Purpose = Purpose.REQUEST,
-    ) -> Pending:
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """See `UnitGathers.start`; buckets outside units come from their owners."""
         column = self._columns.get(bucket) if isinstance(bucket, UnitBucket) else None
         if column is None:
