@@ -106,7 +106,7 @@ def assert_ordered(streams: StreamsModel) -> None:
     races = streams.settle()
     # Norms, state that moves and values that are compared are brought to the group's device, and from it, by
     # its name: the model's host has the same one.
-    named = ("_exchanged", "move", "_digests")
+    named = ("exchanged", "move", "digests")
     mixed = [each for each in streams.mixed() if not any(name in each for name in named)]
     assert not races, str(races[0])
     assert not mixed, mixed[0]
