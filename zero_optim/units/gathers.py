@@ -167,7 +167,8 @@ class GathersInReplicas:
     ) -> None:
         buckets = [bucket for _, of_unit in units for bucket in of_unit]
         self._marks = UnitMarks(units, mesh.inner)
-        self._of_everyone = UnitMarks(units, mesh.everyone)  # what is gathered from owners
+        marks = UnitMarks(units, mesh.everyone)
+        self._from_owners = GathersFromOwners(mesh.everyone, Lease.of(mesh.everyone), marks)
         self._mesh = mesh
         self._inner = inner
         self._across = across
@@ -199,9 +200,7 @@ class GathersInReplicas:
         """See `UnitGathers.start`; buckets outside units come from their owners."""
         column = self._columns.get(bucket) if isinstance(bucket, UnitBucket) else None
         if column is None:
-            return GathersFromOwners(
-                self._mesh.everyone, Lease.of(self._mesh.everyone), self._of_everyone
-            ).start(bucket, None, purpose)
+            return self._from_owners.start(bucket, None, purpose)
         self._renew()
         self._renewals.wait_for([column])
         flat, rank = column.fill(), self._mesh.everyone.rank
