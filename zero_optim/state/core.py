@@ -4,8 +4,8 @@ The optimizer and the rooms above work on a `Core`. Nothing here
 communicates, but `mirror_state`, and `check_unreduced` in rare cases.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import KeptRows
+from zero_optim.shard.storage import KeptRows, left_freed
 from zero_optim.state.cut_state import CutState
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.moving import Held, RowMap
@@ -309,17 +309,9 @@ class Core:
 
     # ------------------------------------------------------------------ units of a fully sharded model
 
-    @contextmanager
-    def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
-        """Have state dicts of the model show parameters of units as they are; yields what is kept of each."""
-        buckets = self.sharding.row_buckets
-        for bucket in buckets:
-            bucket.is_left = True
-        try:
-            yield {param: kept for bucket in buckets for param, kept in bucket.all_kept()}
-        finally:
-            for bucket in buckets:
-                bucket.is_left = False
+    def leaving_freed(self) -> AbstractContextManager[dict[Tensor, KeptRows]]:
+        """Have state dicts of the model show parameters of units as they are; gives what is kept of each."""
+        return left_freed(self.sharding.row_buckets)
 
     def keep_unit_rows(self) -> None:
         """Step the rows that the buckets of units keep, once these are filled."""
