@@ -33,7 +33,7 @@ QUICK = (
     "table: overlap | tower | ordinary | plain",
     "parameters: checkpointing, not reentrant, bf16",
     "parameters: order of sums, float32",
-    "mesh: fully",
+    "mesh: fully, ordinary",
     "memory: parameters",
     "hook: fp16, on both DDPs",
     "bucketer: 2 streams",
