@@ -1,6 +1,5 @@
 """The command line: bad input gets one line and status 2, and no process is started for it."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -62,23 +61,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def save(folder: str, step: int = 5, **changes: object) -> None:
-    """Leave a checkpoint that a run could have left."""
+    """Leave a checkpoint that a run could have left, saved in a group of one that lives for it."""
     options = (("lr", 0.5), ("momentum", 0.9))
     fields = {"width": 16, "heads": 2, "layers": 1, "context": 16, "optimizer": "SGD", "options": options}
     config = RunConfig(out=folder, **{**fields, **changes})
-    write(config, step)
-
-
-def write(config: RunConfig, step: int) -> None:
-    """Write a run's checkpoint, in a group of one that lives for it."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = GPT(config.shape)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
         extra = prepare.extra(config, step, "")
-        folder = prepare.checkpoint_folder(config.out, step)
-        checkpoint.save(folder, model=model, optimizer=optimizer, extra=extra)
+        saved = prepare.checkpoint_folder(config.out, step)
+        checkpoint.save(saved, model=model, optimizer=optimizer, extra=extra)
     finally:
         dist.destroy_process_group()
 
@@ -150,18 +144,15 @@ def test_every_field_has_an_option_and_every_option_reaches_its_field() -> None:
     arguments = [part for name, value in given.items() for part in (flag(name), str(value))]
     flags = ("--bf16", "--trace", "--text", __file__)
     config = started(*arguments, "--opt", "lr=2", "--opt", "nesterov=false", *flags)
-    named = {name: getattr(config, name) for name in given}
-    assert named == given
+    assert {name: getattr(config, name) for name in given} == given
     assert config.options == (("lr", 2), ("nesterov", False))
-    assert config.bf16
-    assert config.trace
-    overlapped = started("--overlap", "--out", "elsewhere")
+    assert (config.bf16, config.trace, config.text) == (True, True, (str(Path(__file__).resolve()),))
+    overlapped = started("--overlap")
     assert (overlapped.overlap, overlapped.clip) == ("everywhere", 0.0)
-    assert started("--overlap", "owners", "--out", "else").overlap == "owners"
-    assert config.text == (str(Path(__file__).resolve()),)
-    sharded = started("--shard", "gradients", "--out", "sharded")
+    assert started("--overlap", "owners").overlap == "owners"
+    sharded = started("--shard", "gradients")
     assert (sharded.shard, sharded.clip) == ("gradients", RunConfig(out="any").clip)
-    assert started("--shard", "parameters", "--out", "whole").shard == "parameters"
+    assert started("--shard", "parameters").shard == "parameters"
     others = {"options", "bf16", "trace", "overlap", "shard", "text", "resume"}
     assert {*given, *others} == {field.name for field in fields(config)}
 
@@ -299,7 +290,3 @@ def test_under_torchrun_one_rank_a_host_tells_of_bad_input(
     under_torchrun(monkeypatch, rank=1)
     assert cli.main(["train", "--batch-size", "12"]) == 2
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_config_is_plain_json() -> None:
-    assert json.loads(started().to_json())["optimizer"] == "AdamW"
