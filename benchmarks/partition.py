@@ -18,11 +18,10 @@ from harness import Shape, arguments, gpt_shapes, record, show
 from torch import Tensor
 
 from zero_optim.plan.buckets import assign_buckets
-from zero_optim.plan.cuts import cut_step
+from zero_optim.plan.cuts import Planned, choose_rows, cut_step
 from zero_optim.plan.layout import whole
 from zero_optim.plan.partition import assign_owners, rank_loads
 from zero_optim.plan.plan import Plan, make_plan
-from zero_optim.plan.rows import Planned, choose_rows
 
 CAP_NBYTES = 32 * 2**20
 ELEMENT_NBYTES = 4

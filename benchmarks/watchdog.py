@@ -22,8 +22,8 @@ from models import workload
 
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Phase, Traffic
+from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel
 
 MODELS = ("tiny", "gpt")

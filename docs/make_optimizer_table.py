@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 from optimizer_cases import CASES, Case, Options, answer_of, write_options  # noqa: E402
 from pool import Pool, RankError  # noqa: E402
 from test_optimizers import check_case, check_refusal  # noqa: E402
-from zero_optim.probe.probe import probe, why_not_cut  # noqa: E402
+from zero_optim.probe.cut_rows import why_not_cut  # noqa: E402
+from zero_optim.probe.probe import probe  # noqa: E402
 from zero_optim.probe.traits import Traits  # noqa: E402
 
 TARGET = ROOT / "docs" / "optimizers.md"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from zero_optim.plan.memory import consecutive_views
+from zero_optim.plan.strides import consecutive_views
 
 if TYPE_CHECKING:
 

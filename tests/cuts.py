@@ -15,9 +15,9 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan import cuts as plan_of_cuts
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import Extent, Layout, Row
-from zero_optim.plan.memory import dense_strides
 from zero_optim.plan.pieces import Piece, num_rows
 from zero_optim.plan.plan import BucketPlan, Plan
+from zero_optim.plan.strides import dense_strides
 from zero_optim.shard import sharding
 
 ALIGNMENT = 64  # bytes

@@ -20,7 +20,7 @@ import queue
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,12 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm import lanes
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.compat.streams import is_asynchronous
-from zero_optim.shard import gathers
-from zero_optim.shard.storage import ParamBucket
-from zero_optim.step import overlap
 
 NAME = "late"
 DELAYS = (0.0, 0.0, 0.001, 0.005, 0.02)  # seconds; nothing is decided by them
@@ -286,29 +282,20 @@ def _poison(tensors: Sequence[Tensor]) -> None:
             tensor.data.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
-def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
-    """In the place of `lanes.may_run_beside`: threads and lanes of their own, where gloo would have them."""
-    return not any(is_asynchronous(device) for device in {param.device for param in params})
+class LateTransport(Transport):
+    """Threads and lanes as on gloo; exchanges as elsewhere."""
 
+    __slots__ = ()
+    most_lanes = 8
 
-def may_use_lanes(bucket: ParamBucket, group: RankGroup) -> bool:
-    """In the place of `gathers._may_use_lanes`: owners send on lanes where they would on gloo."""
-    return not is_asynchronous(bucket.device) and group.backend_of(bucket.device) in ("gloo", NAME)
-
-
-def late_lanes_beside(group: RankGroup) -> lanes.Lease:
-    """In the place of `gathers.gloo_lanes_beside`: lanes that are late themselves, one for each owner."""
-    return lanes.lease(group, group.size, NAME)
+    @property
+    def lets_threads(self) -> bool:
+        return not is_asynchronous(self.device)
 
 
 def register(seed: int) -> None:
     """Make the backend known in this process, to torch.distributed and to us, with the delays of a seed."""
-    for name, replacement in (("_may_use_lanes", may_use_lanes), ("gloo_lanes_beside", late_lanes_beside)):
-        assert callable(getattr(gathers, name)), "without it, no gather would be tried on lanes"
-        setattr(gathers, name, replacement)
-    for module in (lanes, overlap):
-        assert callable(module.may_run_beside), "without it, nothing would be tried on threads"
-        module.may_run_beside = may_run_beside
+    TRANSPORTS[NAME] = LateTransport
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> LateGroup:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

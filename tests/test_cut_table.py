@@ -9,7 +9,7 @@ from pool import Ranks
 from test_optimizers import assert_same_options, check_saved, train_case
 from training import make_params, params_of, twin
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.probe.probe import why_not_cut
+from zero_optim.probe.cut_rows import why_not_cut
 
 # What classes of torch_optimizer call, and what PyTorch says of it.
 pytestmark = pytest.mark.filterwarnings(r"ignore:This overload of \w+ is deprecated:UserWarning")

@@ -14,8 +14,8 @@ from pool import on_ranks
 from training import make_params, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.probe.comparison import same
-from zero_optim.probe.probe import probe, why_not_cut
-from zero_optim.probe.rows import CutRows, like_rows, why_rows_not_cut
+from zero_optim.probe.cut_rows import CutRows, like_rows, why_not_cut, why_rows_not_cut
+from zero_optim.probe.probe import probe
 
 # What torchao's classes trained otherwise where it was cut: blocks of 256 fill them, and they are long.
 SHAPES = ((512, 80), (5025, 384), (3001, 640), (4001, 128))

@@ -17,9 +17,10 @@ from overlap import Setting, plain_step
 from pool import Ranks, on_ranks
 from training import assert_same_bits, set_grads, twin
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.comm import collectives
+from zero_optim.comm import backends, collectives
+from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import gloo_lanes_beside
+from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.shard import gathers
 
 LARGE = [(300, 256)] * 5 + [(7,)]  # 1.5 MB
@@ -88,7 +89,7 @@ def test_each_owner_sends_on_a_group_of_its_own() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("shapes", [[(8, 8)] * 4, [(600, 600)]], ids=["little to send", "one owner"])
 def test_no_group_is_made_where_it_gains_nothing(shapes: list[tuple[int, ...]]) -> None:
-    with mock.patch.object(gathers, "gloo_lanes_beside") as taken:
+    with mock.patch.object(gathers, "host_lanes_beside") as taken:
         used = groups_used(make(shapes, cuts=False))
     assert set.union(*used.values()) == {given_group()}
     taken.assert_not_called()
@@ -97,15 +98,15 @@ def test_no_group_is_made_where_it_gains_nothing(shapes: list[tuple[int, ...]]) 
 @on_ranks(2)
 @pytest.mark.not_late("it shows what other backends do")
 def test_other_backends_and_devices_have_one_communicator() -> None:
-    with mock.patch.object(RankGroup, "backend_of", return_value="nccl"):
+    with mock.patch.dict(TRANSPORTS, gloo=Transport):
         test_no_group_is_made_where_it_gains_nothing(LARGE)
-    with mock.patch.object(gathers, "is_asynchronous", return_value=True):  # gloo and CUDA
+    with mock.patch.object(backends, "is_asynchronous", return_value=True):  # gloo and CUDA
         test_no_group_is_made_where_it_gains_nothing(LARGE)
 
 
 @on_ranks(2)
 def test_no_group_is_made_before_it_is_needed() -> None:
-    with mock.patch.object(gathers, "gloo_lanes_beside") as taken:
+    with mock.patch.object(gathers, "host_lanes_beside") as taken:
         make()
     taken.assert_not_called()
 
@@ -186,7 +187,7 @@ def test_lanes_on_which_a_gather_failed_are_not_lent_again() -> None:
         step(optimizer, 1)
     del optimizer
     gc.collect()
-    others = {lane.process_group.group_name for lane in gloo_lanes_beside(RankGroup.of(None)).groups}
+    others = {lane.process_group.group_name for lane in host_lanes_beside(RankGroup.of(None)).groups}
     assert others.isdisjoint(names)
 
 
@@ -278,7 +279,7 @@ def launches() -> tuple[int, int]:
         return works[-1]
 
     with (
-        mock.patch.object(RankGroup, "backend_of", return_value="nccl"),
+        mock.patch.dict(TRANSPORTS, gloo=Transport),
         mock.patch.object(collectives, "coalesces", return_value=True),
         mock.patch.object(collectives, "coalesced", one),
         mock.patch.object(dist, "broadcast", broadcast),

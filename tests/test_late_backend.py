@@ -22,7 +22,7 @@ from pool import Pool, RankError, Ranks
 from test_checkpoint import resume, save_at_three
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm.started import Work
+from zero_optim.comm.works import Work
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,

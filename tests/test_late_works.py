@@ -25,8 +25,8 @@ from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.records import Verdict
-from zero_optim.comm.started import Work
 from zero_optim.comm.wire import recv_value, send_value
+from zero_optim.comm.works import Work
 from zero_optim.compat import streams
 from zero_optim.compat.engine import aborts_of
 from zero_optim.health.watchdog import Watchdog
@@ -151,7 +151,7 @@ def check_handle_goes() -> None:
         assert awaited is not None
         watchdog._look()
         assert group.works.outstanding is awaited  # it has not ended
-        event: Any = awaited._event  # type: ignore[union-attr]
+        event: Any = awaited.handle.event  # type: ignore[attr-defined]
         assert isinstance(event, FakeEvent)
         event.has_passed = True
         watchdog._look()
@@ -168,7 +168,9 @@ def test_a_device_that_failed_after_the_wait_does_not_end_the_watchdog() -> None
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
         late_work(group, Handle([])).wait()
         awaited: Any = group.works.outstanding
-        awaited._event = SimpleNamespace(query=mock.Mock(side_effect=RuntimeError("device-side assert")))
+        awaited.handle.event = SimpleNamespace(
+            query=mock.Mock(side_effect=RuntimeError("device-side assert"))
+        )
         patch.setattr(watchdog._verdicts, "explain", lambda *_: None)
         watchdog._look()
         assert awaited.record.failure == "device-side assert"

@@ -8,8 +8,8 @@ from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import (
     Extent,
     Layout,
-    Room,
     Row,
+    Span,
     rows_in_order,
     whole,
     with_rooms,
@@ -173,7 +173,7 @@ def test_a_row_within_one_parameter_has_no_room() -> None:
 
 def test_a_room_over_a_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match="is not in the padding of the row of rank 0"):
-        Layout((4,), whole([4], [0]).rows, (Room(0, 2, 4),))
+        Layout((4,), whole([4], [0]).rows, (Span(0, 2, 4),))
 
 
 def test_a_room_behind_the_rows_is_sent_by_itself() -> None:
@@ -183,4 +183,4 @@ def test_a_room_behind_the_rows_is_sent_by_itself() -> None:
     assert rooms_of(layout) == [(1, 11, 15), (0, 16, 20), (2, 24, 28)]
     assert (layout.end_of_rows, layout.numel) == (16, 28)
     with pytest.raises(ValueError, match="overlaps what ends at 20"):
-        Layout(layout.numels, layout.rows, (*layout.rooms[:2], Room(2, 16, 20)))
+        Layout(layout.numels, layout.rows, (*layout.rooms[:2], Span(2, 16, 20)))

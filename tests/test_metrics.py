@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from pool import on_ranks
 from training import set_grads
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Phase, Traffic, broadcast_nbytes
+from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
@@ -65,13 +65,13 @@ def counted(optimizer: ZeroRedundancyOptimizer | DistributedDataParallel, phase:
 
 def test_gloo_sends_a_broadcast_along_a_tree() -> None:
     for size, times in TREES.items():
-        assert tuple(broadcast_nbytes(1, behind, size, is_gloo=True) for behind in range(size)) == times
+        assert tuple(broadcast_nbytes(1, behind, size, is_tree=True) for behind in range(size)) == times
         assert sum(times) == size - 1, "each rank but the source receives it once"
 
 
 def test_other_backends_are_taken_to_broadcast_round_a_ring() -> None:
-    assert [broadcast_nbytes(7, behind, 4, is_gloo=False) for behind in range(4)] == [7, 7, 7, 0]
-    assert broadcast_nbytes(7, 0, 1, is_gloo=False) == 0
+    assert [broadcast_nbytes(7, behind, 4, is_tree=False) for behind in range(4)] == [7, 7, 7, 0]
+    assert broadcast_nbytes(7, 0, 1, is_tree=False) == 0
 
 
 @on_ranks(2, 4)

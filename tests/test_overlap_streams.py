@@ -16,11 +16,11 @@ from overlap import WRAPPERS, Grads, Setting, adamw, assert_same_run, grads_of, 
 from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
-from zero_optim.comm.started import Pending
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
 from zero_optim.hooks import zero_step
 from zero_optim.hooks.overlap import owners, passes
 from zero_optim.shard import storage
-from zero_optim.shard.gathers import UnderWay
 from zero_optim.stepping.backward import BackwardSteps
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -84,9 +84,9 @@ def test_on_the_cpu_the_first_who_waits_is_the_only_one() -> None:
 def test_a_second_stream_that_reads_the_same_parameter_or_another_waits_too(
     accelerator: FakeAccelerator,
 ) -> None:
-    under_way, a, b = UnderWay(), torch.zeros(1), torch.zeros(1)
+    under_way, a, b = Flow(), torch.zeros(1), torch.zeros(1)
     gather, work, _ = pending(torch.zeros(2))
-    under_way.add([a, b], gather)
+    under_way.start(lambda: gather, keys=[a, b])
     assert under_way.is_unclaimed
     with accelerator.using(FakeStream("first")):
         under_way.wait_for([a])
@@ -111,14 +111,14 @@ def test_a_second_stream_that_reads_the_same_parameter_or_another_waits_too(
 def test_gathers_that_are_over_are_let_go_of_though_some_are_left_at_each_wait(
     accelerator: FakeAccelerator,
 ) -> None:
-    under_way, a, b = UnderWay(), torch.zeros(1), torch.zeros(1)
+    under_way, a, b = Flow(), torch.zeros(1), torch.zeros(1)
     gathers: list[weakref.ref[Pending]] = []
     for _ in range(5):
         for event in accelerator.events:
             event.has_passed = True  # those of the steps before
         gather = WeaklyKnown([], [torch.zeros(2)], lambda: None)
         gathers.append(weakref.ref(gather))
-        under_way.add([a, b], gather)
+        under_way.start(lambda gather=gather: gather, keys=[a, b])  # type: ignore[misc]
         under_way.wait()
         assert under_way, "that of this step is left"
     assert [known() for known in gathers] == [None, None, None, None, gather]

@@ -18,6 +18,7 @@ from test_streams_runs import races_of
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
+from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import RowSum, num_parts
@@ -31,7 +32,7 @@ def parts_of_any_length(*, at_once: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(row_sum, "LEAST_PART_NBYTES", 1))
         if at_once:
-            stack.enter_context(mock.patch.object(RankGroup, "is_gloo_on_cpu", return_value=False))
+            stack.enter_context(mock.patch.object(TRANSPORTS["gloo"], "waits_on_host", False))
         yield
 
 

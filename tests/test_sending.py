@@ -20,7 +20,7 @@ from zero_optim.comm import collectives, lanes
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.sending import _exchange_packed, exchange
+from zero_optim.comm.sending import _all_to_all, exchange
 from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, make_group
 
@@ -38,9 +38,8 @@ def test_gloo_exchanges_what_is_not_on_the_cpu_as_one_tensor_of_bytes() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         sent = pieces_of(group.rank, dtype)
         into = [torch.empty_like(sent[group.rank]) for _ in range(2)]
-        works, came = _exchange_packed(sent, into, group)
-        for work in works:
-            work.wait()
+        work, came = _all_to_all(sent, into, group, as_bytes=True)
+        work.wait()
         assert came[group.rank] is sent[group.rank]
         for rank in range(2):
             assert torch.equal(came[rank], pieces_of(rank, dtype)[group.rank]), (dtype, rank)

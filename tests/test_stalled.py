@@ -26,7 +26,7 @@ from stalling import (
 from waiting import wait_until
 from zero_optim import RankMismatchError, StalledError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import gloo_lanes_beside
+from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
@@ -202,7 +202,7 @@ def step_while_a_survivor_waits_for_another() -> str:
     Nothing here has a timeout of its own.
     """
     optimizer, rank = sharded(with_gradients(linear()), timeout=None), dist.get_rank()
-    lanes = gloo_lanes_beside(RankGroup.of(None))
+    lanes = host_lanes_beside(RankGroup.of(None))
     optimizer.step()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.hooks import zero_step
-from zero_optim.plan.options import OptionValues
+from zero_optim.plan.option_values import OptionValues
 
 
 def make(cls: Any = torch.optim.SGD, **options: Any) -> ZeroRedundancyOptimizer:

@@ -20,10 +20,11 @@ from streams_runs import (
     reduce_scatters,
     replace_data,
 )
-from zero_optim.comm import row_sum, started
+from zero_optim.comm import row_sum
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import bucketer
 from zero_optim.ddp.reducer.stream_order import StreamOrder
+from zero_optim.flow import pending
 from zero_optim.hooks.overlap.stepper import Stepper
 from zero_optim.step import overlap
 
@@ -57,12 +58,12 @@ def one_stream_a_bucket() -> Patch:
 
 def one_waiter() -> Patch:
     """A gather is waited for once, by whatever stream comes first."""
-    return mock.patch.object(started.Pending, "_wait_behind", return_value=True)
+    return mock.patch.object(pending.Pending, "_wait_behind", return_value=True)
 
 
 def drops_gathered() -> Patch:
     """The flat tensor of a gather is dropped after a wait on another stream than its own."""
-    return mock.patch.object(started, "record_use", _keep_nothing)
+    return mock.patch.object(pending, "record_use", _keep_nothing)
 
 
 def drops_parcels() -> Patch:

@@ -18,7 +18,8 @@ from own_classes import (
     RoundsStochastically,
     Small,
 )
-from zero_optim.probe.probe import probe, why_not_cut
+from zero_optim.probe.cut_rows import why_not_cut
+from zero_optim.probe.probe import probe
 from zero_optim.probe.trials import Feed, by_rows, starts_of
 
 # Those of the table that bear cuts with every set of options.

@@ -214,7 +214,7 @@ class JustEnded:
 
 def test_what_ends_just_when_a_look_has_run_out_of_time_has_not_failed() -> None:
     ended: Any = JustEnded()
-    assert unended.wait_and_look_up(ended, lambda: False)
+    assert unended.wait_and_poll(ended, lambda: False)
     failed: Any = JustEnded("connection closed")
     with pytest.raises(RuntimeError, match="connection closed"):
-        unended.wait_and_look_up(failed, lambda: False)
+        unended.wait_and_poll(failed, lambda: False)

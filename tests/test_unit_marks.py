@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stalling import Outcome, outcomes
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.ddp import FullyShardedDataParallel
 
 WHAT = "ranks gather different parts of a fully sharded model: "
@@ -98,7 +98,7 @@ def said(differs: Callable[[], None]) -> str:
 
 def said_in_rows(differs: Callable[[], None]) -> str:
     """Send as other backends do, which have no tags: the marks are in the rows."""
-    with mock.patch.object(RankGroup, "is_gloo_on_cpu", return_value=False):
+    with mock.patch.object(TRANSPORTS["gloo"], "waits_on_host", False):
         return said(differs)
 
 

@@ -20,10 +20,9 @@ from waiting import wait_until
 from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import gloo_lanes_beside
+from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Record, Verdict
-from zero_optim.comm.started import Work
-from zero_optim.comm.works import KEPT
+from zero_optim.comm.works import KEPT, Work
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.reducer.bucket import GradBucket
@@ -174,7 +173,7 @@ def test_who_lets_go_after_a_failure_is_waited_for_by_nobody_and_keeps_no_group(
     rank = leave()
     enter(tmp_path, "the group", rank, 2)
     optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.Adam)
-    lanes = gloo_lanes_beside(RankGroup.of(None)).groups
+    lanes = host_lanes_beside(RankGroup.of(None)).groups
     seen = [works.group for works in lanes[0].works.log.groups.values()]
     if rank == 1:
         lanes[0].works.cut()

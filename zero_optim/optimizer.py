@@ -39,72 +39,68 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Use it where ``optimizer_class(params, **defaults)`` stood. Every rank holds all parameters, and all
     gradients before `step`, as with DDP. Each parameter's state lives on one rank, its owner, which steps it
-    and broadcasts the result. Of a large parameter several ranks may own rows, see ``cuts``. The parameters
-    after each step are, bit for bit, those of the unsharded optimizer, for every class whose step treats
-    parameters one by one.
+    and broadcasts the result. Several ranks may own rows of a large parameter, see ``cuts``. After each step
+    the parameters are, bit for bit, those of the unsharded optimizer, for every class that treats parameters
+    one by one.
 
-    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020. All
-    ranks of the group must construct it, with the same arguments, and must call together: `step`,
-    `add_param_group`, `consolidate_state_dict`, `load_state_dict`.
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+
+    All ranks of the group construct it with the same arguments. They also call together every method that
+    communicates. An error on one rank is raised on every rank, and nothing has changed then, unless the
+    method says otherwise. RankMismatchError: ranks gave different arguments.
 
     ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``, which it replaces. With
-    ``overlap_with_ddp=True`` that one does not train in its first two or three iterations, so scripts take
-    some for warm-up. This one trains from the first: leave such iterations out, or their steps count.
+    ``overlap_with_ddp=True`` that class does not train in its first two or three iterations. This one does:
+    scripts must leave out iterations for warm-up.
 
     Args:
-        params: parameters, dicts of groups, or (name, parameter) pairs, as ``torch.optim`` takes them; dense,
-            of any dtypes and shapes; the same on every rank, in the same order. Names are compared. Without
-            them, parameters alike are told apart by values, where ranks start with equal ones.
+        params: as ``torch.optim`` takes them: dense parameters of any dtypes and shapes, dicts of groups, or
+            (name, parameter) pairs; the same on every rank, in the same order. Names are compared. Without
+            names, parameters that look alike are compared by values if ranks start with equal ones.
         optimizer_class: the class to shard, or a callable that builds one from groups. Ranks compare its
-            code and arguments; what shall differ between ranks it finds out itself when it is called.
+            code and arguments. What shall differ between ranks it must find out when it is called.
         process_group: ranks to shard over; None for the default group, or for the group of the fully sharded
             model that has the parameters.
-        parameters_as_bucket_view: True moves the parameters into flat tensors, so that gathers land in place,
-            and gives each a storage of its own there. False leaves ``param.data`` alone and copies at each
-            step, as is also done for parameters in shared memory and on devices without DLPack.
-        overlap_with_ddp: the step is taken during the backward pass, by a comm hook of `zero_optim.hooks`
-            (``hook_with_zero_step``, ``zero_step``). The class is checked for that now; `step` raises if no
-            hook has run.
-        bucket_cap_mb: capacity of a bucket in MiB, above 0. A step issues one broadcast for each bucket and
-            owner; building takes one bucket of extra memory, and without views so does each gather.
-        cost: what owning a parameter costs, so that ranks get equal work: "numel" for steps that go element
-            by element, "matmul" for those that orthogonalize matrices (Muon), or a function of the parameter.
-            A group may name its own under the key "cost".
-        master_dtype: step parameters of narrower floating-point dtypes through copies in this dtype, held by
-            the owner alone: torch.float32 for bf16 and fp16. In the state: entries ``zero_optim.master``.
-        ema_decay: keep an exponential moving average of the weights, each rank of what it owns, for
-            `averaged_weights`; the factor by which it keeps its past at a step, below 1. In the state:
-            entries ``zero_optim.ema``.
-        gather_lazily: the model, whose forward passes wait for the gathers in the place of `step`, as the
-            method of this name tells. Wrapped in DDP or not; compile it later. A copy of the optimizer waits
-            in `step`.
-        assume_separable: take the class without trying it. Otherwise it is run on small tensors, whole and
-            in parts, for some 10 to 60 ms the first time, and refused if the results differ.
-        cuts: large parameters may be cut, so that every bucket is divided evenly: several ranks own rows of
-            one. Only where trials of the class with these options gave the same bits, parameters and state
-            (`pieces` and `explain` tell). False keeps every parameter whole, and chooses owners that are even
-            over the whole model, but perhaps not in each bucket. What the CPU steps in half precision is
-            never cut. A group may name its own under the key "cuts". If later options forbid cuts that were
-            made, `step` and `load_state_dict` raise a ``ValueError`` on every rank, before anything changes.
-            So does a step where the gradient of a cut parameter is sparse, unless the class gave the same
-            bits with such: plain SGD does; SGD with momentum and Adagrad do not. Keep such a group whole.
+        parameters_as_bucket_view: True moves the parameters into flat tensors, where gathers write in place;
+            each gets a storage of its own. False leaves ``param.data`` alone and copies at each step, as is
+            also done for parameters in shared memory and on devices without DLPack.
+        overlap_with_ddp: a comm hook of `zero_optim.hooks` (``hook_with_zero_step``, ``zero_step``) takes the
+            step during the backward pass. The class is checked for that now; `step` raises if no hook ran.
+        bucket_cap_mb: capacity of a bucket in MiB, above 0. A step starts one broadcast for each bucket and
+            owner. Building takes one bucket of extra memory, and so does each gather without views.
+        cost: the cost of owning a parameter, which ranks share evenly: "numel" for element-wise steps,
+            "matmul" for those that orthogonalize matrices (Muon), or a function of the parameter. A group may
+            have its own, under the key "cost".
+        master_dtype: parameters of narrower floating-point dtypes are stepped through copies in this dtype,
+            which only the owner has: torch.float32 for bf16 and fp16. In the state: ``zero_optim.master``.
+        ema_decay: keep an exponential moving average of the weights for `averaged_weights`, each rank of what
+            it owns; the factor for the past at a step, below 1. In the state: ``zero_optim.ema``.
+        gather_lazily: the model whose forward passes wait for the gathers instead of `step`; see the method
+            of this name. Wrapped in DDP or not; compile it later. A copy of the optimizer waits in `step`.
+        assume_separable: do not try the class. Otherwise it is run on small tensors, whole and in parts, for
+            10 to 60 ms the first time, and refused if the results differ.
+        cuts: large parameters may be cut, so that every bucket is divided evenly. Only where trials of the
+            class with these options gave the same bits, parameters and state (`pieces` and `explain` tell).
+            False keeps every parameter whole, and evens out the whole model, but not each bucket. What the
+            CPU steps in half precision is never cut. A group may have its own, under the key "cuts".
+            If later options forbid existing cuts, `step` and `load_state_dict` raise ValueError. So does a
+            step with a sparse gradient of a cut parameter, unless the class gave the same bits with such:
+            plain SGD does; SGD with momentum and Adagrad do not. Keep such a group whole.
         timeout: seconds that a wait of this optimizer may take; None for the process group's own timeout.
-            When one passes that, every rank raises `StalledError`, which names the ranks that are missing and
-            what they did last. A warning is logged after half of it.
-        on_stall: "exit" logs the error, and ends the process with exit code 75, in the place of raising:
-            for jobs that a launcher starts again, and on NCCL, where a CPU that waits for the device cannot
-            be made to raise.
-        own_options: names of options of groups, such as ``("lr",)``, that each rank may set for itself after
-            construction. All others are compared in each step, as far as they are plain values: if one
-            differs, every rank raises `RankMismatchError`.
-        mirror: what a rank owns (its rows of the parameters, their state, masters, averages) is copied to the
-            next rank after every step, in CPU memory and over gloo, beside the next forward and backward
-            pass. If a rank is lost, `rebind` on the others goes back to the end of the last step or the one
-            before, without a file. Takes four times the memory of what a rank owns, and one small collective
-            more a step; `explain` shows the bytes. A group of one rank has no other: it warns.
+            A longer wait raises `StalledError` on every rank, which names the missing ranks and their last
+            calls. A warning is logged after half of it.
+        on_stall: "exit" logs the error and ends the process with exit code 75 instead of raising: for jobs
+            that a launcher restarts, and on NCCL, where a CPU that waits for the device cannot raise.
+        own_options: names of group options, such as ``("lr",)``, that each rank may set for itself. Each step
+            compares all others, as far as they are plain values: RankMismatchError if one differs.
+        mirror: after every step, copy what a rank owns (rows, state, masters, averages) to the next rank, in
+            CPU memory and over gloo, beside the next passes. If a rank is lost, `rebind` on the others goes
+            back to the end of the last step or the one before, without a file. Takes four times the memory of
+            what a rank owns, and one small collective more a step; `explain` shows the bytes. A group of one
+            rank warns.
         **defaults: keyword arguments of ``optimizer_class``.
 
-    A group may name its own ``optimizer_class``; its other options are then that class's arguments, and
+    A group may have its own ``optimizer_class``; its other options are then that class's arguments, and
     ``defaults`` do not apply to it: Muon for matrices and AdamW for the rest is one optimizer.
 
     Attributes:
@@ -115,10 +111,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         steps: how it steps, likewise.
 
     Raises:
-        ValueError: on every rank, when arguments are wrong on any rank: no parameters, sparse ones, some
-            that share memory, options the class refuses, a class whose step couples parameters.
-        TypeError: likewise, for parameters or a class of the wrong kind.
-        RankMismatchError: on every rank, when ranks were given different parameters or options.
+        ValueError: no parameters, sparse ones, some that share memory, options the class refuses, a class
+            whose step couples parameters.
+        TypeError: parameters or a class of the wrong kind.
         RuntimeError: torch.distributed is not initialised.
     """
 
@@ -191,7 +186,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             watch(self, self.core.ranks, self.core.inputs.options.on_stall)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
-        """Reach what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
+        """Return what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
 
         All ranks call such a method; the parameters are gathered after it.
         """
@@ -231,36 +226,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ stepping
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]  # noqa: ANN401
-        """Step what this rank owns, then bring every parameter up to date; all ranks call.
+        """Step what this rank owns, then gather every parameter; all ranks call.
 
         Communicates: one broadcast for each bucket and owner. Every rank has its new parameters when the call
         returns; on CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the
-        modules wait instead. A rank on which the class's own step raises takes part in that all the same, so
-        that the others do not wait for it. They hear of it in what it sends, and raise too.
+        modules wait. A rank on which the class's step raises takes part in the gather, and the others hear of
+        its error there.
 
         Args:
-            closure: evaluates the model and returns the loss, as in ``torch.optim``; given on all ranks or on
-                none. One more collective of a byte: if it raises on a rank, all raise before anything has
-                been stepped. But a rank that waits in its own closure, in the all-reduce of a backward pass
-                that the other one did not reach, cannot hear of it before the group's timeout. Inside
-                ``Join`` with an overlapped step ranks do not hear of it.
-            **kwargs: handed on to the class's own ``step``. ``grad_scaler``, which some scalers hand in, is
-                asked what it found, and not handed on.
+            closure: evaluates the model and returns the loss, as in ``torch.optim``; on all ranks or none.
+                One more collective of a byte: if it raises on a rank, all raise before anything is stepped.
+                But a rank that waits for the other in an all-reduce of its own closure does so until the
+                group's timeout. Inside ``Join`` with an overlapped step ranks do not hear of it.
+            **kwargs: passed on to the class's own ``step``, but for ``grad_scaler``, which some scalers pass:
+                it is asked for infinities.
 
         Returns:
-            The loss that ``closure`` gave, None without one.
+            The loss of ``closure``, None without one.
 
         Raises:
             TypeError: ``closure`` cannot be called.
-            ValueError: on every rank with such a gradient, before anything is stepped: the gradient of a cut
-                parameter is sparse, and the class does not bear that, see ``cuts``.
-            RankMismatchError: on every rank, options of groups differ between ranks, see ``own_options``, or
-                ranks are in different calls. The step was taken, and parameters are equal on all ranks.
-                Or, before anything is stepped: a parameter was frozen when `zero_optim.ddp` wrapped the
-                model, trains now, and its gradients differ between ranks; inside ``Join`` a RuntimeError.
-            Exception: on every rank, what the class's own step raises on any, such as for a wrong keyword.
-                If it raises on some ranks only, the others have stepped what they own: parameters are equal
-                on all ranks, but only some of them have taken the step.
+            ValueError: the gradient of a cut parameter is sparse, and the class does not bear that, see
+                ``cuts``. Nothing was stepped.
+            RankMismatchError: options differ between ranks, see ``own_options``, or ranks are in different
+                calls. The step was taken, and parameters are equal on all ranks. Or, before anything is
+                stepped: a parameter was frozen when `zero_optim.ddp` wrapped the model, trains now, and its
+                gradients differ between ranks; inside ``Join`` a RuntimeError.
+            Exception: the class's own step raises. Ranks where it did not have stepped what they own;
+                parameters are equal on all ranks.
         """
         if torch_adapters.is_no_step(self.core):
             return None
@@ -281,8 +274,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a ``GradScaler`` calls `step` after an infinity too; see Note [Infinities] in `step.amp`.
 
-        Only inside ``Join``, and where a step was begun in the backward pass, which raises. Otherwise the
-        question is counted: Note [What a count cannot tell] in `zero_optim.health.stamps`.
+        Inside ``Join``, and after a step of the backward pass, which raises. Otherwise the question is
+        counted: Note [What a count cannot tell] in `zero_optim.health.stamps`.
         """
         if self.steps.joins.under_way or self.steps.backward.is_begun:
             return True
@@ -298,38 +291,35 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Scale all gradients down so that their global norm is at most ``max_norm``; all ranks call.
+        """Scale all gradients so that their global norm is at most ``max_norm``; all ranks call.
 
-        ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients: the norm is the same on every rank, and
-        each is taken once, by its owner. Where gradients are sharded, the norm of a parameter that is cut is
-        combined from those of its rows, and may differ from PyTorch's in the last bits. One small collective;
-        the CPU waits for it and for the gradients. If parameters are on an accelerator and the group has a
-        backend for the CPU beside that of the device, two: the CPU waits for other ranks to call, and for no
-        gradient. With ``error_if_nonfinite`` it waits for the norm. Inside ``Join`` the norm is that of the
-        ranks that have inputs left, all of which must clip; one more collective of a byte.
+        ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients; the norm is equal on all ranks. With
+        sharded gradients the norm of a cut parameter combines those of its rows, and its last bits may differ
+        from PyTorch's. One small collective; the CPU waits for it and the gradients. On an accelerator whose
+        group has a CPU backend too, two: the CPU waits for other ranks, but for no gradient, except with
+        ``error_if_nonfinite``. Inside ``Join`` the norm is that of the active ranks, which must all clip; one
+        more collective of a byte.
 
         Args:
-            max_norm: the norm wanted at most.
+            max_norm: the largest norm.
             norm_type: order of the norm, ``inf`` included.
-            error_if_nonfinite: raise, on every rank, if the norm is not finite.
+            error_if_nonfinite: raise RuntimeError if the norm is not finite.
             foreach: as in ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
             The norm before clipping, 0-d.
 
         Raises:
-            RuntimeError: on every rank, the norm is not finite and ``error_if_nonfinite``.
-            RankMismatchError: likewise, ranks gave different arguments.
-            TypeError: likewise, an argument is of the wrong kind on any; or ValueError. Nothing is scaled
-                after any of these.
+            RuntimeError: the norm is not finite, see ``error_if_nonfinite``.
+            TypeError: an argument is of the wrong kind; or ValueError.
         """
         return self.steps.clip(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 
     def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; returns at once if nothing is under way.
+        """Wait until every parameter has its new value on this rank; returns at once if no gather is pending.
 
-        On CUDA with NCCL the current stream waits, not the CPU. To be called when ``backward()`` has raised
-        and training goes on all the same: part of the step may have been taken.
+        On CUDA with NCCL the current stream waits, not the CPU. Call it to train on after ``backward()`` has
+        raised: part of the step may have been taken.
         """
         self.steps.backward.wait()
         self.core.sharding.under_way.wait()
@@ -344,12 +334,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
         """Let gathers run on after `step`: forward passes of ``model`` wait for the parameters they need.
 
-        Each module waits for its own; with clipping, the norm alone is waited for after the backward pass.
-        The constructor's ``gather_lazily=model`` does the same. All ranks call, before a step. Does not
-        communicate. Reading parameters through this optimizer or through ``model.state_dict()`` also waits.
-        Code that reads them in another way must call `wait_for_gathers` first: ``param.norm()``,
-        ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module before it calls that
-        module. Call this before ``torch.compile``, not after.
+        Each module waits for its own; with clipping, the backward pass waits for the norm alone. The
+        constructor's ``gather_lazily=model`` does the same. All ranks call, before a step and before
+        ``torch.compile``. No communication. Reading parameters through this optimizer or through
+        ``model.state_dict()`` also waits. Other code must call `wait_for_gathers` first: ``param.norm()``,
+        ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module before it calls that module.
 
         Args:
             model: the model with the parameters, or a wrapper such as DDP.
@@ -367,10 +356,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @called_by_all
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Put the averaged weights into the model for the time of a ``with``; all ranks enter and leave it.
+        """Put the averaged weights into the model inside a ``with``; all ranks enter and leave it.
 
-        Needs ``ema_decay``. Communicates like a step, at the start and at the end. Inside, a step raises, and
-        so does a load, or a save of model and optimizer together.
+        Needs ``ema_decay``. Communicates like a step, at the start and at the end. Inside, a step, a load and
+        a save of model and optimizer together raise.
         """
         average, sharding = self.core.owned.average, self.core.sharding
         with failing_together(self.core.group):
@@ -385,10 +374,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             sharding.gather_all()
 
     def begin_averages_anew(self) -> None:
-        """Begin the averages (``ema_decay``) at the present weights. Does not communicate.
+        """Restart the averages (``ema_decay``) at the present weights. No communication.
 
-        For code that gives the weights other values after construction, as `ShardedDataParallel` does, whose
-        ranks take those of the first. Once a step was taken, or a state was loaded, it does nothing.
+        For code that changes the weights after construction, as `ShardedDataParallel` does. After a step or a
+        load it does nothing.
         """
         self.core.owned.average.begin_anew()
 
@@ -396,11 +385,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @called_by_all
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; all ranks call, with the same group. No parameter changes its owner.
+        """Add a group, the same on all ranks, which all call. No parameter changes its owner.
 
         Raises:
-            ValueError: on every rank, if the group is wrong on any rank. Nothing is added then.
-            RankMismatchError: likewise, if the groups differ between ranks.
+            ValueError: the group is wrong.
         """
         add_group(self.core, param_group)
 
@@ -408,30 +396,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int | Sequence[int] | None = 0) -> None:
         """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
 
-        Owners send directly to the targets; other ranks receive nothing. The received state is a copy in CPU
-        memory that later steps do not change. What other ranks already hold stays valid.
+        Owners send directly to the targets. The state arrives as a copy in CPU memory that later steps do not
+        change. What other ranks hold stays valid.
 
         Args:
             to: group rank that receives, or several, or None for all.
 
         Raises:
-            ValueError: on every rank, if ``to`` names a rank that is not in the group.
-            RankMismatchError: ``to`` differs between ranks.
+            ValueError: ``to`` names a rank that is not in the group.
             TypeError: sending some state would run its own code, or the class keeps state outside of
                 ``state``.
         """
         dicts.consolidate(self.core, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in the format of ``torch.optim``; does not communicate.
+        """Return the whole state in the format of ``torch.optim``. No communication.
 
-        Before any step it works on every rank. After a step it works on the ranks to which
-        `consolidate_state_dict` brought the state, until the next step. Options are the current ones. The
-        dict loads into the plain optimizer, and into this one with any world size. Two calls share tensors,
-        which are never written to.
+        Before any step it works on every rank; after a step on the targets of `consolidate_state_dict`, until
+        the next step. Options are the current ones. The dict loads into the plain optimizer, and into this
+        one with any number of ranks. Two calls share tensors, which are never written to.
 
         Raises:
-            NotConsolidatedError: the state is not on this rank, or a step was made after it was consolidated.
+            NotConsolidatedError: the state is not on this rank, or a step came after it was consolidated.
         """
         own = self.state
         # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.
@@ -449,19 +435,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copies what it owns. The caller's dict and its tensors do not change.
 
         Args:
-            state_dict: the same dict on every rank. With ``src``, the dict on that rank and None on the
-                others.
+            state_dict: the same dict on every rank. With ``src``, the dict on that rank, None on the others.
             src: the only group rank that has the dict, for example from a file. It sends each rank what that
                 rank owns; no other rank ever holds the whole state.
 
         Raises:
-            StateMismatchError: on every rank, naming each parameter whose state does not fit.
-            RankMismatchError: the options in the dicts, or ``src``, differ between ranks.
+            StateMismatchError: names each parameter whose state does not fit.
             ValueError: a rank gives a dict although only ``src`` may, or a rank that must give one does not.
                 Also if parameters are cut, and the class does not bear that with the options in the dict.
-            Exception: on every rank, what the class itself raises on any rank. After any of these errors
-                nothing has changed. What a hook of `register_load_state_dict_post_hook` raises comes after
-                the load.
+            Exception: what the class itself raises. An error of a hook of
+                `register_load_state_dict_post_hook` comes after the load.
         """
         with self.core.group.doing("load_state_dict()"):
             self.wait_for_gathers()  # and for steps of a backward pass that broke off
@@ -477,10 +460,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return state_dict
 
     def owned_state(self) -> dict[Any, Any]:
-        """Return the state that this rank owns, by parameter, and global entries; does not communicate.
+        """Return the state that this rank owns, by parameter, and global entries. No communication.
 
-        Of a cut parameter it is the state of this rank's piece: tensors have the shape of the piece where the
-        class's own would have that of the parameter.
+        Of a cut parameter: tensors have the shape of this rank's piece where the class's own would have that
+        of the parameter.
         """
         return self.core.own_state()
 
@@ -489,8 +472,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Load what `owned_state` returned, and each group's options, equal on every rank; all ranks call.
 
         Unlike `load_state_dict`, which casts state to the parameters' dtype as ``torch.optim`` does, every
-        tensor keeps its dtype, and becomes the optimizer's own. If it raises, on every rank, nothing has
-        changed.
+        tensor keeps its dtype, and becomes the optimizer's own.
         """
         self.core.check_attached()
         self.wait_for_gathers()  # and for steps of a backward pass that broke off
@@ -499,25 +481,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ process groups that end
 
     def detach(self, *, wait: bool = True, staying: Sequence[int] | None = None) -> None:
-        """Let go of the process group, and of all that was made for it; does not communicate.
+        """Release the process group, and all that was made for it. No communication.
 
-        To be called before ``destroy_process_group()``, also when another rank has failed. Every rank calls
-        for itself, between steps. Afterwards `state`, `param_groups` and what else this rank owns can be read
-        and saved; whatever needs the group raises until `rebind`. Gradients stay, unless they are sharded. A
-        second call does nothing. The wrapper's `zero_optim.ddp.DistributedDataParallel.detach` does the same
-        for it; comm hooks go with it.
+        Call it before ``destroy_process_group()``, also when another rank has failed; every rank for itself,
+        between steps. Afterwards `state`, `param_groups` and what else this rank owns can be read and saved;
+        what needs the group raises until `rebind`. Unsharded gradients stay. A second call does nothing.
+        `zero_optim.ddp.DistributedDataParallel.detach` does the same for the wrapper; comm hooks go with it.
 
         Args:
-            wait: wait for gathers under way. If a rank died before it sent its part, other ranks' parameters
-                may have old values here; `rebind` brings the right ones. False waits for nothing: where a
-                rank is stopped, not dead, the wait lasts until the timeout of the group.
-            staying: the group ranks that will go on, where the next group has fewer. The others first hand
-                their state over to them. Then all ranks call, with the same ranks, and it communicates. None
-                hands nothing over.
+            wait: wait for pending gathers. If a rank died before it sent its part, parameters of others may
+                have old values here; `rebind` brings the right ones. False waits for nothing: for a rank that
+                is stopped, not dead, the wait would last until the timeout of the group.
+            staying: the group ranks of a smaller next group. The others first hand their state over to them:
+                all ranks call, with the same ranks, and it communicates. None hands nothing over.
 
         Raises:
-            ValueError: on every rank: ``staying`` names no ranks of the group.
-            Exception: likewise, if the state cannot be handed over. The optimizer is attached as before.
+            ValueError: ``staying`` names no ranks of the group.
+            Exception: the state cannot be handed over. The optimizer stays attached.
         """
         if self.core.ranks.is_let_go:
             return
@@ -537,17 +517,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         unwatch(self)
 
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
-        """Go on in another process group, with as many ranks as it has; all its ranks call, detached.
+        """Go on in another process group of any size; all its ranks call, detached.
 
-        Owners are planned anew, and state goes from the ranks that hold it to those that own it now, in
-        pieces of bounded size. Then parameters are gathered. Ranks may come new to the group: they build
-        their optimizer with the same arguments as the others did, in any group of their own, and detach it;
-        they are given the others' options. A lazily gathered model stays lazily gathered. Comm hooks have to
-        be registered anew.
+        Owners are planned anew, state goes from its holders to its owners in pieces of bounded size, and
+        parameters are gathered. Ranks may be new: they build their optimizer with the same arguments in any
+        group of their own, detach it, and get the others' options. A lazily gathered model stays so. Comm
+        hooks have to be registered anew.
 
-        With ``mirror=True`` ranks may be lost, or hold state of different moments. Then all ranks go back to
-        the end of the last step of which mirrors are whole among them: parameters, state, averages and
-        options. Options that a scheduler changes have to be set again.
+        With ``mirror=True`` ranks may be lost, or hold state of different steps. Then all ranks go back to
+        the end of the last step whose mirrors they have whole: parameters, state, averages and options.
+        Options that a scheduler changes have to be set again.
 
         Args:
             process_group: the new ranks; None for the default group.
@@ -555,20 +534,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 `zero_optim.checkpoint.rebind` does that and loads.
 
         Returns:
-            How many calls of `step` the state has taken, on every rank: `num_steps`. After going back this is
-            less than before, by one as a rule: from there the caller's data and schedulers go on. Calls are
-            counted from the construction, also where a state was loaded.
+            `num_steps` of the state, equal on every rank. After going back this is less than before, as a
+            rule by one: the caller's data and schedulers go on from there.
 
         Raises:
-            LostStateError: on every rank: nobody in the group holds the state of some parameters, which are
-                named, or a step broke off half way. With mirrors: a rank and its buddy are lost, or no step
-                was taken yet.
-            RankMismatchError: likewise: ranks hold state of different moments, or have other parameters or
-                arguments.
-            RuntimeError: likewise: an optimizer is not detached on some rank.
-            ValueError: likewise: options were changed to some with which the class does not bear cuts.
-            Exception: likewise, what the class itself raises on any. After each of these errors the optimizer
-                is detached as it was before.
+            LostStateError: nobody in the group holds the state of some parameters, which are named, or a step
+                broke off half way. With mirrors: a rank and its buddy are lost, or no step was taken yet.
+            RankMismatchError: ranks hold state of different steps, or have other parameters or arguments.
+            RuntimeError: an optimizer is not detached on some rank.
+            ValueError: the class does not bear cuts with the present options.
+            Exception: what the class itself raises. After each of these the optimizer is detached as before.
         """
         self._rebind(process_group, keep_state=keep_state, may_lose=False)
         return self.num_steps
@@ -577,8 +552,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Go on in another process group as by `rebind`, with the state that its ranks hold; all call.
 
         Returns:
-            The parameters of which some state is lost, the same on every rank. They have no state now, and
-            perhaps wrong values: the caller brings both, as `zero_optim.checkpoint.rebind` does.
+            The parameters that lost some state, equal on every rank. They have no state now, and perhaps
+            wrong values: the caller brings both, as `zero_optim.checkpoint.rebind` does.
         """
         return self._rebind(process_group, keep_state=True, may_lose=True)
 
@@ -611,14 +586,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.core.own_params()
 
     def owners(self) -> dict[Tensor, int]:
-        """List for each parameter the group rank that keeps its state; equal on every rank.
+        """Return for each parameter the group rank that keeps its state; equal on every rank.
 
-        Of a parameter that is cut it is the rank that keeps the state of the first rows; see `pieces`.
+        Of a cut parameter the rank with the first rows; see `pieces`.
         """
         return {param: pieces[0].owner for param, pieces in self.pieces().items()}
 
     def pieces(self) -> dict[Tensor, Pieces]:
-        """List for each parameter its pieces; equal on every rank.
+        """Return for each parameter its pieces; equal on every rank.
 
         Each is (owner, start, stop): the group rank that keeps the state of rows ``[start, stop)`` of
         dimension 0. A parameter that is not cut has one.
@@ -630,26 +605,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.core.state_nbytes()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Tell what this rank communicated since the last call, for any logger. Does not communicate.
+        """Return what this rank communicated since the last call, for any logger. No communication.
 
         The first call counts from the construction. A copy of the optimizer counts from zero.
 
-        - ``exposed_seconds/PHASE``: how long communication held callers up: they waited, also for ranks that
-          came late, or on the CPU packed, added up and handed out what is sent. What a thread does beside
-          them is left out. On an accelerator these are waits of the CPU alone: with NCCL it does not wait,
-          and the figure says nothing of the device. See Note [Exposed seconds] in `zero_optim.comm.traffic`.
+        - ``exposed_seconds/PHASE``: how long communication held callers up: waits, also for late ranks, and
+          on the CPU packing and adding up. Work of a thread beside them is left out. On an accelerator only
+          waits of the CPU count; with NCCL it does not wait. See Note [Exposed seconds] in
+          `zero_optim.comm.traffic`.
         - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] there.
-        - ``collectives/PHASE``: how many were started.
-        - ``steps``: how many were taken, to divide by.
+        - ``collectives/PHASE``: the number of collectives.
+        - ``steps``: the number of steps, to divide by.
 
         The phases:
 
         - ``gather``: owners send parameters.
-        - ``reduce``: gradients go to their owners, or are averaged by `zero_optim.hooks.zero_step` itself.
-          Other reductions are DDP's. Ours has ``metrics()`` too, where its wait for a comm hook is counted.
+        - ``reduce``: gradients go to their owners, or `zero_optim.hooks.zero_step` averages them. Other
+          reductions are DDP's; ours has ``metrics()`` too, with its wait for a comm hook.
         - ``clip``: `clip_grad_norm_`.
-        - ``agree``: what ranks tell each other at construction, for a closure or ``Join``, and what the
-          scalers of sharded gradients tell each other.
+        - ``agree``: messages at construction, for a closure or ``Join``, and of the scalers of sharded
+          gradients.
         - ``state``: consolidated states, and state dicts that one rank deals out. Not checkpoints.
         - ``mirror``: what goes to the buddy, with ``mirror=True``.
         - ``total``: all of them.
@@ -661,16 +636,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @called_by_all
     def explain(self, *, quiet: bool = False) -> Explanation:
-        """Print on rank 0 what each rank really holds: parameters, state, balance, buckets; all ranks call.
+        """Print on rank 0 what each rank holds: parameters, state, balance, buckets; all ranks call.
 
-        Args:
-            quiet: print nothing.
-
-        Returns:
-            The same as data, on every rank.
-
-        Raises:
-            TypeError: on every rank, if an argument is wrong on any.
+        ``quiet`` prints nothing. Returns the same as data, on every rank.
         """
         core = self.core
         with core.group.doing("explain()"):
@@ -686,10 +654,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ Join
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Give ``torch.distributed.algorithms.Join`` what shadows this optimizer's steps.
+        """Return the hook for ``torch.distributed.algorithms.Join`` that shadows this optimizer's steps.
 
-        Works beside DDP: ``with Join([ddp_model, optimizer]):``. Ranks still active must step once in each
-        iteration. Takes no options of its own.
+        Use ``with Join([ddp_model, optimizer]):``. Active ranks must step once in each iteration. It takes no
+        options.
         """
         return self.steps.join_hook()
 
@@ -717,10 +685,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def optim(self) -> Optimizer | torch_adapters.OptimizerView:
         """The local optimizer of this rank, or with several classes a view of all local optimizers.
 
-        PyTorch's class has it too. Its ``param_groups`` have what this rank steps: parameters, the rows that
-        it owns of cut ones, or master copies. Its ``state`` is found by these, and by the parameters of the
-        model. Only read it. Does not communicate. The rows that it steps of a cut parameter have values until
-        the next step; after that, ask again.
+        PyTorch's class has it too. Only read it. Its ``param_groups`` have what this rank steps: parameters,
+        its rows of cut ones, or masters; its ``state`` is found by these, and by the parameters of the model.
+        Rows of a cut parameter have values until the next step; then ask again. No communication.
         """
         return torch_adapters.local_view(self.core)
 

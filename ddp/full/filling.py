@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.full.choice import UnitChoice
-from zero_optim.plan.memory import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
+from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
 from zero_optim.shard.freed import shown_when_freed
 from zero_optim.shard.units import UnitBucket
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.compat.engine import eager
-from zero_optim.plan.memory import kept_dtype
+from zero_optim.plan.strides import kept_dtype
 from zero_optim.shard.uncopied import Uncopied
 
 Function = Callable[[Tensor], Tensor]

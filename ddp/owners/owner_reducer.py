@@ -28,7 +28,7 @@ from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.memory import kept_dtype
+from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
 
 if TYPE_CHECKING:

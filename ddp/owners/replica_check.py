@@ -28,7 +28,7 @@ from zero_optim.errors import RankMismatchError, RemoteRankError, message_of
 from zero_optim.health.stamp import STAMP_NBYTES, Stamp, failed_ranks, stamps_in
 from zero_optim.health.stamps import shortened
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.options import OptionValues, Plain, differing, held_by, text_of
+from zero_optim.plan.option_values import OptionValues, Plain, differing, held_by, text_of
 
 if TYPE_CHECKING:
     from zero_optim.comm.traffic import Waitable

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import streams
-from zero_optim.plan.memory import dense_strides
 from zero_optim.plan.pieces import Pieces, num_rows
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
+from zero_optim.plan.strides import dense_strides
 
 # Smaller portions would save memory that does not matter, and cost messages that do.
 LEAST_PORTION_NBYTES = 2**16

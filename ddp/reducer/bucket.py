@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_optim.compat import streams
 from zero_optim.compat.engine import copy_each, scale_each
-from zero_optim.plan.memory import consecutive_views
+from zero_optim.plan.strides import consecutive_views
 
 # Small gradients are copied in batches of about this many bytes: few calls, and each while it still lies in
 # the cache. Where they become views of the bucket, the memory they leave is that of the next ones. A large

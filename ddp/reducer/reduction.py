@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.started import Work
+from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.ddp.reducer.assignment import Members
 from zero_optim.ddp.reducer.bucket import GradBucket, ReducerBucket, tensor_of

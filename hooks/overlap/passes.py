@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.started import Work
+from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
 from zero_optim.hooks.bucket import TensorFuture, gradients_in

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from zero_optim.comm.started import Work
+from zero_optim.comm.works import Work
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.compat.streams import future_on
 from zero_optim.hooks.allreduce import mean_hook

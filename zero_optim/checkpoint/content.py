@@ -17,9 +17,9 @@ from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
-from zero_optim.plan.memory import dense_strides, kept_dtype, strides_of_rows
 from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
+from zero_optim.plan.strides import dense_strides, kept_dtype, strides_of_rows
 from zero_optim.state.cut_state import CutState
 
 MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (

@@ -24,8 +24,8 @@ from zero_optim.checkpoint.values import Json, entries_in, key_of, tensors_in, u
 from zero_optim.comm.encoding import Nested
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.groups import options_of
-from zero_optim.plan.memory import strides_of_rows
 from zero_optim.plan.pieces import piece_of
+from zero_optim.plan.strides import strides_of_rows
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 

@@ -21,6 +21,7 @@ from zero_optim.checkpoint.manifest import Chunk, DataFile
 from zero_optim.checkpoint.objects import Members, Objects, check_group, random_state
 from zero_optim.checkpoint.values import key_of
 from zero_optim.comm.agreement import agree, failing_together, failure_of, failure_of_others
+from zero_optim.comm.backends import ON_HOST
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.lanes import Lease, lease
@@ -182,7 +183,7 @@ _LANES: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 
 def _lane(group: RankGroup) -> _Lane:
     if group.process_group not in _LANES:
-        _LANES[group.process_group] = _Lane(lease(group, 1, "gloo"))
+        _LANES[group.process_group] = _Lane(lease(group, 1, ON_HOST))
     return _LANES[group.process_group]
 
 

@@ -1,4 +1,10 @@
-"""The backend of a process group for each device type. No communication.
+"""The backends of a process group, and what each can do. No communication.
+
+Note [A new transport]
+    `Transport` answers every question about a backend, for one device type; its own answers are those of NCCL
+    and of backends that are not known here. A new transport is a subclass here, with other answers, and its
+    name in `TRANSPORTS`. Nothing else compares names of backends. Collectives that start in another way get a
+    branch where the answer is asked for: `collectives` (broadcasts, sums, gathers) or `sending` (exchanges).
 
 Note [Devices of a group]
     A group's name does not tell its backends: "undefined" after a plain ``init_process_group()`` is NCCL on a
@@ -6,26 +12,88 @@ Note [Devices of a group]
 
     The library's small tensors are on the CPU if it has a backend, so no CPU waits for a GPU; else with the
     parameters. Scripts that use ``model.to(rank)`` never set the current device: all ranks would use GPU 0,
-    which NCCL refuses. The tensor's backend, not its device, decides how to send: gloo takes CUDA tensors too
-    (Note [gloo and CUDA] in `comm.sending`).
+    which NCCL refuses.
 """
 
 import re
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_optim.compat import private
-from zero_optim.compat.streams import current_device
+from zero_optim.compat.streams import current_device, is_asynchronous
 
 T = TypeVar("T")
 
+ON_HOST = "gloo"  # the backend that every PyTorch has, for CPU tensors
 _PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
 # Such as "[…/gloo/transport/tcp/pair.cc:534]"; or what a wait raises after another one took too long.
 _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused pair closure")
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """A backend and a device whose tensors it sends; see Note [A new transport].
+
+    ``most_lanes``: groups side by side that one user gains by. ``is_tree``: broadcasts go along a tree, else
+    along a chain. ``cuts_by_timeout``: a receive that takes too long breaks the group's connections.
+    """
+
+    name: str
+    device: torch.device
+
+    most_lanes: ClassVar[int] = 1  # groups of NCCL gain nothing side by side, and may deadlock
+    is_tree: ClassVar[bool] = False
+    cuts_by_timeout: ClassVar[bool] = False
+
+    @property
+    def late_on(self) -> torch.device | None:
+        """The device that runs collectives while the CPU goes on, if it is one."""
+        return self.device if is_asynchronous(self.device) else None
+
+    @property
+    def lets_threads(self) -> bool:
+        """Whether another thread may use lanes beside this group."""
+        return False
+
+    @property
+    def exchanges(self) -> Literal["lists", "bytes", "pairs"]:
+        """How pieces go between all ranks: as lists of tensors, one tensor of bytes, or sends in pairs."""
+        return "lists"
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether sends in pairs run side by side, and waits for them poll: see `comm.unended`."""
+        return False
+
+
+class _Gloo(Transport):
+    __slots__ = ()
+    most_lanes = 8
+    is_tree = cuts_by_timeout = True
+
+    @property
+    def late_on(self) -> None:
+        return None
+
+    @property
+    def lets_threads(self) -> bool:
+        return not is_asynchronous(self.device)
+
+    @property
+    def exchanges(self) -> Literal["bytes", "pairs"]:
+        return "pairs" if self.device.type == "cpu" else "bytes"
+
+    @property
+    def waits_on_host(self) -> bool:
+        return not is_asynchronous(self.device)
+
+
+TRANSPORTS: dict[str, type[Transport]] = {"gloo": _Gloo}
 
 
 def devices_of(given: object) -> tuple[torch.device, ...]:

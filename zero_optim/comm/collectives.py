@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.backends import (
+    TRANSPORTS,
+    Transport,
     backend_for,
     backends_of,
     device_for_small_tensors,
@@ -33,12 +35,11 @@ from zero_optim.comm.backends import (
 )
 from zero_optim.comm.frames import framed, is_short, met_otherwise, unframed
 from zero_optim.comm.records import Doing, Record
-from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
-from zero_optim.comm.works import GroupWorks, log_of
+from zero_optim.comm.works import GroupWorks, Work, log_of
 from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
-from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
+from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
 
 LET_GO = (
@@ -92,7 +93,8 @@ class RankGroup:
             )
         devices, backends = devices_of(data), backends_of(group)
         small = device_for_small_tensors(backends, devices, getattr(group, "bound_device_id", None))
-        ranks, can_cut = tuple(dist.get_process_group_ranks(group)), backends.get("cpu") == "gloo"
+        ranks, on_cpu = tuple(dist.get_process_group_ranks(group)), TRANSPORTS.get(backends.get("cpu", ""))
+        can_cut = on_cpu is not None and on_cpu.cuts_by_timeout
         works = log_of(world).of(group, ranks, timeout_of(group), can_cut=can_cut)
         return cls(group, dist.get_rank(group), len(ranks), small, devices, backends, works)
 
@@ -145,13 +147,10 @@ class RankGroup:
         if wrong is not None:
             raise ValueError(wrong)
 
-    def backend_of(self, device: torch.device) -> str:
-        """Return the backend for a device; "" for none."""
-        return self.backends.get(device.type, "")
-
-    def is_gloo_on_cpu(self, device: torch.device) -> bool:
-        """Return whether gloo sends CPU tensors here: then waits poll, see `unended`."""
-        return self.backend_of(device) == "gloo" and not is_asynchronous(device)
+    def transport(self, device: torch.device) -> Transport:
+        """Return what sends tensors of a device; its name is "" if no backend does."""
+        name = self.backends.get(device.type, "")
+        return TRANSPORTS.get(name, Transport)(name, device)
 
     @property
     def data_backend(self) -> str:
@@ -183,10 +182,10 @@ class RankGroup:
         self, handles: Sequence[Waitable | None], record: Record, device: torch.device
     ) -> list[Waitable]:
         """Wrap the backend's handles of one record, for tensors on a device, in works."""
-        is_late = is_asynchronous(device) and self.backend_of(device) != "gloo"
-        late_on, looks_up = device if is_late else None, self.is_gloo_on_cpu(device)
+        transport = self.transport(device)
+        late_on, polls = transport.late_on, transport.waits_on_host
         return [
-            Work(handle, self.phase, record, late_on=late_on, looks_up=looks_up)
+            Work(handle, self.phase, record, late_on=late_on, polls=polls)
             for handle in handles
             if handle is not None
         ]
@@ -207,9 +206,9 @@ class RankGroup:
                 with coalesced(self.process_group, device) as handles:
                     for owner, row in listed:
                         self._broadcast(row, owner)
-        is_gloo, size = self.backend_of(device) == "gloo", self.size
+        is_tree, size = self.transport(device).is_tree, self.size
         sent = (
-            broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_gloo=is_gloo)
+            broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_tree=is_tree)
             for owner, row in listed
         )
         self.phase.sent(sum(sent), len(handles))

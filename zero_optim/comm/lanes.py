@@ -27,15 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.engine import make_group, timeout_of
-from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RankMismatchError, StalledError
 
 # Beyond this number, garbage is collected before a lane is made: it may hold lanes. That takes some 0.1 s.
 _MADE_FREELY = 16
-_MOST = 8  # lanes of one user on gloo
 
 
 class Lease:
@@ -88,21 +87,22 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes with the backend of a group's data; all ranks call, communicates as `lease`.
+    """Take lanes with the backend of a group's data, one for each rank up to `Transport.most_lanes`.
 
-    On gloo one for each rank, up to eight; else one: NCCL groups gain nothing side by side and may deadlock.
+    All ranks call; communicates as `lease`.
     """
     backend = group.data_backend
-    return gloo_lanes_beside(group) if backend == "gloo" else lease(group, 1, backend)
+    return lease(group, min(group.size, TRANSPORTS.get(backend, Transport).most_lanes), backend)
 
 
-def gloo_lanes_beside(group: RankGroup) -> Lease:
-    """Take gloo lanes, one for each rank, up to eight. All ranks call; communicates as `lease`."""
-    return lease(group, min(group.size, _MOST), "gloo")
+def host_lanes_beside(group: RankGroup) -> Lease:
+    """Take lanes, as `lanes_beside`, with the backend of CPU tensors alone."""
+    on_host = group.transport(torch.device("cpu"))
+    return lease(group, min(group.size, on_host.most_lanes), on_host.name)
 
 
 def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
-    """Take gloo lanes to exchange CPU gradients of ``params``; else return the group itself.
+    """Take lanes to exchange CPU gradients of ``params``; else return the group itself.
 
     On accelerators two communicators in use at once may deadlock. Communicates as `lease`.
     """
@@ -110,10 +110,9 @@ def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
 
 
 def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
-    """Return whether another thread may use lanes beside a group: gloo, CPU tensors."""
-    if any(is_asynchronous(device) for device in {param.device for param in params}):
-        return False
-    return group.backend_of(torch.device("cpu")) == "gloo"
+    """Return whether another thread may use lanes beside a group, for CPU tensors."""
+    devices = {torch.device("cpu")} | {param.device for param in params}
+    return all(group.transport(device).lets_threads for device in devices)
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:

@@ -116,7 +116,10 @@ def _rises(line: Sequence[int]) -> bool:
 def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGroup:
     world = RankGroup.of(None, inner.data_devices).within(inner.phase.timeout)
     for known in (world, across):
-        if list(known.works.ranks) == ranks and all(map(known.backend_of, inner.data_devices)):
+        if (
+            list(known.works.ranks) == ranks
+            and {device.type for device in inner.data_devices} <= known.backends.keys()
+        ):
             return known
     return made_over(ranks, inner, across)
 

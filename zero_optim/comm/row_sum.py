@@ -97,7 +97,7 @@ class RowSum:
             return
         parts = [_parts(row, count) for row, count in zip(rows, counts, strict=True)]
         totals = _parts(self._total, counts[rank])
-        if lanes[0].is_gloo_on_cpu(own.device):
+        if lanes[0].transport(own.device).waits_on_host:
             sent, receive = start_parts(group.during("reduce"), parts, lanes, about)
             coming = deque([receive(parts[rank][0])])
             self._finish = partial(_receive_parts, parts, rank, totals, coming, receive, sent)

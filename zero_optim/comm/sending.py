@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.unended import SMALL, Paired
+from zero_optim.comm.works import Work
 from zero_optim.compat.engine import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy
 
@@ -47,52 +47,42 @@ def exchange(
         return [], received
     lane = replace(lanes[0], phase=group.phase)  # it counts for whoever exchanges
     record = lane.begin_work(about)
-    works: Sequence[Waitable]
+    how = lane.transport(mine.device).exchanges
+    work: Waitable
     with record.starting():
-        if lane.backend_of(mine.device) != "gloo":
-            works = _exchange_at_once(pieces, received, lane)
-        elif mine.device.type != "cpu":
-            works, received = _exchange_packed(pieces, received, lane)
-        else:
+        if how == "pairs":
             _count_as_one(group, lanes)
             others = [rank for rank in range(group.size) if rank != group.rank]
             sends, receives = ([(rank, of_rank[rank]) for rank in others] for of_rank in (pieces, received))
-            works = [_start_paired(group, sends, receives, lanes)]
+            work = _start_paired(group, sends, receives, lanes)
+        else:
+            work, received = _all_to_all(pieces, received, lane, as_bytes=how == "bytes")
     group.phase.sent(sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != group.rank))
-    return lane.works_of(works, record, mine.device), received
+    return lane.works_of([work], record, mine.device), received
 
 
-def _exchange_at_once(pieces: Sequence[Tensor], received: list[Tensor], lane: RankGroup) -> list[dist.Work]:
-    own = pieces[lane.rank][:0]  # this rank's piece stays where it is
-    sent, into = (
-        [own if rank == lane.rank else of[rank] for rank in range(lane.size)] for of in (pieces, received)
-    )
-    work = dist.all_to_all(into, sent, group=lane.process_group, async_op=True)
+def _all_to_all(
+    pieces: Sequence[Tensor], received: list[Tensor], lane: RankGroup, *, as_bytes: bool
+) -> tuple[dist.Work, list[Tensor]]:
+    own, rank, process_group = pieces[lane.rank], lane.rank, lane.process_group
+    sent, into = ([*of[:rank], own[:0], *of[rank + 1 :]] for of in (pieces, received))
+    if as_bytes:  # Note [gloo and CUDA]
+        packed = torch.cat(sent).view(torch.uint8)
+        came = torch.empty(sum(part.nbytes for part in into), dtype=torch.uint8, device=own.device)
+        there, back = ([part.nbytes for part in parts] for parts in (sent, into))
+        work = dist.all_to_all_single(came, packed, back, there, group=process_group, async_op=True)
+        arrived = torch.split(came.view(own.dtype), [part.numel() for part in into])
+        received = [*arrived[:rank], own, *arrived[rank + 1 :]]
+    else:
+        work = dist.all_to_all(into, sent, group=process_group, async_op=True)
     assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
-    return [work]
-
-
-def _exchange_packed(
-    pieces: Sequence[Tensor], received: list[Tensor], lane: RankGroup
-) -> tuple[list[dist.Work], list[Tensor]]:
-    """Exchange one tensor of bytes each way: see Note [gloo and CUDA]."""
-    own = pieces[lane.rank]
-    sent, into = (
-        [own[:0] if rank == lane.rank else of[rank] for rank in range(lane.size)] for of in (pieces, received)
-    )
-    packed = torch.cat(sent).view(torch.uint8)
-    came = torch.empty(sum(part.nbytes for part in into), dtype=torch.uint8, device=own.device)
-    there, back = ([part.nbytes for part in parts] for parts in (sent, into))
-    work = dist.all_to_all_single(came, packed, back, there, group=lane.process_group, async_op=True)
-    assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
-    arrived = torch.split(came.view(own.dtype), [part.numel() for part in into])
-    return [work], [own if rank == lane.rank else part for rank, part in enumerate(arrived)]
+    return work, received
 
 
 def start_parts(
     group: RankGroup, parts: Sequence[Sequence[Tensor]], lanes: Lanes, about: str = ""
 ) -> tuple[Waitable, Callable[[Tensor], Received]]:
-    """Start sending parts to each rank, where `is_gloo_on_cpu` holds; all ranks call, as `exchange`.
+    """Start sending parts to each rank, where `Transport.waits_on_host` holds; all ranks call, as `exchange`.
 
     Returns the handle of all sends, and a function that starts to receive the next parts: from this rank's
     own part it returns a handle, and the parts by sending rank.
@@ -114,9 +104,9 @@ def start_parts(
         with record.starting():
             others = ((rank, part) for rank, part in enumerate(into) if rank != group.rank)
             came = _start_paired(group, (), others, lanes, tag)
-        return Work(came, group.phase, record, looks_up=True), into
+        return Work(came, group.phase, record, polls=True), into
 
-    return Work(sent, group.phase, record, looks_up=True), receive
+    return Work(sent, group.phase, record, polls=True), receive
 
 
 def spread_rows(
@@ -149,7 +139,7 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     works = started or _made(each)
     group.phase.sent(staged.nbytes * len(works), len(works))
     with group.phase.held_up(), record.waiting():
-        if group.is_gloo_on_cpu(staged.device):
+        if group.transport(staged.device).waits_on_host:
             record.group.wait_for(Paired(works))
         else:
             for work in works:
@@ -176,7 +166,7 @@ def start_send(group: RankGroup, tensor: Tensor, to: int) -> Waitable:
     with record.starting():
         handle = Paired(_made([_isend(group, tensor, to)]))
     group.phase.sent(tensor.nbytes)
-    return Work(handle, group.phase, record, looks_up=group.is_gloo_on_cpu(tensor.device))
+    return Work(handle, group.phase, record, polls=group.transport(tensor.device).waits_on_host)
 
 
 def start_recv(group: RankGroup, tensor: Tensor, source: int) -> Waitable:

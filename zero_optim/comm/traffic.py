@@ -138,9 +138,9 @@ class _Span:
         self._traffic.add(self._name, seconds=seconds - inner)
 
 
-def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_gloo: bool) -> int:
+def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_tree: bool) -> int:
     """Return the bytes a rank sends in a broadcast, ``behind`` places after the source: Note [Bytes sent]."""
-    if not is_gloo:
+    if not is_tree:
         return nbytes if behind < size - 1 else 0
     reach, times = 1, 0
     while reach < size:

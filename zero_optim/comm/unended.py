@@ -16,6 +16,7 @@ Note [Sends that nothing ends]
 import _thread  # as its threads start in a third less of the time
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,64 +25,28 @@ LOOK = timedelta(seconds=1)
 SMALL = 2**16
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Paired:
     """gloo's sends and receives as one handle. See Note [Sends that nothing ends]."""
 
-    __slots__ = ("_is_small", "_receives", "_sends")
-
-    def __init__(
-        self, sends: Sequence[dist.Work], receives: Sequence[dist.Work] = (), *, is_small: bool = False
-    ) -> None:
-        self._is_small = is_small
-        self._sends = sends
-        self._receives = receives
+    sends: Sequence[dist.Work]
+    receives: Sequence[dist.Work] = ()
+    is_small: bool = False
 
     def wait(self) -> None:
         """Wait for all, without polling."""
-        for work in (*self._sends, *self._receives):
+        for work in (*self.sends, *self.receives):
             work.wait()
 
     def is_completed(self) -> bool:
         """Return whether somebody has waited for all."""
-        return all(work.is_completed() for work in (*self._sends, *self._receives))
-
-    def wait_and_look_up(self, is_given_up: Callable[[], bool]) -> bool:
-        """Wait for all and poll, as `wait_and_look_up`."""
-        if self._is_small:
-            self.wait()
-            return True
-        over, failures = _thread.allocate_lock(), list[RuntimeError]()
-        over.acquire()
-
-        def wait() -> None:
-            try:
-                for work in self._sends:
-                    work.wait()
-            except RuntimeError as error:
-                failures.append(error)
-            finally:
-                over.release()
-
-        _thread.start_new_thread(wait, ())
-        for work in self._receives:
-            work.wait()
-        was_given_up = False
-        while not over.acquire(timeout=LOOK.total_seconds()):
-            if was_given_up:
-                return False
-            was_given_up = is_given_up()
-        if failures:
-            try:
-                raise failures[0]
-            finally:
-                failures.clear()  # the error refers to this frame
-        return True
+        return all(work.is_completed() for work in (*self.sends, *self.receives))
 
 
-def wait_and_look_up(handle: dist.Work | Paired, is_given_up: Callable[[], bool]) -> bool:
+def wait_and_poll(handle: dist.Work | Paired, is_given_up: Callable[[], bool]) -> bool:
     """Wait for gloo's collective or sends; False if the group was given up and they do not end."""
     if isinstance(handle, Paired):
-        return handle.wait_and_look_up(is_given_up)
+        return _wait_for_pairs(handle, is_given_up)
     while True:
         was_given_up = is_given_up()  # asked before: breaking the connections has the time of the wait
         try:
@@ -94,6 +59,38 @@ def wait_and_look_up(handle: dist.Work | Paired, is_given_up: Callable[[], bool]
                 return False
         else:
             return True
+
+
+def _wait_for_pairs(handle: Paired, is_given_up: Callable[[], bool]) -> bool:
+    if handle.is_small:
+        handle.wait()
+        return True
+    over, failures = _thread.allocate_lock(), list[RuntimeError]()
+    over.acquire()
+
+    def wait() -> None:
+        try:
+            for work in handle.sends:
+                work.wait()
+        except RuntimeError as error:
+            failures.append(error)
+        finally:
+            over.release()
+
+    _thread.start_new_thread(wait, ())
+    for work in handle.receives:
+        work.wait()
+    was_given_up = False
+    while not over.acquire(timeout=LOOK.total_seconds()):
+        if was_given_up:
+            return False
+        was_given_up = is_given_up()
+    if failures:
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # the error refers to this frame
+    return True
 
 
 def keep_for_ever(group: dist.ProcessGroup) -> None:

@@ -24,7 +24,7 @@ from zero_optim.comm.sending import recv, send
 from zero_optim.compat import private
 from zero_optim.compat.engine import wraps_tensors
 from zero_optim.compat.streams import HostCopy, is_asynchronous
-from zero_optim.plan.memory import dense_strides
+from zero_optim.plan.strides import dense_strides
 
 PIECE_NBYTES = 16 * 2**20
 

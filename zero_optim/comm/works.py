@@ -1,4 +1,4 @@
-"""The works of each process group in this process. No communication.
+"""Started collectives, and the works of each process group in this process. No communication.
 
 A *work* is a collective with a `Record`, which has no tensor. The *ring* has the last `KEPT` records.
 
@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,15 +31,114 @@ import torch.distributed as dist
 
 from zero_optim.comm.records import Activity, Record, Verdict
 from zero_optim.comm.threads import start_thread
-from zero_optim.comm.traffic import Phase
-from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_look_up
+from zero_optim.comm.traffic import Phase, Waitable
+from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
 from zero_optim.compat.engine import aborts_of
-
-if TYPE_CHECKING:
-    from zero_optim.comm.started import Awaited, Work
+from zero_optim.compat.streams import Event, is_capturing, recorded_event, wait_for_event
 
 KEPT = 512  # records in the ring
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
+
+
+class Work:
+    """A started collective: the backend's handle or a future, its record, and its counted waits.
+
+    ``late_on``: the device that runs it while the CPU goes on, for the watchdog. ``polls``: see
+    Note [Waits that nothing ends] in `comm.unended`.
+    """
+
+    __slots__ = ("_phase", "_polls", "handle", "late_on", "record")
+
+    def __init__(
+        self,
+        handle: Waitable,
+        phase: Phase,
+        record: Record,
+        *,
+        late_on: torch.device | None = None,
+        polls: bool = False,
+    ) -> None:
+        self.handle = handle
+        self.late_on = late_on
+        self._polls = polls
+        self._phase = phase
+        self.record = record
+        if late_on is not None and record.group.outstanding is None and not is_capturing(late_on):
+            record.group.outstanding = self
+
+    def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
+        """Wait with the caller, or on an accelerator with the current stream.
+
+        ``timeout`` replaces the work's. StalledError if a rank is late or has ended.
+        """
+        if timeout is not None:
+            self.record.timeout = timeout
+        with self._phase.held_up(), self.record.waiting():
+            if self._polls and isinstance(self.handle, dist.Work | Paired):
+                return self.record.group.wait_for(self.handle)
+            result = self.handle.wait()
+        if self.record.group.outstanding is self and self.late_on is not None:
+            self._let_go(self.late_on)
+        return result
+
+    def _let_go(self, device: torch.device) -> None:
+        """Keep an event in the place of the handle, which keeps tensors; a capture has no event to query."""
+        if is_capturing(device):
+            self.record.group.outstanding = None
+        else:
+            self.handle = _AfterWait(device, recorded_event(device))
+
+    def is_completed(self) -> bool:
+        """Return whether it is over, well or not. gloo's sends and receives are over after a wait."""
+        handle: Any = self.handle
+        try:
+            return bool(handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed())
+        except RuntimeError:  # of a device that has failed
+            return True
+
+    def exception(self) -> Exception | None:
+        """Return its failure or its group's verdict; None if it went well or is pending. No wait.
+
+        The error has no frames: see Note [Groups that end].
+        """
+        failure = self._failure() if self.is_completed() else None
+        verdict = self.record.group.verdict
+        return failure if failure is None or verdict is None else verdict.error()
+
+    def _failure(self) -> Exception | None:
+        handle: Any = self.handle
+        with suppress(AttributeError, TypeError):  # a future has none; PyTorch 2.8 cannot hand it out
+            failure = handle.exception()
+            if isinstance(failure, Exception):
+                return failure
+        if self.late_on is None:  # else a stream would wait
+            try:
+                handle.wait()
+            except Exception as error:  # noqa: BLE001 - returned, not raised
+                return error.with_traceback(None)
+        return None
+
+
+class _AfterWait:
+    """The handle of a collective that a stream waits for; it keeps no tensors."""
+
+    def __init__(self, device: torch.device, event: Event) -> None:
+        self._device = device
+        self.event = event
+
+    def wait(self) -> None:
+        wait_for_event(self._device, self.event)
+
+    def is_completed(self) -> bool:
+        return bool(self.event.query())
+
+    def exception(self) -> Exception | None:
+        """Return the device's failure; only the backend's own handle has the backend's."""
+        try:
+            self.event.query()
+        except RuntimeError as error:
+            return error.with_traceback(None)
+        return None
 
 
 class GroupWorks:
@@ -48,8 +147,7 @@ class GroupWorks:
     ``limit``: the group's timeout in seconds. ``verdict``: why the group was given up; no work begins any
     more. ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts,
     equal on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
-    ``outstanding``: the one pending work of a device (they end in order); its handle keeps tensors, so it is
-    dropped once a stream waits.
+    ``outstanding``: the one pending work of a device (they end in order).
     """
 
     def __init__(
@@ -68,7 +166,7 @@ class GroupWorks:
         self.has_failed = False
         self.tags = itertools.count(1)
         self.apart = 0
-        self.outstanding: Work | Awaited | None = None
+        self.outstanding: Work | None = None
         self.group = weakref.ref(process_group)
         self._numbers = itertools.count(1)
         self._can_cut = can_cut
@@ -98,7 +196,7 @@ class GroupWorks:
 
     def wait_for(self, handle: dist.Work | Paired) -> bool:
         """Wait for gloo's collective or sends; StalledError if the group was given up."""
-        if wait_and_look_up(handle, lambda: self.verdict is not None):
+        if wait_and_poll(handle, lambda: self.verdict is not None):
             return True
         group = self.group()
         if group is not None and not isinstance(handle, Paired):

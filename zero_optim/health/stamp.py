@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zero_optim.comm.frames import ranks_text
 from zero_optim.errors import RankMismatchError, RemoteRankError
-from zero_optim.plan.options import DIGEST_NBYTES
+from zero_optim.plan.option_values import DIGEST_NBYTES
 
 STAMP_NBYTES = 32
 MARK, MARK_NBYTES = 2, 2  # where the mark is in a stamp

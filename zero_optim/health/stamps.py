@@ -43,8 +43,8 @@ from zero_optim.health.stamp import (
     stamps_in,
 )
 from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.layout import Layout, Room
-from zero_optim.plan.options import OptionKey, OptionValues, Plain, differing, held_by, text_of
+from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.option_values import OptionKey, OptionValues, Plain, differing, held_by, text_of
 
 _SHOWN = 4  # options in a message
 
@@ -79,7 +79,7 @@ class _Step:
     name: str
     digest: bytes
     options: Sequence[Mapping[str, Plain]]
-    came: list[tuple[Sequence[Room], HostCopy]] = field(default_factory=list)
+    came: list[tuple[Sequence[Span], HostCopy]] = field(default_factory=list)
     is_told: bool = False
     failure: Failure | None = None
     _mine: Tensor | None = None
@@ -160,7 +160,7 @@ class Stamps:
         places = self.write(flat, rooms, rank)
         return lambda: step.came.append((rooms, HostCopy(torch.cat(places))))
 
-    def write(self, flat: Tensor, rooms: Sequence[Room], rank: int) -> list[Tensor]:
+    def write(self, flat: Tensor, rooms: Sequence[Span], rank: int) -> list[Tensor]:
         """Write this rank's last stamp into its header space; returns all header spaces as bytes."""
         octets, size = flat.view(torch.uint8), flat.element_size()
         places = [octets[room.start * size :][:STAMP_NBYTES] for room in rooms]

@@ -20,8 +20,8 @@ from zero_optim.comm.collectives import RankGroup, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.health.stamp import Stamp, stamps_in
 from zero_optim.health.stamps import Origins, Stamps, nothing
-from zero_optim.plan.layout import Layout, Room
-from zero_optim.plan.options import Plain
+from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.option_values import Plain
 
 
 class UnitStamps:
@@ -43,7 +43,7 @@ class UnitStamps:
         self._origins = origins
         self._told = told
         self.num_passes = 0
-        self._came: list[tuple[Sequence[Room], HostCopy]] = []
+        self._came: list[tuple[Sequence[Span], HostCopy]] = []
         self._seen: dict[int, Stamp] = {}  # in this pass, by rank; the last one of each
 
     def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
@@ -55,7 +55,7 @@ class UnitStamps:
         places = stamps.write(flat, rooms, rank)
         return lambda: self._came.append((rooms, HostCopy(torch.cat(places))))
 
-    def write(self, span: Tensor, start: int, rooms: Sequence[Room], rank: int) -> None:
+    def write(self, span: Tensor, start: int, rooms: Sequence[Span], rank: int) -> None:
         """Write this rank's stamp into a flat tensor's part from ``start``, if its space is there."""
         stamps, stop = self._stamps_of(), start + span.numel()
         here = [room for room in rooms if room.owner == rank and start <= room.start < stop]

@@ -29,8 +29,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.started import Awaited, Work
-from zero_optim.comm.works import GroupWorks, WorkLog, explain_nothing, log_of
+from zero_optim.comm.works import GroupWorks, Work, WorkLog, explain_nothing, log_of
 from zero_optim.compat.streams import asking
 from zero_optim.health.peers import ANSWER_LIMIT, Directory, Listener
 from zero_optim.health.verdicts import Verdicts
@@ -231,7 +230,7 @@ class Watchdog:
                 self._look_at(works, work, now)
                 del work  # perhaps the last reference: what it has of the device goes with the device in use
 
-    def _look_at(self, works: GroupWorks, work: Work | Awaited, now: float) -> None:
+    def _look_at(self, works: GroupWorks, work: Work, now: float) -> None:
         is_gone = works.group() is None
         if is_gone or work.is_completed():
             works.outstanding, work.record.ended = None, now

@@ -3,7 +3,7 @@
     flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      rank 0 owns parameter 1, rank 1 owns 0 and 2; "." is padding
     rows    '---rank 0--'----rank 1---'
 
-A *room* is header space for a stamp, in a row's padding or behind all rows.
+``rooms`` are header space for a stamp, in a row's padding or behind all rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,15 +38,7 @@ class Row(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor, all in ``owner``'s row."""
-
-    owner: int
-    start: int
-    stop: int
-
-
-class Room(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor for ``owner``'s stamp."""
+    """Elements ``[start, stop)`` of the flat tensor, sent by ``owner``."""
 
     owner: int
     start: int
@@ -64,9 +56,9 @@ class Layout:
 
     numels: tuple[int, ...]
     rows: tuple[Row, ...]
-    rooms: tuple[Room, ...] = ()
+    rooms: tuple[Span, ...] = ()
     is_cut: bool = field(init=False)
-    rooms_behind: tuple[Room, ...] = field(init=False)
+    rooms_behind: tuple[Span, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Check what the class promises."""
@@ -228,7 +220,7 @@ def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
     It takes padding if there is enough; else the row grows by multiples of the alignment.
     """
     rows: list[Row] = []
-    rooms: list[Room] = []
+    rooms: list[Span] = []
     shift = 0
     for row in layout.rows:
         number, is_behind = _place_for_room(row, layout.numels, length)
@@ -236,12 +228,12 @@ def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
         for index, extent in enumerate(row.extents):
             if index == number and not is_behind:
                 begin = extent.offset + shift
-                rooms.append(Room(row.owner, begin, begin + length))
+                rooms.append(Span(row.owner, begin, begin + length))
                 shift += aligned(length, alignment)
             extents.append(extent._replace(offset=extent.offset + shift))
             if index == number and is_behind:
                 end = extents[-1].end
-                rooms.append(Room(row.owner, end, end + length))
+                rooms.append(Span(row.owner, end, end + length))
                 shift += aligned(max(0, length - _gap_behind(row, index)), alignment)
         rows.append(Row(row.owner, start, row.stop + shift, tuple(extents)))
     return Layout(layout.numels, tuple(rows), tuple(rooms))
@@ -251,7 +243,7 @@ def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignm
     """Add header space behind the rows, for ranks without any."""
     size = aligned(length, alignment)
     starts = (layout.end_of_rows + size * number for number in range(len(owners)))
-    behind = [Room(owner, start, start + length) for owner, start in zip(owners, starts, strict=True)]
+    behind = [Span(owner, start, start + length) for owner, start in zip(owners, starts, strict=True)]
     return Layout(layout.numels, layout.rows, (*layout.rooms, *behind))
 
 

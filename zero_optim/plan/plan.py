@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.buckets import assign_buckets
-from zero_optim.plan.cuts import cut_step
+from zero_optim.plan.cuts import Planned, choose_rows, cut_step
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
-from zero_optim.plan.layout import Layout, whole
-from zero_optim.plan.memory import dense_strides, kept_dtype
-from zero_optim.plan.partition import assign_owners
+from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Pieces, owned_by_text
-from zero_optim.plan.rows import Planned, choose_rows
+from zero_optim.plan.strides import dense_strides, kept_dtype
 
 # The alignment of new CPU tensors: some kernels depend on it (MKL's matrix product), so extents with the same
 # alignment give the bits of the unsharded run.
@@ -95,20 +93,13 @@ def make_plan(
         narrow = [item_nbytes[bucket[0]] // used[bucket[0]].itemsize for bucket in buckets]
         alignments = [count * max(1, times) for count, times in zip(alignments, narrow, strict=True)]
     all_costs = tuple(chain.from_iterable(costs))
-    if bears_cuts is None:
-        owners = list(chain.from_iterable(assign_owners(costs, num_ranks, loads)))
-        layouts = [
-            whole([numels[i] for i in bucket], [owners[i] for i in bucket], alignment)
-            for bucket, alignment in zip(buckets, alignments, strict=True)
-        ]
-    else:
-        steps = [0] * len(params)
-        for bucket, alignment in zip(buckets, alignments, strict=True):
-            for i in bucket:
-                steps[i] = _cut_step(params[i], alignment) if bears[i] else 0
-        members = [range(*ends) for ends in pairwise(accumulate(map(len, groups), initial=0))]
-        planned = Planned(numels, item_nbytes, all_costs, steps, members, buckets, alignments)
-        layouts = choose_rows(planned, [0] * num_ranks if loads is None else loads)
+    steps = [0] * len(params)
+    for bucket, alignment in zip(buckets, alignments, strict=True):
+        for i in bucket:
+            steps[i] = _cut_step(params[i], alignment) if bears[i] else 0
+    members = [range(*ends) for ends in pairwise(accumulate(map(len, groups), initial=0))]
+    planned = Planned(numels, item_nbytes, all_costs, steps, members, buckets, alignments)
+    layouts = choose_rows(planned, loads or [0] * num_ranks, even_buckets=bears_cuts is not None)
     plans = [BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     needed = [place / len(group) for group in groups for place in range(len(group))]
     plans.sort(key=lambda plan: min(needed[index] for index in plan.params))

@@ -35,14 +35,14 @@ _FEEDS = (
 def first_accepted(subject: OptimizerUnderTest) -> tuple[OptimizerUnderTest, TrialRecord] | str:
     """Record the first feed that the class accepts, all parameters together, or return why there is none."""
     errors: list[str] = []
-    plain = subject.without_switches()
-    for candidate in (subject,) if plain.options == subject.options else (subject, plain):
+    candidates = subject.candidates()
+    for candidate in candidates:
         for feed in _FEEDS:
             try:
                 return candidate, record(candidate, feed.with_groups(candidate))
             except Exception as error:  # noqa: BLE001 - the user's class may raise anything
                 errors.append(first_line_of(error))
-    return _why_untried(plain, errors)
+    return _why_untried(candidates[-1], errors)
 
 
 def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:

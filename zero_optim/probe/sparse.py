@@ -46,10 +46,9 @@ def why_not_sparse_rows(
 
 @remembered
 def _try(subject: OptimizerUnderTest, dtype: torch.dtype, take: Take) -> str | None:
-    plain = subject.without_switches()  # the CPU may lack them
     raised = ""
     with isolated():
-        for candidate in (subject, plain) if plain.options != subject.options else (subject,):
+        for candidate in subject.candidates():
             try:
                 return _difference(candidate, dtype, take)
             except Exception as error:  # noqa: BLE001 - the user's class may raise anything

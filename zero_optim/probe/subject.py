@@ -142,10 +142,11 @@ class OptimizerUnderTest:
         switch_mode(optimizer, "train")
         return optimizer
 
-    def without_switches(self) -> "OptimizerUnderTest":
-        """Return the same without options that choose an implementation, which the CPU may lack."""
+    def candidates(self) -> "tuple[OptimizerUnderTest, ...]":
+        """Return it, and the same without options that choose an implementation, which the CPU may lack."""
         options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
-        return replace(self, options=options, groups=tuple(groups))
+        plain = replace(self, options=options, groups=tuple(groups))
+        return (self,) if (options, tuple(groups)) == (self.options, self.groups) else (self, plain)
 
 
 def remembered(function: F) -> F:

@@ -22,8 +22,8 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import agree_between_replicas
 from zero_optim.plan.groups import ParamGroup, describe_options
-from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
+from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.units import UnitBucket, WideBucket

@@ -19,19 +19,19 @@ Note [Step, then gather]
     AdamW, 13.8 M parameters): the step takes 9 of 240 ms.
 """
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, gloo_lanes_beside
-from zero_optim.comm.started import Pending
+from zero_optim.comm.lanes import Lease, host_lanes_beside
 from zero_optim.comm.traffic import Waitable
-from zero_optim.compat.streams import is_asynchronous
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
+from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
 from zero_optim.health.stamps import Stamps
 from zero_optim.plan.layout import Layout
 from zero_optim.shard.storage import ParamBucket, rows_of
@@ -40,76 +40,6 @@ from zero_optim.shard.storage import ParamBucket, rows_of
 NUM_FLAT_TENSORS = 4
 # See Note [A lane an owner].
 LANES_FROM_NBYTES = 2**20
-
-
-class UnderWay:
-    """Pending gathers by parameter.
-
-    On an accelerator a gather stays until it is over, as each reading stream must wait. Two threads may use
-    this: one steps during backward, while checkpointing runs a forward pass.
-    """
-
-    def __init__(self) -> None:
-        self._gathers: deque[Pending] = deque()
-        self._awaited: dict[Tensor, list[Pending]] = {}
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> "tuple[type[UnderWay], tuple[()]]":
-        """Copy and pickle without the gathers, which write to the original parameters."""
-        return UnderWay, ()
-
-    def __bool__(self) -> bool:
-        return bool(self._gathers)
-
-    @property
-    def is_unclaimed(self) -> bool:
-        """Whether a gather has not been waited for yet."""
-        return any(pending.is_unclaimed for pending in self._gathers)
-
-    def add(self, params: Iterable[Tensor], pending: Pending) -> None:
-        """Add a started gather."""
-        with self._lock:
-            self._gathers.append(pending)
-            for param in params:
-                self._awaited.setdefault(param, []).append(pending)
-
-    def wait_for(self, params: Iterable[Tensor]) -> None:
-        """Make the current stream wait for some parameters' new values."""
-        with self._lock:
-            for param in params:
-                left = [pending for pending in self._awaited.pop(param, ()) if not pending.wait()]
-                if left:
-                    self._awaited[param] = left
-            if not self._awaited:
-                self._gathers.clear()
-
-    def wait(self) -> None:
-        """Make the current stream wait for all gathers, in order of their start."""
-        with self._lock:
-            left: deque[Pending] = deque()
-            num_over = 0
-            while self._gathers:
-                pending = self._gathers.popleft()
-                if pending.wait():
-                    num_over += 1
-                else:
-                    left.append(pending)
-            self._gathers = left
-            if num_over:
-                self._forget_all_but(left)
-
-    def abandon(self) -> None:
-        """Drop all gathers; the backend keeps their memory until it is done."""
-        with self._lock:
-            self._gathers.clear()
-            self._awaited.clear()
-
-    def _forget_all_but(self, left: Iterable[Pending]) -> None:
-        """Drop finished gathers, or parameters would keep one for every step."""
-        ids = {id(pending) for pending in left}
-        awaited = self._awaited.items() if ids else ()
-        of_params = ((param, [one for one in some if id(one) in ids]) for param, some in awaited)
-        self._awaited = {param: some for param, some in of_params if some}
 
 
 class _Sender(Protocol):
@@ -171,11 +101,12 @@ def start_broadcasts(
 class Gathers:
     """One optimizer's gathers and their stamps (None in a group of one).
 
-    A step leaves the gathers of ``readers`` pending, as modules wait for them.
+    A step leaves gathers of buckets ``under_way`` if modules wait for them: ``readers`` are the parameters of
+    such models.
     """
 
     def __init__(self, stamps: Stamps | None = None) -> None:
-        self.under_way = UnderWay()
+        self.under_way = Flow()
         self.stamps = stamps
         self.readers: list[frozenset[Tensor]] = []
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner]; the same on every rank
@@ -201,38 +132,32 @@ class Gathers:
         if self.stamps is not None:
             self.stamps.check_failures()
 
-    def start(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
-        """Start the gathers of buckets in a step, without waiting."""
-        with self._lent(group, buckets) as lanes:
-            for bucket in buckets:
-                lanes_of = _lanes_for(bucket, group, lanes)
-                self.under_way.add(bucket.params, start_gather(lanes_of, bucket, self.stamps))
+    def schedule_of(self, bucket: ParamBucket) -> Schedule:
+        """Return a bucket's recipe: `LAZY` if modules wait for all of its parameters."""
+        is_read = bool(self.readers) and frozenset[Tensor]().union(*self.readers).issuperset(bucket.params)
+        return LAZY if is_read else bucket.schedule
 
-    def run(self, group: RankGroup, buckets: Sequence[ParamBucket], *, in_step: bool = False) -> None:
-        """Gather buckets and wait; ``in_step`` sends stamps.
+    def gather(self, group: RankGroup, buckets: Sequence[ParamBucket], *, in_step: bool) -> None:
+        """Gather buckets; ``in_step`` sends stamps, and waits only where the schedule says so.
 
         As many run at once as memory allows, so an owner of short rows need not wait for the others.
         """
         stamps = self.stamps if in_step else None
-        under_way: deque[tuple[int, Pending]] = deque()
-        room = NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0)
+        awaited = Flow(NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0))
         with self._lent(group, buckets) as lanes:
             for bucket in buckets:
-                room -= bucket.nbytes_to_gather
-                while room < 0:
-                    nbytes, pending = under_way.popleft()
-                    pending.wait()
-                    room += nbytes
-                pending = start_gather(_lanes_for(bucket, group, lanes), bucket, stamps)
-                under_way.append((bucket.nbytes_to_gather, pending))
-            for _, pending in under_way:
-                pending.wait()
+                begin = partial(start_gather, _lanes_for(bucket, group, lanes), bucket, stamps)
+                if in_step and Operation.WAIT not in self.schedule_of(bucket)[Moment.STEP]:
+                    self.under_way.start(begin, keys=bucket.params)
+                else:
+                    awaited.start(begin, bucket.nbytes_to_gather)
+            awaited.wait()
 
     @contextmanager
     def _lent(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> Iterator[Sequence[RankGroup]]:
         """Yield the lanes, if any; if the body fails, nobody else may use them."""
         if self._lanes is None and _gains_by_lanes(group, buckets):
-            self._lanes = gloo_lanes_beside(group)
+            self._lanes = host_lanes_beside(group)
         lanes = self._lanes
         try:
             yield () if lanes is None else lanes.groups
@@ -251,7 +176,7 @@ def _gains_by_lanes(group: RankGroup, buckets: Sequence[ParamBucket]) -> bool:
 
 
 def _may_use_lanes(bucket: ParamBucket, group: RankGroup) -> bool:
-    return not is_asynchronous(bucket.device) and group.backend_of(bucket.device) == "gloo"
+    return group.transport(bucket.device).lets_threads
 
 
 def _lanes_for(bucket: ParamBucket, group: RankGroup, lanes: Sequence[RankGroup]) -> Sequence[RankGroup]:

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero_optim.plan.memory import dense_strides
+from zero_optim.plan.strides import dense_strides
 
 PAGE = mmap.PAGESIZE
 _LEAST_FILE_NBYTES = 2**24

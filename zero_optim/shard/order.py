@@ -16,7 +16,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import memory_of, pack
 from zero_optim.errors import RankMismatchError
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
-from zero_optim.plan.memory import dense_strides
+from zero_optim.plan.strides import dense_strides
 
 _NUM_READ = 64  # elements of a parameter, at equal distances
 _NBYTES = 8  # of a digest

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from zero_optim.plan.layout import Layout
-from zero_optim.plan.memory import dense_strides
+from zero_optim.plan.strides import dense_strides
 
 
 class Form(NamedTuple):

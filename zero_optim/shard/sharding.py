@@ -15,6 +15,8 @@ from zero_optim.comm.agreement import agree, failing_together, said_by_all
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import is_asynchronous
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
@@ -25,7 +27,6 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import (
     Plan,
@@ -34,9 +35,10 @@ from zero_optim.plan.plan import (
     describe_params,
     make_plan,
 )
+from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
 from zero_optim.shard.freed import is_freed
-from zero_optim.shard.gathers import Gathers, UnderWay
+from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.making import BucketMaker
 from zero_optim.shard.order import Alike
 from zero_optim.shard.storage import ParamBucket, is_active
@@ -87,7 +89,7 @@ class Sharding:
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
     @property
-    def under_way(self) -> UnderWay:
+    def under_way(self) -> Flow:
         """Pending gathers."""
         return self.gathers.under_way
 
@@ -262,7 +264,7 @@ class Sharding:
             agree(self._group, items, "which parameters are frozen")
             self._active = active
         chosen = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
-        gathered = _freed_or_gathered(chosen)
+        gathered = self._gathered_at_step(chosen)
         for bucket in self.unit_buckets():
             bucket.pass_over()
         group = self._group.during("gather")
@@ -270,11 +272,7 @@ class Sharding:
         is_lazy = bool(self.gathers.readers)
         on_cpu = not any(is_asynchronous(bucket.device) for bucket in gathered)
         with group.phase.held_up() if on_cpu else nullcontext():
-            if is_lazy:
-                self.gathers.start(group, gathered)
-                self._wait_for_unread()
-            else:
-                self.gathers.run(group, gathered, in_step=True)
+            self.gathers.gather(group, gathered, in_step=True)
         if self.gathers.stamps is not None:
             with_last = not is_lazy and not self._is_asynchronous
             self.gathers.stamps.settle(self._group.during("agree"), call, with_last=with_last)
@@ -298,15 +296,20 @@ class Sharding:
 
     def end_step(self) -> None:
         """Wait for gathers that no module waits for; raise what failed on other ranks."""
-        self._wait_for_unread()
+        for bucket in self.buckets if self.under_way else ():
+            if Operation.WAIT not in self.gathers.schedule_of(bucket)[Moment.BEFORE_FORWARD]:
+                self.under_way.wait_for(bucket.params)
         self.gathers.check_failures()
 
-    def _wait_for_unread(self) -> None:
-        if self.gathers.readers:
-            read = frozenset[Tensor]().union(*self.gathers.readers)
-            self.under_way.wait_for(param for param in self.pieces if param not in read)
-        else:
-            self.under_way.wait()
+    def _gathered_at_step(self, buckets: Iterable[ParamBucket]) -> list[ParamBucket]:
+        """List the buckets that a step gathers; frees the others, which their modules gather."""
+        gathered = []
+        for bucket in buckets:
+            if Operation.GATHER in bucket.schedule[Moment.STEP]:
+                gathered.append(bucket)
+            elif isinstance(bucket, UnitBucket):
+                bucket.has_changed()
+        return gathered
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -327,18 +330,8 @@ class Sharding:
     @eager
     def gather_all(self) -> None:
         """Gather all parameters outside units, frozen ones too; all ranks call."""
-        self.gathers.run(self._group.during("gather"), _freed_or_gathered(self.buckets))
-
-
-def _freed_or_gathered(buckets: Sequence[ParamBucket]) -> list[ParamBucket]:
-    """Free units, which are gathered at use; return the other buckets."""
-    rest = []
-    for bucket in buckets:
-        if isinstance(bucket, UnitBucket):
-            bucket.has_changed()
-        else:
-            rest.append(bucket)
-    return rest
+        gathered = self._gathered_at_step(self.buckets)
+        self.gathers.gather(self._group.during("gather"), gathered, in_step=False)
 
 
 def _nbytes(cap_mb: float) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others
+from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
@@ -30,6 +31,7 @@ class ParamBucket(Protocol):
 
     params: list[Tensor]
     label: str  # names it in messages
+    schedule: Schedule  # for its parameters
 
     @property
     def layout(self) -> Layout:
@@ -132,6 +134,7 @@ class Bucket:
         self.params = params
         self.layout = layout
         self.label = label
+        self.schedule = ZERO1
         self._rank = rank
         self._forms = list(map(Form.of, params))
         pieces = layout.pieces([form.size for form in self._forms])

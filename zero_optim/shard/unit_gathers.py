@@ -24,7 +24,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.started import Pending
+from zero_optim.flow.pending import Pending
 from zero_optim.health.unit_marks import Marked, Purpose, UnitMarks
 from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.layout import Layout, Span
@@ -72,7 +72,7 @@ class GathersFromOwners:
         """See `UnitGathers.start`."""
         lanes = [lane.during("gather") for lane in self.lanes.groups or (self.group,)]
         mark = self.marks.mark_of(bucket, purpose)
-        if self.group.is_gloo_on_cpu(bucket.device):
+        if self.group.transport(bucket.device).waits_on_host:
             return start_gather(lanes, bucket, stamps, partial(self.marks.start_rows, mark))
         return start_gather(lanes, bucket, Marked(self.marks, mark, stamps))
 
@@ -235,7 +235,7 @@ class GathersInReplicas:
             (self._mesh.places[span.owner][1], flat[span.start : span.stop]) for span in _spans(bucket.layout)
         ]
         start_rows = None
-        if self._mesh.inner.is_gloo_on_cpu(bucket.device):
+        if self._mesh.inner.transport(bucket.device).waits_on_host:
             start_rows = partial(self._marks.start_rows, self._marks.mark_of(bucket, purpose))
         return gather_into(flat, bucket, self._lanes(self._inner), rows, take, start_rows=start_rows)
 

@@ -33,8 +33,9 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, record_use
+from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
-from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
+from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.freed import ShownWhenFreed
 from zero_optim.shard.places import Form
 from zero_optim.shard.uncopied import Uncopied
@@ -42,7 +43,7 @@ from zero_optim.shard.unit_forms import KeptRows, UnitForms
 from zero_optim.shard.unit_row import UnitFlat, UnitRow
 
 if TYPE_CHECKING:
-    from zero_optim.comm.started import Pending
+    from zero_optim.flow.pending import Pending
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
@@ -73,6 +74,7 @@ class UnitBucket(Uncopied):
     ) -> None:
         self.params = params
         self.label = label
+        self.schedule = ZERO3
         first, forms = params[0], UnitForms() if unit_forms is None else unit_forms
         dtype = forms.compute_dtypes.get(first, first.dtype)
         self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, forms.pages)
@@ -295,6 +297,7 @@ class WideBucket:
         self.values: dict[Tensor, Tensor] = {}
         self.params, self.layout, self.device = bucket.params, bucket.layout, bucket.device
         self.label = f"{bucket.label}, as owners keep it"
+        self.schedule = bucket.schedule
         self.nbytes = self.nbytes_to_gather = self.layout.numel * bucket.row.element_size()
 
     def refresh(self) -> None:

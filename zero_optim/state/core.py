@@ -18,7 +18,7 @@ from zero_optim.comm.mesh import RankMesh
 from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names, params_of
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
-from zero_optim.probe.rows import CutRows
+from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.unit_forms import KeptRows, UnitForms
 from zero_optim.state.cut_state import CutState
@@ -30,7 +30,6 @@ from zero_optim.step.averages import EMA
 from zero_optim.step.gradients import is_sparse
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
-from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.state_view import OwnedEntries
 from zero_optim.step.unreduced import check_unreduced, unreduced_among
 
@@ -113,7 +112,7 @@ class Core:
         """
         concerned = [param for param in params if len(self.sharding.pieces.get(param, ())) > 1]
         if concerned:
-            check_sparse_rows(self.groups, concerned, self.owned.local, self.owned.leaves.tried_dtype)
+            self.owned.local.check_sparse_rows(self.groups, concerned, self.owned.leaves.tried_dtype)
 
     def sparse_cut_params(self) -> list[Tensor]:
         """List the cut parameters whose gradients are sparse, also where other ranks hold them."""
@@ -205,7 +204,7 @@ class Core:
 
     def shaped_entries(self, param: Tensor, group: int) -> frozenset[str]:
         """Name the state entries that must have the shape of a parameter of the group with this index."""
-        return self.owned.local.of_group(group).shaped.of(param.dim())
+        return self.owned.local.of_group(group).shaped_entries(param.dim())
 
     def group_numbers(self) -> dict[Tensor, int]:
         """List for each parameter the index of its group."""

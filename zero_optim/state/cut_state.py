@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from zero_optim.comm.encoding import Nested, Place, map_tensors, new_memory
 from zero_optim.comm.wire import copied_to_cpu
 from zero_optim.errors import StateMismatchError
-from zero_optim.plan.memory import dense_strides, strides_of_rows
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
+from zero_optim.plan.strides import dense_strides, strides_of_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.backends import ON_HOST
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.encoding import Nested, Skeleton, decode, encode, skeleton_from_bytes, skeleton_to_bytes
 from zero_optim.comm.lanes import Lease, lease
@@ -214,7 +215,7 @@ class Mirror:
         left to the first step.
         """
         if self._lease is None:
-            self._lease = lease(group.during("mirror"), NUM_LANES, "gloo")
+            self._lease = lease(group.during("mirror"), NUM_LANES, ON_HOST)
 
     def _begin(self, group: RankGroup) -> None:
         self.take_lanes(group)  # a copy of an optimizer has none

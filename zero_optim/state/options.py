@@ -15,7 +15,7 @@ from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import Pieces
-from zero_optim.probe.rows import CutRows
+from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.step.spec import OptimizerSpec
 

@@ -25,7 +25,7 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
-from zero_optim.probe.rows import CutRows
+from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import Bucket, ParamBucket
 from zero_optim.shard.unit_forms import UnitForms

@@ -1,6 +1,7 @@
 """One optimizer of the user's class over this rank's leaves."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
-from zero_optim.plan.options import Plain, are_close, plain
+from zero_optim.plan.option_values import Plain, are_close, plain
+from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.probe import probe
-from zero_optim.probe.rows import CutRows
-from zero_optim.probe.shaped import ShapedKeys
+from zero_optim.probe.shaped import state_entries
 from zero_optim.probe.traits import Traits, refusal
 from zero_optim.step.spec import OptimizerSpec
 
@@ -20,7 +21,7 @@ class BuiltOptimizer:
     """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order.
 
     TypeError if the spec builds no optimizer, ValueError if sharding would change the algorithm. ``traits``
-    is None if not probed; ``given`` has each group's options without the class's defaults.
+    is None if not probed; ``first_options`` has each group's options without the class's defaults.
     """
 
     def __init__(
@@ -34,32 +35,30 @@ class BuiltOptimizer:
     ) -> None:
         self.spec = spec
         self.numbers = numbers
-        self.shaped = ShapedKeys(spec.optimizer_class, dict(spec.arguments))
         self._is_tried = is_tried
-        self._sparse: dict[object, str | None] = {}  # what was found for kinds of options
-        self._asked: dict[object, str | None] = {}  # why options of a kind allow no cuts
-        self.given = [options_of(group) for group in groups]  # as given: the class will fill in its own
-        leaves = _leaf_ids(groups)  # taken now: the class may change the dicts it is given
+        self._answers: dict[object, Any] = {}  # of probes that steps and loads ask again
+        self.first_options = [options_of(group) for group in groups]
+        leaves = _leaf_ids(groups)  # taken now: the class may change the dicts
         self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
         self._defaults = {key: plain(value) for key, value in self.optimizer.defaults.items()}
         self._check_followed(leaves)
-        self.traits = self._found(steps_parts=steps_parts)
+        self.traits = self._probe(steps_parts=steps_parts)
 
-    def _found(self, *, steps_parts: bool) -> Traits | None:
+    def _probe(self, *, steps_parts: bool) -> Traits | None:
         """Probe the class; raise ValueError if sharding or stepping in parts would change its results."""
         if not self._is_tried:
             return None
-        traits = probe(self.spec.optimizer_class, self.spec.arguments, self.given)
+        traits = probe(self.spec.optimizer_class, self.spec.arguments, self.first_options)
         if not traits.separable:
             raise ValueError(refusal(self.spec.optimizer_class, traits))
         if steps_parts:
             self.spec.check_parts(traits)
         return traits
 
-    def _check_followed(self, given: list[set[int]]) -> None:
+    def _check_followed(self, leaves: list[set[int]]) -> None:
         """Raise ValueError if the class put other tensors into its groups than the leaves it got."""
-        first = len(self.numbers) - len(given)
-        if _leaf_ids(self.optimizer.param_groups[first:]) != given:
+        first = len(self.numbers) - len(leaves)
+        if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(
                 f"expected {self.spec.name} to step the parameters that it is given, but it built groups "
                 "over other tensors (copies in fp32, perhaps) or in another order of groups: sharded it "
@@ -71,13 +70,21 @@ class BuiltOptimizer:
         """Return whether an option has the class's default, or the class has no default for it."""
         return key not in self._defaults or are_close(self._defaults[key], value)
 
-    def check_parts(self) -> None:
-        """Raise ValueError if the class cannot step some parameters at a time."""
-        self.spec.check_parts(self.traits)
+    def state_entries(self, num_dims: int) -> dict[str, bool]:
+        """Return for each state entry of such parameters whether it has their shape, as a probe shows."""
+        spec = self.spec
+        work = partial(state_entries, spec.optimizer_class, spec.arguments, num_dims)
+        entries: dict[str, bool] = self._remembered(num_dims, work)
+        return entries
 
-    def why_not_cut(self, own: ParamGroup, cuts: Sequence[CutRows], *more: ParamGroup) -> list[str | None]:
-        """Return why the rows of each parameter cannot be cut, or None; ``more``: groups to add."""
-        return self.spec.why_not_cut([*self.given, *more], own, cuts, is_tried=self._is_tried)
+    def shaped_entries(self, num_dims: int) -> frozenset[str]:
+        """Return the state entries that have the shape of their parameter."""
+        return frozenset(name for name, is_shaped in self.state_entries(num_dims).items() if is_shaped)
+
+    def _remembered(self, key: object, ask: Callable[[], Any]) -> Any:  # noqa: ANN401
+        if key not in self._answers:
+            self._answers[key] = ask()
+        return self._answers[key]
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
         """Return why the class cannot step some rows with rows of a sparse gradient; None if it can.
@@ -87,10 +94,9 @@ class BuiltOptimizer:
         """
         if not self._is_tried:
             return "it was not tried (assume_separable=True)"
-        kind = dtype, frozenset((key, kind_of(key, value)) for key, value in options.items())
-        if kind not in self._sparse:
-            self._sparse[kind] = self.spec.why_not_sparse_rows(options, dtype)
-        return self._sparse[kind]
+        ask = partial(self.spec.why_not_sparse_rows, options, dtype)
+        reason: str | None = self._remembered((dtype, _kinds(options)), ask)
+        return reason
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
         """Raise ValueError if the class with the groups' present options does not bear cut parameters.
@@ -104,34 +110,32 @@ class BuiltOptimizer:
                 continue
             reason = self._why_not_cut_now(options_of(group), cuts_of(group))
             if reason is not None:
-                given = ", ".join(f"{key}={group.get(key)!r}" for key in changed)
+                now = ", ".join(f"{key}={group.get(key)!r}" for key in changed)
                 raise ValueError(
                     f"parameters of group {number} are cut, as the options allowed it when the optimizer was "
-                    f"built; expected options that still do, got {given}, which do not ({reason}). Build the "
+                    f"built; expected options that still do, got {now}, which do not ({reason}). Build the "
                     "optimizer with these options, or with cuts=False"
                 )
 
     def _why_not_cut_now(self, options: ParamGroup, cuts: list[CutRows]) -> str | None:
-        kinds = frozenset((key, kind_of(key, value)) for key, value in options.items()), tuple(cuts)
-        if kinds not in self._asked:
-            reasons = self.spec.why_not_cut([options], options, cuts, is_tried=self._is_tried)
-            self._asked[kinds] = next((reason for reason in reasons if reason is not None), None)
-        return self._asked[kinds]
+        ask = partial(self.spec.why_not_cut, [options], options, cuts, is_tried=self._is_tried)
+        reasons = self._remembered((_kinds(options), tuple(cuts)), ask)
+        return next((reason for reason in reasons if reason is not None), None)
 
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
         """Add what this rank owns of a public group; after an error of the class call `drop_groups`."""
-        given, leaves = options_of(group), _leaf_ids([group])
+        first, leaves = options_of(group), _leaf_ids([group])
         self.optimizer.add_param_group(group)
         self.numbers.append(number)
-        self.given.append(given)
+        self.first_options.append(first)
         self._check_followed(leaves)
-        self.traits = self._found(steps_parts=steps_parts)
+        self.traits = self._probe(steps_parts=steps_parts)
 
     def drop_groups(self, count: int) -> None:
         """Drop all groups behind the first ``count`` public ones."""
         self.numbers = [number for number in self.numbers if number < count]
         del self.optimizer.param_groups[len(self.numbers) :]
-        del self.given[len(self.numbers) :]
+        del self.first_options[len(self.numbers) :]
         leaves = {leaf for group in self.optimizer.param_groups for leaf in group["params"]}
         state: dict[Any, Any] = self.optimizer.state
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
@@ -175,6 +179,10 @@ class BuiltOptimizer:
                 f"{self.spec.name} has a state_dict() of its own, so what it keeps outside its `state` "
                 "would be lost: it can be trained sharded, but neither consolidated nor loaded"
             )
+
+
+def _kinds(options: ParamGroup) -> object:
+    return frozenset((key, kind_of(key, value)) for key, value in options.items())
 
 
 def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:

@@ -260,7 +260,8 @@ def _sends_beside(group: RankGroup, device: torch.device) -> bool:
     """Return whether norms stay on the device and bytes use the CPU backend; equal on every rank."""
     if group.size == 1 or not is_asynchronous(device):
         return group.size == 1
-    return not is_asynchronous(group.device) and group.backend_of(device) not in ("", "gloo")
+    transport = group.transport(device)
+    return not is_asynchronous(group.device) and transport.name != "" and transport.late_on is not None
 
 
 def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor | None:

@@ -27,9 +27,9 @@ from torch.nn import Parameter
 from zero_optim.compat import private
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
-from zero_optim.plan.memory import kept_dtype
 from zero_optim.plan.pieces import Piece, Pieces, is_whole
-from zero_optim.probe.rows import CutRows
+from zero_optim.plan.strides import kept_dtype
+from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.freed import is_freed, shown_when_freed
 from zero_optim.shard.on_host import HostKeeping
 from zero_optim.shard.units import UnitBucket

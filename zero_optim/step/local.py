@@ -2,10 +2,13 @@
 
 A group with its own ``optimizer_class`` has its own optimizer, built with the group's options. All other
 groups share the default one, as in ``torch.optim``.
+
+The public groups have all parameters and the true options. Each step copies them to the local groups, and
+back afterwards: schedulers write to the public groups, schedule-free classes to their own.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,13 +17,18 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import said_by_all
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.groups import ParamGroup, options_of, params_of
-from zero_optim.plan.options import OptionKey, Plain
-from zero_optim.probe.rows import CutRows
-from zero_optim.probe.shaped import ShapedKeys
+from zero_optim.plan.groups import (
+    PARAM_KEYS,
+    ParamGroup,
+    member_ids,
+    options_of,
+    param_names,
+    params_of,
+)
+from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable
+from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
-from zero_optim.step.local_groups import FollowedGroups, fill_in, group_of_leaves
 from zero_optim.step.spec import OptimizerSpec
 
 
@@ -41,32 +49,35 @@ class LocalOptimizer:
         assume_separable: bool,
     ) -> None:
         self._default = default
-        self._assume_separable = assume_separable
-        self._followed = FollowedGroups(owned)
+        self._is_tried = not assume_separable
+        self._leaf_of = dict(owned)
+        self._members: list[list[int]] = []  # of the public groups that the local ones follow
+        self._written: set[OptionKey] = set()  # options that classes changed in steps
         self._steps_parts = False
         self._built: list[BuiltOptimizer] = []
         for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
             if spec is not None:
-                self._build(spec, [number], [self._followed.part_of(group)])
+                self._build(spec, [number], [_over_leaves(group, self._leaf_of)])
         shared = [number for number, spec in enumerate(specs) if spec is None]
         if shared:
-            self._build(default, shared, [self._followed.part_of(groups[number]) for number in shared])
+            self._build(default, shared, [_over_leaves(groups[number], self._leaf_of) for number in shared])
         self._fill_in(groups)
 
     def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
-        is_tried, steps_parts = not self._assume_separable, self._steps_parts
+        is_tried, steps_parts = self._is_tried, self._steps_parts
         self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=is_tried, steps_parts=steps_parts))
 
     def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
         """Build the same classes over other leaves from the original options; ``groups`` stay unchanged."""
         specs: list[OptimizerSpec | None] = [None] * self.num_groups
-        given: list[ParamGroup] = [{} for _ in specs]
+        first: list[ParamGroup] = [{} for _ in specs]
         for built in self._built:
-            for number, options in zip(built.numbers, built.given, strict=True):
+            for number, options in zip(built.numbers, built.first_options, strict=True):
                 specs[number] = None if built.spec is self._default else built.spec
-                given[number] = options
-        first = [{"params": group["params"], **own} for group, own in zip(groups, given, strict=True)]
-        return LocalOptimizer(self._default, first, specs, owned, self._assume_separable)
+                first[number] = {"params": groups[number]["params"], **options}
+        return LocalOptimizer(self._default, first, specs, owned, not self._is_tried)
+
+    # ------------------------------------------------------------------ classes
 
     def describe_specs(self) -> list[str]:
         """Describe the classes and their arguments, to compare ranks."""
@@ -75,8 +86,13 @@ class LocalOptimizer:
     def check_parts(self) -> None:
         """Raise ValueError, now and for groups to come, if a class cannot step some parameters at a time."""
         for built in self._built:
-            built.check_parts()
+            built.spec.check_parts(built.traits)
         self._steps_parts = True
+
+    def check_dicts(self) -> None:
+        """Raise TypeError if a class has its own ``state_dict``, as wrappers of other optimizers do."""
+        for built in self._built:
+            built.check_dict()
 
     def traits(self) -> list[tuple[str, Traits | None]]:
         """The probe's result for each class; None where it was not probed."""
@@ -93,58 +109,76 @@ class LocalOptimizer:
         for built, traits in tried:
             built.traits = traits.combined([next(said) for _ in traits.answers()])
 
-    def why_not_cut(
-        self, group: ParamGroup, spec: OptimizerSpec | None, cuts: Sequence[CutRows]
-    ) -> list[str | None]:
-        """Return why the rows of each parameter of a new group cannot be cut, or None."""
-        shared, own = self._shared(), options_of(group)
-        if spec is None and shared is not None:
-            return shared.why_not_cut(own, cuts, own)
-        spec = spec or self._default
-        return spec.why_not_cut([own], own, cuts, is_tried=not self._assume_separable)
-
-    def why_not_cut_so(self, cuts: Sequence[Sequence[CutRows]]) -> list[str | None]:
-        """Return why some of these cuts (by group, by parameter) are impossible; None if all are possible."""
-        found: list[str | None] = []
-        for number, of_group in enumerate(cuts):
-            built = self.of_group(number)
-            found += built.why_not_cut(built.given[built.numbers.index(number)], of_group)
-        return found
-
-    def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
-        """Raise ValueError for options that allow no cuts; see `BuiltOptimizer.check_cuts`."""
-        for built in self._built:
-            built.check_cuts(groups, cuts_of)
-
     @property
     def defaults(self) -> dict[str, Any]:
         """The defaults of the shared optimizer, or of the first one."""
-        first = self._shared() or self._built[0]
-        return first.optimizer.defaults
-
-    @property
-    def num_groups(self) -> int:
-        """The number of groups."""
-        return sum(len(built.numbers) for built in self._built)
+        return (self._shared() or self._built[0]).optimizer.defaults
 
     @property
     def spares_gradients(self) -> bool:
         """Whether steps leave gradients unchanged; some classes outside PyTorch add weight decay to them."""
         return all(type(built.optimizer).__module__.startswith("torch.optim.") for built in self._built)
 
-    def shown(self) -> tuple[tuple[Optimizer, ...], list[ParamGroup]]:
-        """Return the optimizers, and their groups in the public order, for display."""
-        return tuple(built.optimizer for built in self._built), self._groups()
-
     @property
     def moves_frozen(self) -> bool:
         """Whether a probed class changed parameters without a gradient; equal on every rank."""
         return any(built.traits is not None and built.traits.moves_frozen for built in self._built)
 
-    @property
-    def states(self) -> list[dict[Any, Any]]:
-        """The state of each optimizer: leaf -> entries, and any global entries."""
-        return [built.optimizer.state for built in self._built]
+    def of_group(self, number: int) -> BuiltOptimizer:
+        """Return the optimizer of a public group."""
+        return next(built for built in self._built if number in built.numbers)
+
+    def _shared(self) -> BuiltOptimizer | None:
+        return next((built for built in self._built if built.spec is self._default), None)
+
+    # ------------------------------------------------------------------ cuts
+
+    def why_not_cut(
+        self, group: ParamGroup, spec: OptimizerSpec | None, cuts: Sequence[CutRows]
+    ) -> list[str | None]:
+        """Return why the rows of each parameter of a new group cannot be cut, or None."""
+        shared, own = self._shared(), options_of(group)
+        beside = shared.first_options if spec is None and shared is not None else []
+        spec = spec or self._default
+        return spec.why_not_cut([*beside, own], own, cuts, is_tried=self._is_tried)
+
+    def why_not_cut_so(self, cuts: Sequence[Sequence[CutRows]]) -> list[str | None]:
+        """Return why some of these cuts (by group, by parameter) are impossible; None if all are possible."""
+        reasons: list[str | None] = []
+        for number, of_group in enumerate(cuts):
+            built = self.of_group(number)
+            first, own = built.first_options, built.first_options[built.numbers.index(number)]
+            reasons += built.spec.why_not_cut(first, own, of_group, is_tried=self._is_tried)
+        return reasons
+
+    def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
+        """Raise ValueError for options that allow no cuts; see `BuiltOptimizer.check_cuts`."""
+        for built in self._built:
+            built.check_cuts(groups, cuts_of)
+
+    def check_sparse_rows(
+        self,
+        groups: Sequence[ParamGroup],
+        params: Collection[Tensor],
+        dtype_of: Callable[[Tensor], torch.dtype],
+    ) -> None:
+        """Raise ValueError unless probes gave equal bits for rows of these parameters' sparse gradients."""
+        concerned, names = set(params), iter(param_names(groups))
+        for number, group in enumerate(groups):
+            for param, name in zip(group["params"], names, strict=False):  # names of later groups are left
+                if param not in concerned:
+                    continue
+                built = self.of_group(number)
+                reason = built.why_not_sparse_rows(options_of(group), dtype_of(param))
+                if reason is not None:
+                    raise ValueError(
+                        f"the gradient of {name} is sparse, and the parameter is cut: several ranks own rows "
+                        f"of it. {built.spec.name} with these options does not bear that ({reason}). Build "
+                        "the optimizer with cuts=False, or keep this group whole: "
+                        '{"params": [...], "cuts": False}'
+                    )
+
+    # ------------------------------------------------------------------ steps
 
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
@@ -167,84 +201,104 @@ class LocalOptimizer:
         self, groups: list[ParamGroup], methods: list[Callable[..., Any]], *args: object, **kwargs: object
     ) -> Any:  # noqa: ANN401 - whatever the class returns
         """Call the optimizers' own methods under the public groups' options; returns the first result."""
-        with self._under_options_of(groups):
+        with self._following(groups):
             results = [method(*args, **kwargs) for method in methods]
             return results[0]
 
     def step_some(self, groups: list[ParamGroup], leaves: Collection[Tensor], **kwargs: object) -> None:
         """Step some leaves under the public groups' options, as `trials.step_in_parts` does."""
         chosen = {id(leaf) for leaf in leaves}
-        with self._under_options_of(groups):
+        with self._following(groups):
             for built in self._built:
                 built.step_some(chosen, **kwargs)
 
-    def _under_options_of(self, groups: list[ParamGroup]) -> AbstractContextManager[None]:
+    @contextmanager
+    def _following(self, groups: list[ParamGroup]) -> Iterator[None]:
+        """Copy options and members to local groups, run the body, and copy the class's changes back."""
         if len(groups) != self.num_groups:
             raise ValueError(
                 f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
                 ": leave the list as it is, and add groups with add_param_group(), on all ranks"
             )
-        return self._followed.following(groups, self._groups)
+        members = member_ids(groups)
+        for public, local in zip(groups, self._groups(), strict=True):
+            _set_options(local, public)
+            if members != self._members:
+                local["params"] = _leaves_of(public, self._leaf_of)
+        self._members = members
+        before = list(map(changeable, self._groups()))
+        yield
+        for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
+            known = public.get
+            changed = [key for key in local if known(key) is not local[key] and key not in PARAM_KEYS]
+            if before[number]:
+                now = changeable(local)
+                changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
+            self._written.update((number, str(key)) for key in changed)
+            _set_options(public, local)
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return options that nobody gave and that have the class's default, and those a class changed."""
         made = [
             (number, key)
             for built in self._built
-            for number, given in zip(built.numbers, built.given, strict=True)
+            for number, first in zip(built.numbers, built.first_options, strict=True)
             if number < len(options)  # the user may have deleted a group
             for key, value in options[number].items()
-            if key not in given and built.is_default(key, value)
+            if key not in first and built.is_default(key, value)
         ]
-        return made, self._followed.written
+        return made, self._written
+
+    # ------------------------------------------------------------------ groups
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups."""
+        return sum(len(built.numbers) for built in self._built)
+
+    def shown(self) -> tuple[tuple[Optimizer, ...], list[ParamGroup]]:
+        """Return the optimizers, and their groups in the public order, for display."""
+        return tuple(built.optimizer for built in self._built), self._groups()
 
     def add_group(
         self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Tensor]
     ) -> None:
         """Add what this rank owns of a public group, and the class's defaults to the public group."""
         number, shared = self.num_groups, self._shared()
-        self._followed.add(owned)
-        part = self._followed.part_of(group)
+        self._leaf_of.update(owned)
+        part = _over_leaves(group, self._leaf_of)
         if spec is not None or shared is None:
             self._build(spec or self._default, [number], [part])
         else:
             shared.add_group(number, part, steps_parts=self._steps_parts)
-        fill_in(group, self._groups()[number])
+        _fill_in(group, self._groups()[number])
 
     def drop_groups(self, count: int) -> None:
         """Keep the first ``count`` groups; another rank could not add the rest."""
         for built in self._built:
             built.drop_groups(count)
         self._built = [built for built in self._built if built.numbers]
-        self._followed.keep({leaf for group in self._groups() for leaf in group["params"]})
+        leaves = set(params_of(self._groups()))
+        self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in leaves}
 
-    def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
-        """Replace the state through the classes' ``load_state_dict``, which fills gaps of old state dicts.
-
-        ``state``: leaf -> entries, whose tensors are taken without a copy, and global entries. ``exact``
-        keeps the dtypes that the class would cast to its parameters'.
-        """
-        for built in self._built:
-            built.load(groups, state, exact=exact)
-        self._fill_in(groups)
-
-    def check_dicts(self) -> None:
-        """Raise TypeError if a class has its own ``state_dict``, as wrappers of other optimizers do."""
-        for built in self._built:
-            built.check_dict()
-
-    def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
-        """Return what `restore` needs to undo a `load`; copies no tensor."""
-        return [
-            (built.optimizer.state, [dict(group) for group in built.optimizer.param_groups])
+    def _groups(self) -> list[ParamGroup]:
+        numbered = [
+            (number, group)
             for built in self._built
+            for number, group in zip(built.numbers, built.optimizer.param_groups, strict=True)
         ]
+        return [group for _, group in sorted(numbered, key=lambda pair: pair[0])]
 
-    def restore(self, saved: list[tuple[dict[Any, Any], list[ParamGroup]]]) -> None:
-        """Undo a `load` that failed on any rank."""
-        for built, (state, groups) in zip(self._built, saved, strict=True):
-            built.optimizer.state = state  # type: ignore[assignment]
-            built.optimizer.param_groups = groups
+    def _fill_in(self, groups: list[ParamGroup]) -> None:
+        for public, local in zip(groups, self._groups(), strict=True):
+            _fill_in(public, local)
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def states(self) -> list[dict[Any, Any]]:
+        """The state of each optimizer: leaf -> entries, and any global entries."""
+        return [built.optimizer.state for built in self._built]
 
     def replace_states(self, states: Sequence[dict[Any, Any]]) -> None:
         """Replace the state of each optimizer."""
@@ -266,29 +320,49 @@ class LocalOptimizer:
         everything = {param: param for param in params_of(groups)}
         state: dict[Any, Any] = {}
         for built in self._built:
-            of_all = [group_of_leaves(groups[number], everything) for number in built.numbers]
+            of_all = [_over_leaves(groups[number], everything) for number in built.numbers]
             state.update(built.spec.build(of_all).state)
         return state
 
-    def shaped_keys(self, group: int) -> ShapedKeys:
-        """Return which state entries of a public group's class have their parameter's shape."""
-        return self.of_group(group).shaped
+    def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
+        """Replace the state through the classes' ``load_state_dict``, which fills gaps of old state dicts.
 
-    def of_group(self, number: int) -> BuiltOptimizer:
-        """Return the optimizer of a public group."""
-        return next(built for built in self._built if number in built.numbers)
+        ``state``: leaf -> entries, whose tensors are taken without a copy, and global entries. ``exact``
+        keeps the dtypes that the class would cast to its parameters'.
+        """
+        for built in self._built:
+            built.load(groups, state, exact=exact)
+        self._fill_in(groups)
 
-    def _shared(self) -> BuiltOptimizer | None:
-        return next((built for built in self._built if built.spec is self._default), None)
-
-    def _groups(self) -> list[ParamGroup]:
-        numbered = [
-            (number, group)
+    def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
+        """Return what `restore` needs to undo a `load`; copies no tensor."""
+        return [
+            (built.optimizer.state, [dict(group) for group in built.optimizer.param_groups])
             for built in self._built
-            for number, group in zip(built.numbers, built.optimizer.param_groups, strict=True)
         ]
-        return [group for _, group in sorted(numbered, key=lambda pair: pair[0])]
 
-    def _fill_in(self, groups: list[ParamGroup]) -> None:
-        for public, local in zip(groups, self._groups(), strict=True):
-            fill_in(public, local)
+    def restore(self, saved: list[tuple[dict[Any, Any], list[ParamGroup]]]) -> None:
+        """Undo a `load` that failed on any rank."""
+        self.replace_states([state for state, _ in saved])
+        for built, (_, groups) in zip(self._built, saved, strict=True):
+            built.optimizer.param_groups = groups
+
+
+def _leaves_of(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    return [leaf_of[param] for param in group["params"] if param in leaf_of]
+
+
+def _over_leaves(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> ParamGroup:
+    """Build a group from a public one's options and the leaves of its parameters."""
+    return {"params": _leaves_of(group, leaf_of), **options_of(group)}
+
+
+def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
+    for key, value in options_of(local).items():
+        public.setdefault(key, value)
+
+
+def _set_options(target: ParamGroup, source: ParamGroup) -> None:
+    for key in [key for key in target if key not in PARAM_KEYS and key not in source]:
+        del target[key]
+    target.update(options_of(source))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from torch import Tensor
 
@@ -252,8 +253,8 @@ class Overlap:
             if gathers.stamps is not None and failure is not None:
                 gathers.stamps.fail(failure)
             for bucket in buckets:
-                pending = start_gather(self.lanes.groups, bucket, gathers.stamps)
-                gathers.under_way.add(bucket.params, pending)
+                begin = partial(start_gather, self.lanes.groups, bucket, gathers.stamps)
+                gathers.under_way.start(begin, keys=bucket.params)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """End a backward pass: wait for the gathers that no forward pass waits for."""

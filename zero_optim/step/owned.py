@@ -240,6 +240,6 @@ class OwnedState:
             if old in entries and name not in entries and param in kept:
                 built = self.local.of_group(number)
                 present = built.optimizer.state.get(self.leaves.leaf(param), {})
-                if old not in present and old not in built.shaped.entries(max(1, param.dim())):
+                if old not in present and old not in built.state_entries(max(1, param.dim())):
                     entries = {name if key == old else key: entry for key, entry in entries.items()}
         return entries

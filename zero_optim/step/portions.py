@@ -3,7 +3,7 @@
 Note [Steps in portions]
     A step takes the parameters in the order of their rows, as many at a time as the budget allows (rows,
     gradient, state, master, average), and writes these out before the next. The class must bear steps in
-    parts; then the bits are those of one call. A probe measures the state (`ShapedKeys`); the first step
+    parts; then the bits are those of one call. A probe measures the state (`state_entries`); the first step
     warns of a class that makes more, such as a matrix for each dimension.
 """
 
@@ -66,10 +66,12 @@ class KeptState:
         self.keeping.reserve(in_pages(sum(needs.values()) - there) + ends * len(needs))
 
     def _expect(self, number: int, group: ParamGroup, owned: Mapping[Tensor, Piece]) -> None:
-        keys = self._local.shaped_keys(number)
+        built = self._local.of_group(number)
         for param in group["params"]:
             if param in owned:
-                self._expected[param] = len(keys.of(param.dim())) * nbytes_of(self._leaves.leaf(param))
+                self._expected[param] = len(built.shaped_entries(param.dim())) * nbytes_of(
+                    self._leaves.leaf(param)
+                )
 
     def add(self, number: int, group: ParamGroup, owned: Mapping[Tensor, Piece]) -> None:
         """Add what this rank owns of a new public group."""

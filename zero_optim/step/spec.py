@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
-from zero_optim.plan.pieces import Pieces
-from zero_optim.probe.probe import why_not_cut as why_class_not_cut
-from zero_optim.probe.rows import CutRows, why_rows_not_cut
+from zero_optim.probe.cut_rows import CutRows, why_rows_not_cut
+from zero_optim.probe.cut_rows import why_not_cut as why_class_not_cut
 from zero_optim.probe.sparse import why_not_sparse_rows
 from zero_optim.probe.traits import Traits
 from zero_optim.step.gradients import rows_of
@@ -56,23 +54,23 @@ class OptimizerSpec:
         return optimizer
 
     def why_not_cut(
-        self, given: Sequence[ParamGroup], own: ParamGroup, cuts: Sequence[CutRows], *, is_tried: bool
+        self, groups: Sequence[ParamGroup], own: ParamGroup, cuts: Sequence[CutRows], *, is_tried: bool
     ) -> list[str | None]:
         """Return for each parameter of a group why its rows cannot be cut, or None.
 
-        ``given``: the original options of all the groups it steps. ``own``: those of this group. A class that
-        is not probed (``is_tried``) bears no cuts.
+        ``groups``: the original options of all the groups it steps. ``own``: those of this group. A class
+        that is not probed (``is_tried``) bears no cuts.
         """
         if not is_tried:
             return [f"{self.name}: not tried (assume_separable=True)"] * len(cuts)
         known = self.optimizer_class, self.arguments
-        of_class = {dtype: why_class_not_cut(*known, given, dtype) for dtype in {cut.dtype for cut in cuts}}
+        of_class = {dtype: why_class_not_cut(*known, groups, dtype) for dtype in {cut.dtype for cut in cuts}}
         reasons = {
             cut: why_rows_not_cut(*known, own, cut) if of_class[cut.dtype] is None and cut.ends else None
             for cut in dict.fromkeys(cuts)
         }
-        found = [of_class[cut.dtype] or reasons[cut] for cut in cuts]
-        return [None if reason is None else f"{self.name}: {reason}" for reason in found]
+        every = [of_class[cut.dtype] or reasons[cut] for cut in cuts]
+        return [None if reason is None else f"{self.name}: {reason}" for reason in every]
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
         """Return why these options cannot step rows with rows of sparse gradients; None if they can."""
@@ -87,32 +85,8 @@ class OptimizerSpec:
             )
 
 
-def _shown(given: object) -> str:
-    if isinstance(given, Optimizer):
-        name = type(given).__name__
+def _shown(value: object) -> str:
+    if isinstance(value, Optimizer):
+        name = type(value).__name__
         return f"an optimizer, {name}: give the class, {name}, and its options by name"
-    return f"{type(given).__name__}: {given!r}"
-
-
-def why_not_cut(
-    default: OptimizerSpec,
-    groups: Sequence[ParamGroup],
-    specs: Sequence[OptimizerSpec | None],
-    cut_rows: Callable[[Tensor, Pieces], CutRows],
-    pieces: Sequence[Pieces],
-    *,
-    is_tried: bool,
-) -> list[str | None]:
-    """Return for each parameter of groups why its rows cannot be cut, or None.
-
-    ``specs``: by group, None for the default. ``pieces``: by parameter, as a plan cuts them. A class that is
-    not probed (``is_tried``) bears no cuts.
-    """
-    pieces_of = iter(pieces)
-    shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]
-    found: list[str | None] = []
-    for group, spec in zip(groups, specs, strict=True):
-        given = shared if spec is None else [options_of(group)]
-        cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
-        found += (spec or default).why_not_cut(given, options_of(group), cuts, is_tried=is_tried)
-    return found
+    return f"{type(value).__name__}: {value!r}"

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from zero_optim.health.stamps import Call, Origins
 from zero_optim.health.unit_stamps import UnitStamps
-from zero_optim.plan.options import Plain
+from zero_optim.plan.option_values import Plain
 from zero_optim.state.core import Core
 
 T = TypeVar("T")

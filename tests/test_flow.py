@@ -1,0 +1,106 @@
+"""Recipes as data, and what is under way."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.schedule import (
+    LAZY,
+    OVERLAP,
+    RECIPES,
+    ZERO1,
+    ZERO3,
+    Moment,
+    Operation,
+    Placement,
+    picture,
+)
+
+
+def test_the_picture_of_the_design_is_drawn_from_the_schedules() -> None:
+    design = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
+    assert f"```\n{picture()}\n```" in design
+
+
+def test_recipes_combine() -> None:
+    lazy = OVERLAP.lazily().to_owners()
+    assert lazy[Moment.BUCKET_FULL] == (Operation.REDUCE, Operation.FREE)
+    assert (lazy[Moment.AFTER_BACKWARD], lazy[Moment.BEFORE_FORWARD]) == ((), (Operation.WAIT,))
+    assert ZERO1.lazily().moments == LAZY.moments
+    assert {recipe.gradients for recipe in RECIPES.values()} == set(Placement)
+
+
+@pytest.mark.parametrize(
+    ("moment", "operations", "message"),
+    [
+        (Moment.STEP, (Operation.GATHER, Operation.WAIT), "stepped in step"),
+        (Moment.BUCKET_FULL, (), "full buckets to be reduced"),
+        (Moment.STEP, (Operation.STEP, Operation.GATHER), "a wait behind it"),
+        (Moment.STEP, (Operation.STEP,), "expected a gather"),
+        (Moment.AFTER_FORWARD, (Operation.FREE,), "nothing else"),
+        (Moment.BUCKET_FULL, (Operation.REDUCE, Operation.FREE), "nothing else"),
+    ],
+)
+def test_a_schedule_that_cannot_train_is_refused(
+    moment: Moment, operations: tuple[Operation, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(ZERO1, moments={**ZERO1.moments, moment: operations})
+
+
+def test_a_unit_that_is_never_gathered_is_refused() -> None:
+    with pytest.raises(ValueError, match="module's backward pass"):
+        replace(ZERO3, moments={**ZERO3.moments, Moment.BEFORE_BACKWARD: ()})
+
+
+class Started:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+        log.append(f"start {name}")
+
+    def wait(self) -> None:
+        self.log.append(f"wait {self.name}")
+
+
+def test_the_oldest_is_waited_for_before_more_is_started_than_fits() -> None:
+    log: list[str] = []
+    flow = Flow(most=2)
+    for name, size in (("a", 1), ("b", 1), ("c", 2), ("d", 3)):
+        flow.start(lambda name=name: Started(log, name), size)  # type: ignore[misc]
+    assert log == ["start a", "start b", "wait a", "wait b", "start c", "wait c", "start d"]
+    flow.wait()
+    flow.wait()
+    assert log[7:] == ["wait d"]
+
+
+def test_each_is_waited_for_once_by_key_or_in_order() -> None:
+    log: list[str] = []
+    flow = Flow()
+    for name in ("ab", "bc", "d"):
+        flow.start(lambda name=name: Started(log, name), keys=name)  # type: ignore[misc]
+    flow.wait_for("c")
+    assert log[3:] == ["wait bc"]
+    assert flow.is_unclaimed
+    flow.wait_for("bd")
+    flow.wait()
+    assert log[4:] == ["wait ab", "wait d"]
+    assert not flow
+
+
+def test_work_that_fails_is_not_waited_for_again() -> None:
+    class Fails(Started):
+        def wait(self) -> None:
+            super().wait()
+            raise ConnectionError
+
+    log: list[str] = []
+    flow = Flow()
+    flow.start(lambda: Fails(log, "a"), keys="a")
+    flow.start(lambda: Started(log, "b"), keys="b")
+    with pytest.raises(ConnectionError):
+        flow.wait()
+    flow.wait()
+    flow.wait_for("ab")
+    assert log[2:] == ["wait a", "wait b"]

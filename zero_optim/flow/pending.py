@@ -1,0 +1,52 @@
+"""Started collectives of one gather. No communication."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.traffic import Waitable
+from zero_optim.compat.streams import Event, record_use, recorded_event, wait_for_event
+
+
+@dataclass(slots=True)
+class Pending:
+    """Started collectives, with their tensors, on one device, until somebody waits.
+
+    The first stream waits for them and calls ``then``; other streams wait for the first. Only one thread may
+    wait at a time.
+    """
+
+    works: Sequence[Waitable]
+    tensors: list[Tensor]
+    then: Callable[[], None]
+    is_unclaimed: bool = field(default=True, init=False)
+    _behind: tuple[torch.device, Event] | None = field(default=None, init=False)
+
+    def wait(self) -> bool:
+        """Let the current stream, or on the CPU the caller, wait; True if no stream must wait any more."""
+        if not self.is_unclaimed:
+            return self._wait_behind()
+        self.is_unclaimed = False
+        tensors, self.tensors, works, self.works = self.tensors, [], self.works, ()
+        for work in works:
+            work.wait()
+        self.then()
+        self.then = _nothing  # and let go of what it keeps
+        device = tensors[0].device
+        record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
+        event = recorded_event(device)
+        self._behind = None if event is None else (device, event)
+        return event is None
+
+    def _wait_behind(self) -> bool:
+        if self._behind is not None and self._behind[1].query():
+            self._behind = None
+        elif self._behind is not None:
+            wait_for_event(*self._behind)
+        return self._behind is None
+
+
+def _nothing() -> None:
+    pass

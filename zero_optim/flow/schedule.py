@@ -1,0 +1,142 @@
+"""Recipes as data: which operation happens to a bucket at which moment of an iteration. No torch.
+
+A recipe is a `Schedule`. Buckets hold theirs, and the code at each moment does what the schedule says for it.
+`picture` draws the schedules for docs/design.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import zip_longest
+from textwrap import wrap
+from types import MappingProxyType
+
+
+class Operation(Enum):
+    """One of the five things that happen to a bucket; all ranks do them in one order of buckets."""
+
+    REDUCE = "reduce"  # its gradients, over the ranks
+    STEP = "step"  # the rows that this rank owns
+    GATHER = "gather"  # start to send each owner's row to all ranks
+    WAIT = "wait"  # until the rows have come
+    FREE = "free"  # what this rank does not own: parameters after a module, gradients after a reduction
+
+
+class Moment(Enum):
+    """When something happens, in the order of an iteration."""
+
+    BEFORE_FORWARD = "before a module's forward pass"
+    AFTER_FORWARD = "after it"
+    BEFORE_BACKWARD = "before a module's backward pass"
+    BUCKET_FULL = "a bucket has all gradients"
+    BUCKET_REDUCED = "a bucket is reduced"
+    AFTER_BACKWARD = "after the backward pass"
+    STEP = "step()"
+
+
+class Placement(Enum):
+    """What of a bucket a rank holds."""
+
+    WHOLE = "whole on every rank"
+    ROW = "own row"
+
+
+_USES = Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One recipe; ValueError if it would read what has not come, or leave something out.
+
+    ``parameters`` and ``gradients`` tell what a rank holds of them between steps.
+    """
+
+    moments: Mapping[Moment, tuple[Operation, ...]]
+    parameters: Placement = Placement.WHOLE
+    gradients: Placement = Placement.WHOLE
+
+    def __post_init__(self) -> None:
+        """Check that buckets are reduced, stepped, gathered and waited for in this order."""
+        object.__setattr__(self, "moments", MappingProxyType(dict(self.moments)))
+        if Operation.REDUCE not in self[Moment.BUCKET_FULL] or Operation.STEP not in self[Moment.STEP]:
+            raise ValueError(f"expected full buckets to be reduced, and stepped in step() at last: {self}")
+        is_whole = self.parameters is Placement.WHOLE
+        for moment in self._with(Operation.STEP) if is_whole else _USES:
+            if Operation.GATHER not in self[moment] or not self._waits_behind(moment):
+                raise ValueError(f"expected a gather at {moment.value!r}, and a wait behind it: {self}")
+        frees = (Operation.FREE in self[moment] for moment in (Moment.AFTER_FORWARD, Moment.BUCKET_FULL))
+        if tuple(frees) != (not is_whole, self.gradients is Placement.ROW):
+            raise ValueError(f"expected all but own rows to be freed after use, nothing else: {self}")
+
+    def __getitem__(self, moment: Moment) -> tuple[Operation, ...]:
+        """Return the operations at a moment, in order."""
+        return self.moments.get(moment, ())
+
+    def _with(self, operation: Operation) -> list[Moment]:
+        return [moment for moment in Moment if operation in self[moment]]
+
+    def _waits_behind(self, moment: Moment) -> bool:
+        """Whether a gather is waited for before a forward pass reads its rows."""
+        in_backward = {Moment.AFTER_BACKWARD} if moment is Moment.BUCKET_REDUCED else set()
+        return not in_backward.union({moment, Moment.BEFORE_FORWARD}).isdisjoint(self._with(Operation.WAIT))
+
+    def lazily(self) -> "Schedule":
+        """Return the recipe in which modules wait for what steps gathered."""
+        moments = {
+            moment: tuple(each for each in operations if each is not Operation.WAIT)
+            for moment, operations in self.moments.items()
+        }
+        return replace(self, moments={**moments, Moment.BEFORE_FORWARD: (Operation.WAIT,)})
+
+    def to_owners(self) -> "Schedule":
+        """Return the recipe in which gradients are reduced to their owners alone."""
+        full = {Moment.BUCKET_FULL: (Operation.REDUCE, Operation.FREE)}
+        return replace(self, moments={**self.moments, **full}, gradients=Placement.ROW)
+
+
+ZERO1 = Schedule(
+    {
+        Moment.BUCKET_FULL: (Operation.REDUCE,),
+        Moment.STEP: (Operation.STEP, Operation.GATHER, Operation.WAIT),
+    }
+)
+LAZY = ZERO1.lazily()
+OVERLAP = Schedule(
+    {
+        Moment.BUCKET_FULL: (Operation.REDUCE,),
+        Moment.BUCKET_REDUCED: (Operation.STEP, Operation.GATHER),
+        Moment.AFTER_BACKWARD: (Operation.WAIT,),
+        Moment.STEP: (Operation.STEP, Operation.GATHER, Operation.WAIT),
+    }
+)
+ZERO2 = ZERO1.to_owners()
+ZERO3 = Schedule(
+    {
+        Moment.BEFORE_FORWARD: (Operation.GATHER, Operation.WAIT),
+        Moment.AFTER_FORWARD: (Operation.FREE,),
+        Moment.BEFORE_BACKWARD: (Operation.GATHER, Operation.WAIT),
+        Moment.BUCKET_FULL: (Operation.REDUCE, Operation.FREE),
+        Moment.AFTER_BACKWARD: (Operation.FREE,),
+        Moment.STEP: (Operation.STEP,),
+    },
+    parameters=Placement.ROW,
+    gradients=Placement.ROW,
+)
+RECIPES = MappingProxyType(
+    {"ZeRO-1": ZERO1, "gather_lazily": LAZY, "zero_step": OVERLAP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
+)
+
+
+def picture(recipes: Mapping[str, Schedule] = RECIPES) -> str:
+    """Draw recipes as a table with a row for each, and a column for each moment."""
+    rows = [["recipe", *(moment.value for moment in Moment)]]
+    for name, schedule in recipes.items():
+        rows.append([name, *(", ".join(each.value for each in schedule[moment]) for moment in Moment)])
+    widths = [max(12, *(len(row[at]) for row in rows[1:])) for at in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells = [wrap(text, width) for text, width in zip(row, widths, strict=True)]
+        lines += ["  ".join(map(str.ljust, parts, widths)) for parts in zip_longest(*cells, fillvalue="")]
+        if row is rows[0]:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,221 @@
+"""Probes whether ranks may share the rows of parameters. No communication.
+
+Note [Rows that are cut]
+    Classes of torchao and bitsandbytes keep state in blocks of 256 elements, from 4,096 on, so whether they
+    bear a cut depends on the parameter and the row. So a plan's very cuts are tried, in as many steps as
+    rounded state needs to reach the parameter. A smaller weight stands for a large one: its pieces are
+    shorter by multiples of `_BLOCK`, with at least `_ENOUGH` elements unless the real one has fewer.
+    `why_not_cut` shows larger blocks.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from zero_optim.comm.encoding import inner_tensors
+from zero_optim.probe.comparison import difference
+from zero_optim.probe.probe import LARGE, STEPS_OF_LARGE, trial_of
+from zero_optim.probe.subject import OptimizerUnderTest, remembered
+from zero_optim.probe.trials import (
+    Cut,
+    Feed,
+    Shape,
+    TrialRecord,
+    anywhere,
+    below_vectors,
+    by_rows,
+    isolated,
+    recorded,
+    start,
+)
+
+_BLOCK = 256  # elements; a multiple of what classes take for a block
+_LEAST_BLOCK = 16  # where rows are long and no multiple of anything, and so would be too many
+_ENOUGH = 2 * 4096  # elements; from fewer on classes work in blocks
+_SMALL = 2**18  # parameters with so many elements are tried as they are: some 10 ms
+_NUM_STEPS = 3
+# Many vectors of any processor; cut, no piece fills one.
+_SHORT = (63, 7)
+# Numbers that scripts change between runs, and by which resumed runs differ.
+_OFTEN_CHANGED = frozenset({"lr", "weight_decay"})
+
+
+class CutRows(NamedTuple):
+    """The cuts of a parameter: the dtype in which it is stepped, its shape, and where pieces end.
+
+    ``ends``: the end row of each piece but the last; nothing is cut if it is empty.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+def why_not_cut(
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] = (),
+    dtype: torch.dtype = torch.float32,
+) -> str | None:
+    """Return why ranks cannot share the rows of parameters; None if the class bears cuts.
+
+    Rows stepped as parameters must have the bits of the whole, and so must their state: an entry has the
+    parameter's shape and is cut with it, or is equal for all rows. Zero numbers are tried with another value
+    too, as options may change. `why_rows_not_cut` tries a plan's very rows.
+
+    Takes 5 to 40 ms beyond `probe`; cached. Other processors may give other answers. ``dtype``: of what is
+    stepped on the CPU, else float32: accelerators' kernels are assumed, and tested by ``make gpu``, to
+    compute elements alike wherever a tensor ends.
+    """
+    if dtype.itemsize < (8 if dtype.is_complex else 4):  # too few elements show it for a trial to rely on
+        return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"
+    return _try_class(OptimizerUnderTest.of(optimizer_class, options, groups), dtype)
+
+
+@remembered
+def _try_class(subject: OptimizerUnderTest, dtype: torch.dtype) -> str | None:
+    answer = trial_of(subject)
+    traits = answer.traits
+    if answer.subject is None or answer.feed is None or not traits.separable:
+        return traits.untried or traits.coupling
+    parts = answer.subject.by_kernel()
+    if len(parts) > 1:
+        reasons = (_try_class(part, dtype) for part in parts)
+        return next((reason for reason in reasons if reason is not None), None)
+    # A fused kernel may treat the end of a vector in another way, but no plan cuts there.
+    if traits.shape_use is not None and (answer.feed.sparse or not answer.subject.is_fused):
+        return traits.shape_use
+    feed = replace(answer.feed, dtype=dtype)
+    with isolated():
+        trial = recorded(answer.subject, feed.with_rows())
+        if trial is None:
+            return f"parameters of {dtype} could not be tried"
+        return _why_rows_differ(answer.subject, feed, trial) or _why_rows_differ_awake(answer.subject, feed)
+
+
+def _why_rows_differ(
+    subject: OptimizerUnderTest, feed: Feed, trial: TrialRecord, cut_long: Cut = by_rows
+) -> str | None:
+    """Cut parameters between rows, as a plan does, into pieces that fill no vector, and compare.
+
+    Kernels may treat partial vectors differently: in some classes few of a thousand elements show it. Long
+    tensors are split among threads anywhere, by fused kernels where plans cut.
+    """
+    one = replace(feed, num_groups=1, num_in_group=1, gaps=False)
+    large = replace(one, shapes=LARGE, num_steps=STEPS_OF_LARGE).with_groups(subject)
+    short = replace(one, shapes=(_SHORT,) if len(feed.shapes[0]) > 1 else ((_SHORT[0] * _SHORT[1],),))
+    tried: list[tuple[Feed, Cut]] = [(trial.feed, cut_long), (large, cut_long)]
+    if not subject.is_fused:
+        tried.append((short.with_groups(subject), below_vectors))
+    for each, cut in tried:
+        whole = trial if each is trial.feed else recorded(subject, each)
+        if whole is None:
+            return f"parameters of shape {each.shapes[0]} and {each.dtype} could not be tried"
+        if whole.run.global_state():
+            return "it keeps state that belongs to no parameter"
+        begin = partial(start, subject, each, whole.starts, cut=cut)
+        reason = _why_not_joined(whole) or difference(subject, whole, "cut between rows", begin)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | None:
+    """Repeat with `awake` numbers: all that the class bears, or else the usual ones."""
+    for names in (None, _OFTEN_CHANGED):
+        awake = subject.awake(feed.shapes[0], names)
+        if awake is None:
+            return None
+        trial = recorded(awake, feed.with_rows())
+        if trial is not None and trial.finite:
+            # Not between rows where a kernel is not fused: more elements change their place in a vector so.
+            cut_long = by_rows if awake.is_fused else anywhere
+            reason = _why_rows_differ(awake, feed, trial, cut_long)
+            return None if reason is None else f"{reason}, with {awake.woken(subject)}"
+    return None
+
+
+def _why_not_joined(trial: TrialRecord) -> str | None:
+    """Return state that cannot be joined: containers with tensors, tensor subclasses."""
+    for index, (leaf,) in trial.run.leaves.items():
+        (state,) = trial.run.state_of(index)
+        for entry in state.values() if isinstance(state, Mapping) else ():
+            if not isinstance(entry, Tensor) and inner_tensors(entry):
+                return "it keeps tensors in lists or dicts of its state, whose rows would not be joined"
+            if type(entry) not in (Tensor, Parameter) and getattr(entry, "shape", None) == leaf.shape:
+                return f"it keeps a {type(entry).__name__} in its state, whose rows would not be joined"
+    return None
+
+
+# ---------------------------------------------------------------------- the rows of a plan
+
+
+def why_rows_not_cut(
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    cut: CutRows,
+) -> str | None:
+    """Return why ranks cannot share rows of a parameter; None if they can. See Note [Rows that are cut].
+
+    For cuts that `why_not_cut` allows. Takes some ms for each kind of pieces, 10 ms for parameters of 2^18
+    elements; cached. ``group``: the options of the parameter's group.
+    """
+    subject = OptimizerUnderTest.of(optimizer_class, options, [group])
+    for shape, sizes in like_rows(cut.shape, cut.ends):
+        reason = _try_rows(subject, cut.dtype, shape, sizes)
+        if reason is not None:
+            return f"with rows of {cut.shape} cut at {', '.join(map(str, cut.ends))}: {reason}"
+    return None
+
+
+def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int, ...]]]:
+    """Return stand-ins for a parameter's pieces: shapes, and the rows of each piece.
+
+    A small parameter stands for itself. Each piece of a large one is tried between its neighbours.
+    """
+    bounds = (0, *ends, shape[0])
+    if math.prod(shape) <= _SMALL:
+        return [(tuple(shape), tuple(stop - start for start, stop in pairwise(bounds)))]
+    inner = tuple(size if size < 2 * _BLOCK else _BLOCK + size % _BLOCK for size in shape[1:])
+    in_row = math.prod(inner)
+    block, enough = _BLOCK, -(-_ENOUGH // in_row)
+    while block > _LEAST_BLOCK and math.lcm(block, in_row) > _SMALL:
+        block //= 2
+    step = block // math.gcd(block, in_row)
+    stand_ins: dict[tuple[Shape, tuple[int, ...]], None] = {}
+    for begin, stop in pairwise(bounds):
+        rows = [count for count in (begin, stop - begin, shape[0] - stop) if count]
+        sizes = tuple(min(count, enough + (count - enough) % step) for count in rows)
+        stand_ins[(sum(sizes), *inner), sizes] = None
+    return list(stand_ins)
+
+
+@remembered
+def _try_rows(
+    subject: OptimizerUnderTest, dtype: torch.dtype, shape: Shape, sizes: tuple[int, ...]
+) -> str | None:
+    feed = Feed(
+        (shape,), gaps=False, num_groups=1, num_in_group=1, num_steps=_NUM_STEPS, dtype=dtype, huge=1.0
+    )
+    with isolated():
+        for candidate in subject.candidates():
+            trial = recorded(candidate, feed)
+            if trial is not None:
+                break
+        else:
+            return "it could not be tried"
+        if not trial.moved:
+            return f"no element changed in {_NUM_STEPS} steps"
+        begin = partial(
+            start, candidate, feed, trial.starts, cut=lambda _, value: list(torch.split(value, list(sizes)))
+        )
+        return difference(candidate, trial, "cut between rows", begin)
