@@ -83,7 +83,6 @@ def save(folder: str, step: int = 5, **changes: object) -> None:
         (["--text", "nowhere"], "no such file: "),
         (["--context", "100000"], "--context 100000 needs"),
         (["--optimizer", "Adamm"], "unknown optimizer Adamm; did you mean Adam"),
-        (["--opt", "lrr=1"], "AdamW has no option lrr; did you mean lr?"),
         (["--opt", "lr"], "--opt takes KEY=VALUE"),
         (["--optimizer", "LBFGS"], "LBFGS failed on a small trial"),
         (
@@ -92,13 +91,19 @@ def save(folder: str, step: int = 5, **changes: object) -> None:
         ),
         (["--nproc", "0"], "--nproc must be at least 1, got 0"),
         (["--nproc", "two"], "invalid int value: 'two'"),
-        (["--nproc", "3"], "--batch-size 16 cannot be shared equally by 3 ranks"),
+        (["--nproc", "3"], "--batch-size 16 cannot be shared equally by 3 ranks: give a multiple of 3"),
+        (["--accumulate", "3"], "2 ranks x 3 accumulated micro-batches: give a multiple of 6"),
+        (["--warmup", "-1"], "--warmup must be at least 0"),
+        (
+            ["--seed", str(2**64)],
+            "--seed must be below 2**64, as PyTorch's seeds are, got 18446744073709551616",
+        ),
+        (["--out", ""], "--out must be the name of a folder, got ''"),
+        (["--heads", "128"], "even number"),
         (["--heads", "5"], "--width 128 is not divisible by --heads 5"),
         (["--clip", "nan"], "--clip"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--lr-schedule", "cubic"], "invalid choice: 'cubic'"),
-        (["--ddp", "mine"], "invalid choice: 'mine'"),
-        (["--hook", "zip"], "invalid choice: 'zip'"),
         (["--overlap", "--clip", "1"], "nothing can be clipped: give --clip 0"),
         (["--overlap", "owners", "--hook", "fp16"], "leave out --hook fp16"),
         (["--overlap", "--optimizer", "MADGRAD"], "--overlap: MADGRAD cannot be stepped in parts"),
@@ -118,6 +123,15 @@ def test_bad_input_gets_one_line_and_status_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
 ) -> None:
     assert line in refused(capsys, *arguments)
+
+
+def test_a_config_reads_back_from_its_json_and_checks_itself() -> None:
+    text, options = ("a", "b"), (("betas", (0.5, 0.9)), ("fused", True), ("lr", 1e-3))
+    config = RunConfig(out="there", text=text, options=options, clip=0.0)
+    assert RunConfig.from_json(config.to_json()) == config
+    for field in ("schedule", "device"):
+        with pytest.raises(ValueError, match=f"{flag(field)} must be one of"):
+            RunConfig(**{"out": "there", field: "cubic"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be GPUs enough")

@@ -41,7 +41,7 @@ QUICK = (
     "overlap: several streams",
     "checkpoint: save_async, on one rank",
     "waits: zero_step, pretended group of 2",
-    "memory: peak",
+    "speed: an iteration, small",
 )
 
 

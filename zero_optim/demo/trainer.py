@@ -71,7 +71,6 @@ class Trainer:
     def __init__(self, config: RunConfig, device: torch.device, corpus: Corpus) -> None:
         torch.manual_seed(config.seed)  # the same initial weights on any number of ranks
         self.config = config
-        self.device = device
         self.corpus = corpus
         self.step = 0
         self.gpt = GPT(config.shape).to(device)
@@ -95,6 +94,11 @@ class Trainer:
             hook = zero_step(self._optimizer, hook, gradients=config.overlap)
         if hook is not None:
             self._ddp.register_comm_hook(None, hook)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.gpt.embedding.weight.device
 
     def _wrapped(self) -> TorchDistributedDataParallel | FullyShardedDataParallel:
         if self.config.shard == "gradients":
