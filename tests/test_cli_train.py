@@ -174,8 +174,11 @@ def test_a_run_shows_what_it_came_to_and_goes_on_with_another_number_of_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "reduction",
-    [("--hook", "bf16", "--overlap"), ("--shard", "gradients"), ("--shard", "parameters")],
-    ids=" ".join,
+    [
+        pytest.param(("--hook", "bf16", "--overlap"), id="overlap"),
+        pytest.param(("--shard", "gradients"), id="gradients", marks=pytest.mark.exhaustive),
+        pytest.param(("--shard", "parameters"), id="parameters"),
+    ],
 )
 def test_a_traced_run_leaves_a_picture_with_reductions_steps_and_gathers(
     run: Any, tmp_path: Path, reduction: tuple[str, ...]
