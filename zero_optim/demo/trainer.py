@@ -113,8 +113,8 @@ class Trainer:
         """Run a pass that trains nothing, see Note [Bitwise resume]; return the bytes of its gradients."""
         torch.autograd.backward(self._entropy(self._ddp, *self._samples.take(0, 1), reduction="mean"))
         grads = [param.grad for param in self.gpt.parameters()]
-        held = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
-        nbytes = sum(grad.nbytes for grad in held if grad is not None)
+        grads = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
+        nbytes = sum(grad.nbytes for grad in grads if grad is not None)
         self._optimizer.zero_grad()
         return nbytes
 
@@ -217,15 +217,15 @@ class Trainer:
         )
         numbers = [owned, self._optimizer.state_nbytes()]
         if isinstance(self._ddp, FullyShardedDataParallel):
-            kept = sum(bucket.row.nbytes for unit in self._ddp.units.units for bucket in unit.buckets)
+            row_nbytes = sum(bucket.row.nbytes for unit in self._ddp.units.units for bucket in unit.buckets)
             nbytes, peak = _peak_of_units(self._ddp, self._pass_without_update)
-            numbers += [nbytes, kept, peak]
+            numbers += [nbytes, row_nbytes, peak]
         elif self.config.shard == "gradients":
             numbers.append(self._pass_without_update())
-        mine = torch.tensor(numbers, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return [Shard(*theirs.tolist()) for theirs in everyone]
+        own = torch.tensor(numbers, device=self.device)
+        of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, own)
+        return [Shard(*numbers.tolist()) for numbers in of_ranks]
 
     def whole(self) -> AbstractContextManager[None]:
         """Gather whole parameters for the body; all ranks enter and leave."""
