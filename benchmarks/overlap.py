@@ -136,8 +136,8 @@ def tell(run: dict[str, Any]) -> None:
                 "" if wire is None else f"{max(wire) / ideal:.4f}",
             ]
         )
-    columns = ("iteration", "ms", "/ torch's", "/ bound", "exposed, ms", "metrics(), ms")
-    columns += ("queued, ms", "computed, ms")
+    columns = ["iteration", "ms", "/ torch's", "/ bound", "exposed, ms", "metrics(), ms"]
+    columns += ["queued, ms", "computed, ms"]
     bytes_sent = ("metrics() sent / ideal", "wire / ideal", "fullest rank's")
     show(f"{run['model']}, {run['ranks']} ranks over {where(run['rate'])}", [*columns, *bytes_sent], rows)
 

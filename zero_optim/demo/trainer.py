@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
@@ -140,10 +141,15 @@ class Trainer:
         )
 
     def _clip(self) -> float | None:
-        """Clip the gradients; return the norm of all together. An overlapped step ends before it is known."""
-        if self.config.overlap != "off":
+        """Clip the gradients; return the norm of all together, or None where no rank knows all."""
+        limit, grads = self.config.clip, [param.grad for param in self.gpt.parameters()]
+        if self.config.overlap == "owners":
             return None
-        return self._optimizer.clip_grad_norm_(self.config.clip or math.inf).item()
+        if self.config.shard != "state":
+            return self._optimizer.clip_grad_norm_(limit or math.inf).item()
+        if limit:
+            return clip_grad_norm_(self.gpt.parameters(), limit).item()
+        return get_total_norm([grad for grad in grads if grad is not None]).item()
 
     def _backward(self) -> Tensor:
         passes = self.config.accumulate
