@@ -115,7 +115,7 @@ def test_pytorchs_join_may_keep_a_handle_in_cpp_alone(late2: Ranks) -> None:
 def steps_on_a_thread() -> bool:
     model = nn.Linear(4, 4)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    return optimizer.steps.overlap().takes_thread
+    return optimizer.iteration.overlap().takes_thread
 
 
 def test_parts_are_stepped_on_a_thread_as_on_gloo(late2: Ranks) -> None:

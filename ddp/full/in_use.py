@@ -30,7 +30,7 @@ from zero_optim.ddp.full.saved_reads import SavedReads
 from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitSupply
 from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
-from zero_optim.health.unit_marks import Purpose
+from zero_optim.health.unit_stamps import Purpose
 from zero_optim.shard.uncopied import Uncopied
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.precision.precision import sparse_names
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
-from zero_optim.health.unit_marks import UnitMarks
-from zero_optim.health.unit_stamps import UnitStamps
+from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
 

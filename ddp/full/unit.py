@@ -9,8 +9,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError
-from zero_optim.health.unit_marks import Purpose
-from zero_optim.health.unit_stamps import UnitStamps
+from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.unit_gathers import UnitGathers
 from zero_optim.shard.units import UnitBucket, WideBucket
 

@@ -142,7 +142,7 @@ class OwnerReducer(Reducer):
         """
         num_steps, self._num_steps_before = self._num_steps_before, None
         if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant
-            self._optimizer.steps.joins.refuse(RuntimeError(_NO_STEP))
+            self._optimizer.iteration.joins.refuse(RuntimeError(_NO_STEP))
         super().check_finished(waits=waits)
         if waits and self._check is not None:
             self._check.read()
@@ -219,7 +219,7 @@ class OwnerReducer(Reducer):
         for param in self.params:
             param.grad = None
         self._put_aside()
-        self._optimizer.steps.joins.drop_after_shadow(self.params)
+        self._optimizer.iteration.joins.drop_after_shadow(self.params)
         super().shadow()
 
 
@@ -259,7 +259,7 @@ def assign_to_owners(
             group.size,
             _kept_dtype(of_bucket[0], kept_dtype(of_bucket[0]), options),
             optimizer.core.inputs.forms.keeping,
-            optimizer.steps.agree_on_infinity,
+            optimizer.iteration.agree_on_infinity,
         )
         dtype = options.dtype_of(of_bucket[0])
         if reduced.is_sparse(indices[0]):

@@ -25,7 +25,7 @@ from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_by
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.errors import RankMismatchError, RemoteRankError, message_of
-from zero_optim.health.stamp import STAMP_NBYTES, Stamp, failed_ranks, stamps_in
+from zero_optim.health.stamp import STAMP_NBYTES, Stamp, failed_ranks
 from zero_optim.health.stamps import shortened
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.option_values import OptionValues, Plain, differing, held_by, text_of
@@ -57,7 +57,7 @@ class ReplicaCheck:
         self._asked: _Asked | None = None
         self._told: list[_Asked] = []  # nobody waits for these, but they need their memory
         self._told_after = -1  # steps
-        optimizer.steps.calls.tell_replicas_by(weakly(self.tell))
+        optimizer.iteration.calls.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
         """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""
@@ -88,7 +88,7 @@ class ReplicaCheck:
         assert self._asked is not None  # asked by the caller
         self._asked.work.wait()
         rows = [tensor_to_bytes(row) for row in self._across.read(HostCopy(self._asked.stamps))]
-        stamps = {replica: next(stamps_in(row[:STAMP_NBYTES])) for replica, row in enumerate(rows)}
+        stamps = {replica: Stamp.read(row[:STAMP_NBYTES]) for replica, row in enumerate(rows)}
         failed = failed_ranks(stamps)
         if not failed or len(failed) == len(stamps):  # each has raised
             return stamps

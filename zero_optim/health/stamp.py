@@ -1,11 +1,17 @@
 """The 32-byte stamp of one rank, and the errors that the ranks' stamps amount to."""
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from zero_optim.comm.collectives import tensor_to_bytes
 from zero_optim.comm.frames import ranks_text
+from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.plan.layout import Span
 from zero_optim.plan.option_values import DIGEST_NBYTES
 
 STAMP_NBYTES = 32
@@ -18,7 +24,7 @@ class Stamp(NamedTuple):
     """What one rank tells in a gather.
 
     ``kind``: 1 for a call that gathers changed parameters, 0 for no stamp. ``flags``: 1 if the call raised.
-    ``mark``: of a unit's gather, see `zero_optim.health.unit_marks`. ``number``: of the call on that rank.
+    ``mark``: of a unit's gather, see `zero_optim.health.unit_stamps`. ``number``: of the call on that rank.
     ``digest``: of the options. ``text``: the call, or the class of the exception, cut to 16 bytes.
     """
 
@@ -45,6 +51,11 @@ class Stamp(NamedTuple):
         """The text."""
         return self.text.rstrip(b"\0").decode(errors="replace")
 
+    @classmethod
+    def read(cls, octets: bytes) -> "Stamp":
+        """Read 32 bytes."""
+        return cls(*_FORM.unpack(octets))
+
     def packed(self) -> bytes:
         """Return the 32 bytes."""
         return _FORM.pack(*self)
@@ -53,9 +64,33 @@ class Stamp(NamedTuple):
 assert _FORM.size == STAMP_NBYTES
 
 
-def stamps_in(octets: bytes) -> Iterator[Stamp]:
-    """Read consecutive stamps."""
-    return (Stamp(*unpacked) for unpacked in _FORM.iter_unpack(octets))
+def write_headers(
+    flat: Tensor, rooms: Sequence[Span], rank: int, mine: Tensor, start: int = 0
+) -> list[Tensor]:
+    """Write this rank's bytes into its header space from ``start``; returns all ranks' places for them."""
+    octets, size = flat.view(torch.uint8), flat.element_size()
+    places = [octets[room.start * size + start :][: mine.numel()] for room in rooms]
+    for room, place in zip(rooms, places, strict=True):
+        if room.owner == rank:
+            copy_to(place, mine)
+    return places
+
+
+class Arrival:
+    """The header spaces of one gather, copied to the CPU."""
+
+    def __init__(self, rooms: Sequence[Span], places: Sequence[Tensor]) -> None:
+        self._owners = [room.owner for room in rooms]
+        self._copy = HostCopy(torch.stack(list(places)))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the CPU would not wait."""
+        return self._copy.is_here
+
+    def read(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> Iterator[tuple[int, bytes]]:
+        """Return each owner and its bytes; ``read`` waits."""
+        return zip(self._owners, map(tensor_to_bytes, read(self._copy)), strict=True)
 
 
 def failed_ranks(stamps: Mapping[int, Stamp]) -> list[int]:

@@ -25,22 +25,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
 from zero_optim.comm.frames import ranks_text
-from zero_optim.compat.streams import HostCopy, copy_to
+from zero_optim.compat.streams import HostCopy
 from zero_optim.errors import RankMismatchError
 from zero_optim.health.stamp import (
-    STAMP_NBYTES,
+    Arrival,
     Stamp,
     different_calls,
     different_numbers,
     failed_ranks,
     failure_elsewhere,
-    stamps_in,
+    write_headers,
 )
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.layout import Layout, Span
@@ -71,7 +70,7 @@ class Call(NamedTuple):
 class _Step:
     """One call and the stamps that arrived. Keeps no exception and no optimizer.
 
-    ``came``: header spaces of a gather, and their content. ``is_told``: this rank has raised or will, after
+    ``came``: the stamps of each gather. ``is_told``: this rank has raised or will, after
     another's failure. ``failure``: class and message of this rank's exception.
     """
 
@@ -79,7 +78,7 @@ class _Step:
     name: str
     digest: bytes
     options: Sequence[Mapping[str, Plain]]
-    came: list[tuple[Sequence[Span], HostCopy]] = field(default_factory=list)
+    came: list[Arrival] = field(default_factory=list)
     is_told: bool = False
     failure: Failure | None = None
     _mine: Tensor | None = None
@@ -98,11 +97,10 @@ class _Step:
     def stamps(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> dict[int, Stamp]:
         """Return each rank's last stamp, or one that tells of a failure."""
         stamps: dict[int, Stamp] = {}
-        for rooms, copy in self.came:
-            octets = tensor_to_bytes(read(copy))
-            for room, stamp in zip(rooms, stamps_in(octets), strict=True):
-                if room.owner not in stamps or not stamps[room.owner].has_failed:
-                    stamps[room.owner] = stamp
+        for arrival in self.came:
+            for owner, octets in arrival.read(read):
+                if owner not in stamps or not stamps[owner].has_failed:
+                    stamps[owner] = Stamp.read(octets)
         return stamps
 
 
@@ -158,23 +156,18 @@ class Stamps:
         if not step.number or not rooms:
             return nothing
         places = self.write(flat, rooms, rank)
-        return lambda: step.came.append((rooms, HostCopy(torch.cat(places))))
+        return lambda: step.came.append(Arrival(rooms, places))
 
     def write(self, flat: Tensor, rooms: Sequence[Span], rank: int) -> list[Tensor]:
         """Write this rank's last stamp into its header space; returns all header spaces as bytes."""
-        octets, size = flat.view(torch.uint8), flat.element_size()
-        places = [octets[room.start * size :][:STAMP_NBYTES] for room in rooms]
-        for room, place in zip(rooms, places, strict=True):
-            if room.owner == rank:
-                copy_to(place, self._step.stamp())
-        return places
+        return write_headers(flat, rooms, rank, self._step.stamp())
 
     # ------------------------------------------------------------------ when they have come
 
     def check_failures(self) -> None:
         """Raise RemoteRankError if only other ranks failed in the last call, and their stamps are here."""
         for step in self._unread:
-            if not step.is_told and step.failure is None and all(copy.is_here for _, copy in step.came):
+            if not step.is_told and step.failure is None and all(arrival.is_here for arrival in step.came):
                 stamps = step.stamps()
                 if failed_ranks(stamps):
                     step.is_told = True

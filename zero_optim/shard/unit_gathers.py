@@ -25,8 +25,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.flow.pending import Pending
-from zero_optim.health.unit_marks import Marked, Purpose, UnitMarks
-from zero_optim.health.unit_stamps import UnitStamps
+from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
 from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
 from zero_optim.shard.keeping import RowKeeping
@@ -74,7 +73,7 @@ class GathersFromOwners:
         mark = self.marks.mark_of(bucket, purpose)
         if self.group.transport(bucket.device).waits_on_host:
             return start_gather(lanes, bucket, stamps, partial(self.marks.start_rows, mark))
-        return start_gather(lanes, bucket, Marked(self.marks, mark, stamps))
+        return start_gather(lanes, bucket, self.marks.sender(mark, stamps))
 
     def check(self) -> None:
         """See `UnitGathers.check`."""
