@@ -32,7 +32,7 @@ QUICK = (
     "table: our DDP alone | unused | ordinary | gradients as views",
     "table: overlap | tower | ordinary | plain",
     "parameters: checkpointing, not reentrant, bf16",
-    "mesh: fully",
+    "mesh: fully, ordinary",
     "memory: gradients",  # the others import FSDP2, which takes seconds
     "hook: fp16, on both DDPs",
     "bucketer: 2 streams",
