@@ -42,7 +42,7 @@ NARROW = precision.NARROW
 # Of the table of parity.
 ROWS = (
     Row("packed", "dtypes", "ordinary", "plain"),
-    Row("packed", "complex", "ordinary", "averages"),
+    Row("packed", "complex", "ordinary", "momentum, averages"),
     Row("packed", "tower", "GradScaler", "fused, one bucket"),
     Row("views", "tower", "clipped", "masters"),
     Row("views", "many tiny", "freezing", "two classes"),
@@ -56,7 +56,7 @@ ROWS = (
     Row("views", "tower", "Join", "plain"),
     Row("gradients", "tower", "ordinary", "mixed precision"),
     Row("gradients", "sparse", "ordinary", "plain"),
-    Row("gradients", "unused", "clipped", "averages"),
+    Row("gradients", "unused", "clipped", "momentum, averages"),
     Row("gradients", "tower", "freezing", "plain"),
     Row("gradients", "gpt", "no_sync", "plain"),
     Row("gradients", "reentrant checkpoints", "closure", "plain"),
