@@ -77,6 +77,7 @@ MORE_ROWS = [
     Row("overlap, torch's DDP", "tower", "Join", "cuts"),
     Row("overlap, lazy", "tower", "ordinary", "cuts"),
     Row("overlap, owners", "tower", "ordinary", "cuts, masters, averages"),
+    Row("lazy", "many tiny", "Join", "mixed precision"),
     *(Row(stage, "complex", "ordinary", "static graph") for stage in STAGES if "torch's" in stage),
 ]
 

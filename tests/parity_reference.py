@@ -127,7 +127,8 @@ class InRankOrder(nn.Module):
 
     def average(self, p: Tensor) -> None:
         if self.syncs:
-            p.grad = self.averaged(p.grad)  # type: ignore[arg-type]
+            assert p.grad is not None  # it has been accumulated
+            p.grad = self.averaged(p.grad.to_dense())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
