@@ -24,7 +24,6 @@ from zero_optim.iteration import Iteration
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.claims import group_of_claim
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.state import dicts, rebinding, views
 from zero_optim.state.building import add_group, build
@@ -32,6 +31,7 @@ from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE, Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.spec import OptimizerSpec
+from zero_optim.units.registration import registration_in
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -156,7 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         params = held(params)
         if process_group is None:
-            process_group = group_of_claim(params)
+            process_group = registration_in(params).process_group
         default, given = OptimizerSpec(optimizer_class, defaults), ranks_of(process_group)
         group = patient(RankGroup.of(given.process_group, params), timeout)
         watch(self, group, on_stall)
@@ -501,7 +501,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self.core.ranks.is_let_go:
             return
-        if self.core.inputs.units:
+        if self.core.inputs.store.units:
             raise RuntimeError(
                 "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"

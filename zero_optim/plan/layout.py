@@ -79,6 +79,11 @@ class Layout:
         """The end of the last row."""
         return self.rows[-1].stop if self.rows else 0
 
+    def spans(self) -> list[Span]:
+        """List what owners send: rows that are not empty, then header space behind them."""
+        rows = [Span(row.owner, row.start, row.stop) for row in self.rows if row.stop > row.start]
+        return [*rows, *self.rooms_behind]
+
     def offsets(self) -> list[int]:
         """Return each parameter's offset in the flat tensor."""
         first: dict[int, int] = {}  # the extents of a cut parameter follow each other
