@@ -87,7 +87,6 @@ class Frozen(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.early, self.frozen, self.late = (nn.Linear(4, 4) for _ in range(3))
-        self.frozen.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.late(self.frozen(self.early(x).tanh()).tanh())
@@ -108,14 +107,16 @@ def test_a_bucket_with_frozen_parameters_is_stepped_when_the_others_are_reduced(
 def check_frozen(wrapper: str, as_views: bool) -> None:
     runs = []
     for overlaps in (False, True):
-        model = WRAPPERS[wrapper](Frozen(), bucket_cap_mb=0.00001)
+        net = Frozen()
         optimizer = ZeroRedundancyOptimizer(
-            model.parameters(),
+            net.parameters(),
             torch.optim.SGD,
             lr=0.1,
             bucket_cap_mb=0.0002,  # the last two layers in one bucket
             parameters_as_bucket_view=as_views,
         )
+        net.frozen.requires_grad_(False)
+        model = WRAPPERS[wrapper](net, bucket_cap_mb=0.00001)
         if overlaps:
             model.register_comm_hook(None, zero_step(optimizer, allreduce_hook))
         runs.append((model, optimizer))
