@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
@@ -166,10 +167,23 @@ CASES: dict[str, Case] = {
     "torch_optimizer.Yogi": Case(torch_optimizer.Yogi, ({}, _DECAY)),
 }
 
+TABLE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 MISSING = set() if HAS_MUON else {"torch.optim.Muon"}  # classes that this PyTorch does not have
 BITWISE = [name for name, case in CASES.items() if case.answer == "bitwise" and name not in MISSING]
 REFUSED = [name for name, case in CASES.items() if case.answer == "refused"]
 SWITCHES = ("foreach", "fused", "capturable", "maximize", "differentiable")
+
+
+def documented() -> list[list[str]]:
+    """Read the cells of docs/optimizers.md, for each set of options: name, options, answers."""
+    every = TABLE.read_text().partition("## Every set of options")[2]
+    lines = [line for line in every.splitlines() if line.startswith("| `torch")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [
+        [name.strip("`"), options.strip("`"), *answers]
+        for name, of_row, *answers in rows
+        for options in of_row.split("; ")
+    ]
 
 
 def classes_of(module: ModuleType) -> Iterator[str]:

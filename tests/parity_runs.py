@@ -107,7 +107,9 @@ OPTIONS = {
     "mesh": Option(size=4, kind="mesh"),
     "cuts": Option(kind="cuts"),
     "masters": Option({"master_dtype": torch.float32}, dtype=torch.bfloat16),
-    "masters, averages": Option({"master_dtype": torch.float32, "ema_decay": 0.5}, dtype=torch.bfloat16),
+    "cuts, masters, averages": Option(
+        {"master_dtype": torch.float32, "ema_decay": 0.5}, dtype=torch.bfloat16, kind="cuts"
+    ),
     "averages": Option({"ema_decay": 0.9}),
     "mixed precision": Option(of_wrapper={"mixed_precision": _BF16}),
     "gradients as views": Option(of_wrapper={"gradient_as_bucket_view": True}),

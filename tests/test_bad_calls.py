@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -136,26 +137,41 @@ def constructions() -> dict[str, Case]:
     }
 
 
-def check_construction(name: str) -> tuple[str, str]:
-    cases = constructions()[name]
-    given = {"params": make_params(SHAPES), "optimizer_class": SGD, **cases[dist.get_rank()]}
-    params = [p for p in given["params"] or () if isinstance(p, Tensor)] if "generator" not in name else []
-    storages = [p.data_ptr() for p in params]
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
-        ZeroRedundancyOptimizer(**given)
-    assert [p.data_ptr() for p in params] == storages, "parameters were moved although it raised"
-    good = ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1)  # in step with the other rank
-    set_grads(params_of(good), 0)
-    good.step()
-    return type(caught.value).__name__, str(caught.value)
+def raised_by(name: str, call: Callable[[], object]) -> tuple[str, str]:
+    """The class and the message of what a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return type(error).__name__, message_of(error)
+    raise AssertionError(f"{name}: nothing was raised")
 
 
-@pytest.mark.parametrize("name", constructions())
-def test_building_what_differs_or_is_wrong_on_one_rank_raises_on_all(ranks2: Ranks, name: str) -> None:
-    first, second = ranks2.run(check_construction, name)
-    assert all(text for _, text in (first, second))
-    if first[0] != "RankMismatchError":
-        assert "rank 1" in first[1], first
+def assert_rank_1_is_named(raised: list[dict[str, tuple[str, str]]]) -> None:
+    """Every rank raises, and says which rank was wrong."""
+    first, second = raised
+    for name, (kind, text) in first.items():
+        assert text, name
+        assert second[name][1], name
+        assert kind == "RankMismatchError" or "rank 1" in text, (name, text)
+
+
+def check_constructions() -> dict[str, tuple[str, str]]:
+    raised = {}
+    for name, cases in constructions().items():
+        arguments = {"params": make_params(SHAPES), "optimizer_class": SGD, **cases[dist.get_rank()]}
+        is_read = "generator" in name or arguments["params"] is None
+        params = [] if is_read else [p for p in arguments["params"] if isinstance(p, Tensor)]
+        storages = [p.data_ptr() for p in params]
+        raised[name] = raised_by(name, partial(ZeroRedundancyOptimizer, **arguments))
+        assert [p.data_ptr() for p in params] == storages, f"{name}: parameters were moved although it raised"
+        good = ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1)  # in step with the other rank
+        set_grads(params_of(good), 0)
+        good.step()
+    return raised
+
+
+def test_building_what_differs_or_is_wrong_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
+    assert_rank_1_is_named(ranks2.run(check_constructions))
 
 
 @on_ranks(2)
@@ -315,40 +331,45 @@ CALLS: dict[str, Call] = {
 }
 
 
-def check_call(name: str) -> tuple[str, str]:
-    beside = "master" in name or "average" in name
-    masters: dict[str, Any] = {"master_dtype": torch.float64, "ema_decay": 0.5} if beside else {}
-    plain = AdamW(make_params(SHAPES), lr=0.1)
-    sharded = ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1, **masters)  # type: ignore[arg-type]
-    twin_of = ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1, **masters)  # type: ignore[arg-type]
-    both = (sharded, twin_of)
-    for optimizer in (plain, *both):
-        set_grads(params_of(optimizer), 0)
-        optimizer.step()
-    sharded.consolidate_state_dict(to=None)
-    twin_of.consolidate_state_dict(to=None)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
-        CALLS[name](sharded, dist.get_rank() == 1)
-    assert len(sharded.param_groups) == 1
-    assert options(sharded) == options(twin_of)
-    if "closure" not in name:  # after a step, also one that raised, the consolidated state is out of date
-        assert_same_state(sharded.state_dict(), twin_of.state_dict())
-    sharded.consolidate_state_dict(to=None)
-    assert_same_state(sharded.state_dict(), twin_of.state_dict())
-    assert_same_bits(params_of(sharded), params_of(twin_of), f"although {name} raised")
-    for step in range(1, 3):
+def check_calls(beside: bool) -> dict[str, tuple[str, str]]:
+    """``beside``: calls that load masters and averages."""
+    options_beside: dict[str, Any] = {"master_dtype": torch.float64, "ema_decay": 0.5} if beside else {}
+    sharded, twin_of = both = [
+        ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1, **options_beside) for _ in range(2)
+    ]
+    raised, steps = {}, count()
+
+    def step_both() -> None:
+        step = next(steps)
         for optimizer in both:
             set_grads(params_of(optimizer), step)
             optimizer.step()
-    assert_same_bits(params_of(sharded), params_of(twin_of), f"after {name} raised")
-    return type(caught.value).__name__, message_of(caught.value)
+
+    for name, call in CALLS.items():
+        if beside != ("master" in name or "average" in name):
+            continue
+        step_both()
+        for optimizer in both:
+            optimizer.consolidate_state_dict(to=None)
+        raised[name] = raised_by(name, partial(call, sharded, dist.get_rank() == 1))
+        assert len(sharded.param_groups) == 1, name
+        assert options(sharded) == options(twin_of), name
+        if "closure" not in name:  # after a step, also one that raised, the consolidated state is out of date
+            assert_same_state(sharded.state_dict(), twin_of.state_dict())
+        sharded.consolidate_state_dict(to=None)
+        twin_of.consolidate_state_dict(to=None)
+        assert_same_state(sharded.state_dict(), twin_of.state_dict())
+        assert_same_bits(params_of(sharded), params_of(twin_of), f"although {name} raised")
+        step_both()
+        assert_same_bits(params_of(sharded), params_of(twin_of), f"after {name} raised")
+    return raised
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_wrong_on_one_rank_raises_on_all_and_changes_nothing(ranks2: Ranks, name: str) -> None:
-    first, _ = ranks2.run(check_call, name)
-    if first[0] != "RankMismatchError":
-        assert "rank 1" in first[1], first
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_call_that_is_wrong_on_one_rank_raises_on_all_and_changes_nothing(
+    ranks2: Ranks, beside: bool
+) -> None:
+    assert_rank_1_is_named(ranks2.run(check_calls, beside))
 
 
 def steps_with(wrong: str) -> str:
@@ -433,16 +454,16 @@ WRAPPINGS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], dict[str, A
 }
 
 
-def check_wrapping(name: str) -> tuple[str, str]:
-    wrapper, good, bad = WRAPPINGS[name]
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
-        wrapper(nn.Linear(3, 2), **(bad if dist.get_rank() else good))
-    DistributedDataParallel(nn.Linear(3, 2), **good)  # in step with the other rank
-    return type(caught.value).__name__, str(caught.value)
+def check_wrappings() -> dict[str, tuple[str, str]]:
+    raised = {}
+    for name, (wrapper, good, bad) in WRAPPINGS.items():
+        options = bad if dist.get_rank() else good
+        raised[name] = raised_by(name, partial(wrapper, nn.Linear(3, 2), **options))
+        DistributedDataParallel(nn.Linear(3, 2), **good)  # in step with the other rank
+    return raised
 
 
-@pytest.mark.parametrize("name", WRAPPINGS)
-def test_wrapping_with_what_is_wrong_on_one_rank_raises_on_all(ranks2: Ranks, name: str) -> None:
-    first, second = ranks2.run(check_wrapping, name)
-    assert first[0] == second[0]
-    assert "rank 1" in first[1], first
+def test_wrapping_with_what_is_wrong_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
+    for (name, first), second in zip(*(each.items() for each in ranks2.run(check_wrappings)), strict=True):
+        assert first[0] == second[1][0], name
+        assert "rank 1" in first[1], (name, first)

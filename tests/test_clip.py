@@ -1,6 +1,7 @@
 """The global gradient norm: PyTorch's, to the bit, and equal on every rank."""
 
 import math
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -23,26 +24,20 @@ def check_norm(norm_type: float, max_norm: float, foreach: bool | None, dtype: t
         own[2].grad = None
     expected = nn.utils.clip_grad_norm_(params, max_norm, norm_type, foreach=foreach)
     got = sharded.clip_grad_norm_(max_norm, norm_type, foreach=foreach)
-    assert got.dtype == expected.dtype
-    assert torch.equal(got, expected), (got, expected)
+    case = norm_type, max_norm, foreach, dtype
+    assert got.dtype == expected.dtype, case
+    assert torch.equal(got, expected), (case, got, expected)
     for p, q in zip(mine, params, strict=True):
-        assert p.grad is None if q.grad is None else torch.equal(p.grad, q.grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("foreach", [None, False], ids=["foreach", "single"])
-@pytest.mark.parametrize("max_norm", [1.0, 1e6])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 3.0, 0.5, 0.0])
-def test_norm_and_clipped_gradients_equal_pytorchs(
-    ranks2: Ranks, norm_type: float, max_norm: float, foreach: bool | None, dtype: torch.dtype
-) -> None:
-    ranks2.run(check_norm, norm_type, max_norm, foreach, dtype)
+        assert p.grad is None if q.grad is None else torch.equal(p.grad, q.grad), case
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 0.0])
-def test_the_norm_is_pytorchs_where_norms_stay_on_the_device(norm_type: float) -> None:
-    with mock.patch.object(clip, "_sends_beside", return_value=True):
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 3.0, 0.5, 0.0])
+def test_norm_and_clipped_gradients_equal_pytorchs(norm_type: float) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    for max_norm, foreach, dtype in product((1.0, 1e6), (None, False), dtypes):
+        check_norm(norm_type, max_norm, foreach, dtype)
+    with mock.patch.object(clip, "_sends_beside", return_value=True):  # norms stay on the device
         check_norm(norm_type, 1.0, None, torch.float32)
 
 

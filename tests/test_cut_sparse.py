@@ -131,7 +131,7 @@ def test_cuts_of_a_group_are_checked_and_compared() -> None:
     with pytest.raises(TypeError, match="expected cuts to be True or False, got 'no'"):
         ZeroRedundancyOptimizer([wrong], SGD, lr=0.1)
     sharded = ZeroRedundancyOptimizer(params[:1], SGD, lr=0.1)
-    with pytest.raises(RankMismatchError, match="cuts of the group"):
+    with pytest.raises(RankMismatchError, match="cuts of groups"):
         sharded.add_param_group({"params": params[1:], "cuts": dist.get_rank() == 0})
     assert len(sharded.param_groups) == 1
 

@@ -1,4 +1,4 @@
-"""Properties of partition, layout and buckets on random inputs."""
+"""Partition, layout and buckets: what test_properties.py does not show."""
 
 import random
 
@@ -16,39 +16,6 @@ from zero_optim.plan.layout import (
     with_rooms_behind,
 )
 from zero_optim.plan.partition import assign_owners, rank_loads
-
-SEEDS = range(60)
-
-
-def random_groups(rng: random.Random) -> list[list[int]]:
-    """Some groups of costs, with many ties, zeros and a few giants."""
-    kinds = (lambda: rng.randint(0, 3), lambda: rng.randint(1, 1000), lambda: rng.choice([7, 7, 10**6]))
-    return [[rng.choice(kinds)() for _ in range(rng.randint(0, 30))] for _ in range(rng.randint(1, 5))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_item_has_an_owner_and_no_rank_is_further_above_another_than_one_item(seed: int) -> None:
-    rng = random.Random(seed)
-    groups, num_ranks = random_groups(rng), rng.randint(1, 9)
-    owners = assign_owners(groups, num_ranks)
-    assert [len(o) for o in owners] == [len(g) for g in groups]
-    costs = [cost for group in groups for cost in group]
-    loads = rank_loads(costs, [o for group in owners for o in group], num_ranks)
-    assert sum(loads) == sum(costs)
-    # Whoever is fullest was least loaded when its last item came.
-    assert max(loads) - min(loads) <= max(costs, default=0)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_adding_a_group_moves_no_owner(seed: int) -> None:
-    rng = random.Random(seed)
-    groups, num_ranks = random_groups(rng), rng.randint(1, 9)
-    whole_owners = assign_owners(groups, num_ranks)
-    loads = [0.0] * num_ranks
-    for group, expected in zip(groups, whole_owners, strict=True):
-        (owners,) = assign_owners([group], num_ranks, loads)
-        assert owners == expected
-        loads = [a + b for a, b in zip(loads, rank_loads(group, owners, num_ranks), strict=True)]
 
 
 def test_one_group_is_within_four_thirds_of_the_mean_when_no_item_is_large() -> None:
@@ -81,29 +48,6 @@ def test_costs_that_mean_nothing_are_refused(arguments: tuple[object, ...], mess
         assign_owners(*arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_whole_layout_tiles_every_parameter_once_and_aligned(seed: int) -> None:
-    rng = random.Random(seed)
-    numels = [rng.choice([0, 1, 5, 16, 33]) for _ in range(rng.randint(1, 20))]
-    num_ranks, alignment = rng.randint(1, 6), rng.choice([1, 8, 16])
-    owners = [rng.randrange(num_ranks) for _ in numels]
-    layout = whole(numels, owners, alignment)
-    places = [range(extent.offset, extent.end) for row in layout.rows for extent in row.extents]
-    covered = [element for place in places for element in place]
-    assert len(covered) == len(set(covered)) == sum(numels)
-    assert all(0 <= element < layout.numel for element in covered)
-    for row in layout.rows:
-        assert row.start % alignment == 0
-        for extent in row.extents:
-            assert owners[extent.param] == row.owner
-            assert (extent.start, extent.stop) == (0, numels[extent.param])
-            assert extent.offset % alignment == 0
-            assert row.start <= extent.offset
-            assert extent.end <= row.stop
-    assert [row.owner for row in layout.rows] == sorted(set(owners))
-    assert layout.numel < sum(numels) + alignment * len(numels) + 1
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -122,23 +66,6 @@ def test_a_whole_layout_tiles_every_parameter_once_and_aligned(seed: int) -> Non
 def test_a_layout_that_is_no_tiling_cannot_be_made(rows: list[Row], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout((4, 2), tuple(rows))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_buckets_hold_each_parameter_once_one_key_each_within_the_cap(seed: int) -> None:
-    rng = random.Random(seed)
-    count = rng.randint(0, 40)
-    keys = [rng.choice("abc") for _ in range(count)]
-    nbytes = [rng.randint(0, 100) for _ in range(count)]
-    cap = rng.choice([1, 50, 120, 10**6])
-    buckets = assign_buckets(keys, nbytes, cap)
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(count))
-    for bucket in buckets:
-        assert len({keys[index] for index in bucket}) == 1
-        assert len(bucket) == 1 or sum(nbytes[index] for index in bucket) <= cap
-        assert bucket == sorted(bucket, reverse=True)
-    if cap == 10**6:
-        assert len(buckets) == len(set(keys))
 
 
 def test_a_capacity_below_one_byte_is_refused() -> None:

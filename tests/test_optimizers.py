@@ -6,7 +6,6 @@ The classes stand in tests/optimizer_cases.py; docs/make_optimizer_table.py runs
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
+import cuts
 from optimizer_cases import (
     BITWISE,
     CASES,
@@ -24,22 +24,23 @@ from optimizer_cases import (
     REFUSED,
     SCHEDULERS,
     Case,
+    Feed,
     Options,
     answer_of,
     classes_of,
+    documented,
     switches_of,
     write_options,
 )
 from pool import Ranks, on_ranks
 from training import assert_same_bits, make_params, needs_muon, params_of, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.probe.cut_rows import why_not_cut
 
 Build: TypeAlias = Callable[[list[Parameter]], Optimizer]
 
 # What classes of torch_optimizer call, and what PyTorch says of it.
 pytestmark = pytest.mark.filterwarnings(r"ignore:This overload of \w+ is deprecated:UserWarning")
-
-TABLE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 
 
 def assert_same_options(sharded: Optimizer, plain: Optimizer, when: object = "") -> None:
@@ -95,20 +96,37 @@ def test_no_class_is_missing(module: Any) -> None:
 # ---------------------------------------------------------------------- parity
 
 
-def check_case(name: str, options: Options) -> None:
+WIDE = tuple(shape for shape in cuts.SHAPES if 0 not in shape)
+WIDE_SHAPES: dict[Feed, tuple[tuple[int, ...], ...]] = {
+    "any shape": WIDE,
+    "no kernels": tuple(shape for shape in WIDE if len(shape) <= 2),
+    "at least 1-d": tuple(shape for shape in WIDE if shape),
+    "matrices": ((64, 16), (16, 8), (48, 16)),
+    "sparse rows": ((64, 4), (48, 8), (7, 2), (32, 16)),
+}
+
+
+def check_case(name: str, options: Options, *, finely_cut: bool = False) -> None:
     """Ten steps, some without some gradients; then the state is saved, and three runs go on from there."""
     case = CASES[name]
-    params = case.params()
+    params = make_params(WIDE_SHAPES[case.feed]) if finely_cut else case.params()
+    cap = {"bucket_cap_mb": cuts.ONE_A_BUCKET} if finely_cut else {}
     mine, before = twin(params), twin(params)
     plain = case.optimizer_class(params, **options)
-    sharded = ZeroRedundancyOptimizer(mine, case.optimizer_class, **options)
+    sharded = ZeroRedundancyOptimizer(mine, case.optimizer_class, **cap, **options)
+    if finely_cut:
+        is_cut = any(len(pieces) == dist.get_world_size() for pieces in sharded.pieces().values())
+        assert is_cut == (why_not_cut(case.optimizer_class, options, [{}]) is None)
+        assert not is_cut or len(sharded.explain(quiet=True).cuts) >= 2
+        whole = ZeroRedundancyOptimizer(twin(params), case.optimizer_class, cuts=False, **options)
+        assert all(len(pieces) == 1 for pieces in whole.pieces().values())
     assert same(sharded.defaults, plain.defaults)
     assert_same_options(sharded, plain)
     train_case(case, plain, sharded, range(10))
     assert not any(torch.equal(a, b) for a, b in zip(before, mine, strict=True))
-    if case.saves:
+    if case.saves and (case.rates or not finely_cut):  # else caches of step sizes differ by what a rank owns
         check_saved(case, plain, sharded, options)
-    else:
+    elif not case.saves:
         with pytest.raises(AttributeError):
             plain.state_dict()
         train_case(case, plain, sharded, range(10, 13))
@@ -141,9 +159,27 @@ def check_all_options(name: str) -> None:
         check_case(name, options)
 
 
+def check_all_options_cut(name: str) -> None:
+    with cuts.finely_cut():
+        for options in CASES[name].options:
+            check_case(name, options, finely_cut=True)
+
+
 @pytest.mark.parametrize("name", BITWISE)
 def test_class_gives_the_bits_it_gives_without_sharding(ranks2: Ranks, name: str) -> None:
     ranks2.run(check_all_options, name)
+
+
+def with_cuts() -> Iterator[Any]:
+    """All classes; those that bear no cuts are slow tests, as they step whole parameters once more."""
+    bearing = {name for name, _, fails, _ in documented() if "rows" not in fails}
+    for name in BITWISE:
+        yield pytest.param(name, marks=() if name in bearing else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", with_cuts())
+def test_class_gives_the_same_bits_where_parameters_may_be_cut(ranks2: Ranks, name: str) -> None:
+    ranks2.run(check_all_options_cut, name)
 
 
 @pytest.mark.parametrize(
@@ -481,13 +517,10 @@ def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding() -> 
 
 
 def test_the_documented_table_names_every_class_and_says_yes_for_tested_ones_only() -> None:
-    every = TABLE.read_text().partition("## Every set of options")[2]
-    lines = [line for line in every.splitlines() if line.startswith("| `torch")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = documented()
     tried = [(name, write_options(options)) for name, case in CASES.items() for options in case.options]
-    shown = [(row[0].strip("`"), options.strip("`")) for row in rows for options in row[1].split("; ")]
-    assert shown == tried
+    assert [(row[0], row[1]) for row in rows] == tried
     for row in rows:
-        case = CASES[row[0].strip("`")]
+        case = CASES[row[0]]
         expected = answer_of(case)
         assert row[-1] == expected or (case.answer == "refused" and row[-1].startswith(expected)), row

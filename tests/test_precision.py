@@ -20,7 +20,6 @@ from training import (
     make_params,
     params_of,
     set_grads,
-    train_both,
     twin,
 )
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
@@ -34,8 +33,9 @@ def low_precision(dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "view"), [(torch.bfloat16, False), (torch.float16, True)], ids=["bf16, packed", "fp16, view"]
+)
 def test_narrow_parameters_are_stepped_through_masters_of_their_owner(dtype: torch.dtype, view: bool) -> None:
     """Against a plain fp32 optimizer over copies, rounded after each step, gradients widened."""
     params = low_precision(dtype)
@@ -246,8 +246,9 @@ def make_scaler(agrees: bool = False) -> torch.amp.GradScaler:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale_"])
-@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
+@pytest.mark.parametrize(
+    ("fused", "unscale_first"), [(False, True), (True, False)], ids=["loop, unscale_", "fused, step"]
+)
 def test_a_gradient_scaler_skips_on_all_ranks_or_none(fused: bool, unscale_first: bool) -> None:
     """Steps 2 and 5 have an infinity: on all ranks in the first run, on one rank in the second."""
     for where in ("everywhere", "one rank"):
@@ -344,14 +345,6 @@ def test_hybrid_sharding_in_pairs_equals_the_unsharded_run() -> None:
         for e in plain.state.values()
         for v in e.values()
         if isinstance(v, Tensor)
-    )
-
-
-@on_ranks(2)
-def test_without_a_scaler_nothing_is_scaled() -> None:
-    params = make_params()
-    train_both(
-        torch.optim.SGD(params, lr=0.1), ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, lr=0.1), 2
     )
 
 

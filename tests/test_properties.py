@@ -115,6 +115,8 @@ def test_buckets_hold_every_parameter_once_in_the_order_asked_for(
             counted = bucket[:-1] if overflow else bucket
             size = sum(nbytes[index] for index in counted)
             assert len(bucket) == 1 or (size < cap if overflow else size <= cap)
+    if min(caps) > sum(nbytes):
+        assert len(buckets) == len(set(keys))
 
 
 # ---------------------------------------------------------------------- wire format

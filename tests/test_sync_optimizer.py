@@ -3,13 +3,14 @@
 The classes of ``torch.optim`` are not what is looked at; SGD reads nothing.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from sync_calls import SyncCall, cpu_as_accelerator, recorded, texts
 from training import make_params, set_grads
 from zero_optim import ZeroRedundancyOptimizer
@@ -100,10 +101,8 @@ def test_the_cpu_waits_no_more_in_a_scaled_step_than_the_scaler_does() -> None:
             scaler.update()
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("lazily", [False, True], ids=["at once", "lazily"])
+@on_ranks(2)
 @pytest.mark.parametrize("ways", WAYS)
-def test_the_cpu_waits_once_to_clip_and_not_at_all_to_step(
-    ranks2: Ranks, ways: str, lazily: bool, max_norm: float | None
-) -> None:
-    ranks2.run(calls_of_steps, WAYS[ways], max_norm, lazily)
+def test_the_cpu_waits_once_to_clip_and_not_at_all_to_step(ways: str) -> None:
+    for lazily, max_norm in product((False, True), (None, 0.5)):
+        calls_of_steps(WAYS[ways], max_norm, lazily)

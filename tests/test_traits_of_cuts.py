@@ -8,7 +8,6 @@ import torch
 import torch_optimizer
 from torch.optim import Optimizer
 
-from optimizer_cases import CASES, MISSING, write_options
 from own_classes import (
     ClipsGlobally,
     Counted,
@@ -21,29 +20,6 @@ from own_classes import (
 from zero_optim.probe.cut_rows import why_not_cut
 from zero_optim.probe.probe import probe
 from zero_optim.probe.trials import Feed, by_rows, starts_of
-
-# Those of the table that bear cuts with every set of options.
-BEARING = {
-    "torch.optim": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
-    "torch_optimizer": "AccSGD AdaBelief AdaBound AdaMod DiffGrad Lookahead PID QHAdam QHM RAdam "
-    "Ranger RangerQH Yogi",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param(name, options, id=f"{name}, {write_options(options)}")
-        for name, case in CASES.items()
-        if name not in MISSING
-        for options in case.options
-    ],
-)
-def test_which_classes_of_the_table_bear_cuts(name: str, options: dict[str, Any]) -> None:
-    package, _, short = name.rpartition(".")
-    reason = why_not_cut(CASES[name].optimizer_class, options)
-    assert (reason is None) == (short in BEARING[package].split()), reason
-
 
 # ------------------------------------------------------------------ classes of our own
 

@@ -1,10 +1,7 @@
-"""What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it.
-
-Only `holdings` communicates.
-"""
+"""What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from torch import Tensor
@@ -30,14 +27,14 @@ class RankHolding:
     Args:
         rank: group rank.
         num_params: number of parameters of which it owns all rows, or some.
-        numel: the elements it owns of them.
-        param_nbytes: the bytes of these.
+        numel: the elements of these rows.
+        param_nbytes: their bytes.
         state_nbytes: bytes of optimizer state, measured on its storages.
-        cost: what owning them costs, in the unit of the cost function.
-        mirror_sent_nbytes: what it sends to its buddy at each step, with ``mirror=True``: the bytes of the
-            tensors. Before the first step it is what is planned, where the class is known to make state.
-        mirror_held_nbytes: CPU memory that it takes for mirrors: two copies of what it owns, and two of what
-            the rank before it owns.
+        cost: of these rows, in the unit of the cost function.
+        mirror_sent_nbytes: bytes of the tensors that it sends to its buddy at each step, with
+            ``mirror=True``. Before the first step: with the state that trials of the class have shown.
+        mirror_held_nbytes: CPU memory of mirrors: two copies of what it owns, and two of what the rank before
+            it owns.
     """
 
     rank: int
@@ -61,10 +58,8 @@ class BucketHolding:
         nbytes: bytes that a gather sends, including padding.
         owners: ranks that broadcast a row of it.
         balance: bytes of the fullest row, divided by the mean over all ranks; 1 is even.
-        active: whether steps gather it. They leave out a bucket if all its parameters have always been
-            frozen.
-        heard: ranks that broadcast a stamp alone behind the rows, as no row has room for theirs: Note [Every
-            rank is heard] in `zero_optim.shard.rooms`.
+        active: whether steps gather it; not if all its parameters have always been frozen.
+        heard: ranks that broadcast a stamp alone: Note [Every rank is heard] in `zero_optim.shard.rooms`.
     """
 
     dtype: str
@@ -82,10 +77,10 @@ class Explanation:
     """What all ranks hold. ``str()`` gives a table.
 
     Args:
-        ranks: what each rank holds, by rank.
-        buckets: in the order in which they are gathered.
-        traits: a line for each optimizer class, with what trials of the class found.
-        cuts: a line for each parameter that is cut, and for each uneven bucket why its parameters are not.
+        ranks: by rank.
+        buckets: in the order of gathers.
+        traits: a line for each optimizer class: what it tolerates, as trials show.
+        cuts: a line for each cut parameter, and for each uneven bucket why its parameters are not cut.
     """
 
     ranks: tuple[RankHolding, ...]
@@ -139,28 +134,23 @@ def explain(
     state_nbytes: int,
     mirror_nbytes: int = 0,
 ) -> Explanation:
-    """Find out what all ranks hold; all ranks call; two small collectives.
+    """Exchange what all ranks hold; all ranks call; two small collectives.
 
-    Args:
-        group: the ranks.
-        sharding: who owns what.
-        local: what steps this rank's parameters.
-        groups: the public groups.
-        whole_because: why parameters cannot be cut, of those that cannot.
-        state_nbytes: the state that this rank holds, in bytes.
-        mirror_nbytes: of what it owns, if that is mirrored.
+    ``whole_because``: why parameters cannot be cut. ``state_nbytes`` and ``mirror_nbytes``: of this rank.
     """
-    ranks = holdings(group, sharding, state_nbytes, mirror_nbytes)
+    ranks = _exchange(group, sharding, state_nbytes, mirror_nbytes)
     active = [moves or local.moves_frozen for moves in sharding.active()]
-    buckets = bucket_holdings(sharding.buckets, active, group.size)
-    cuts = [*describe_cuts(sharding, groups), *describe_uneven(sharding, whole_because, buckets)]
-    return Explanation(ranks, buckets, tuple(map(describe_traits, local.traits())), tuple(cuts))
+    buckets = tuple(
+        _describe_bucket(bucket, is_gathered, group.size)
+        for bucket, is_gathered in zip(sharding.buckets, active, strict=True)
+    )
+    cuts = [*_describe_cuts(sharding, groups), *_describe_uneven(sharding, whole_because, buckets)]
+    return Explanation(ranks, buckets, tuple(map(_describe_traits, local.traits())), tuple(cuts))
 
 
-def holdings(
-    group: RankGroup, sharding: Sharding, state_nbytes: int, mirror_nbytes: int = 0
+def _exchange(
+    group: RankGroup, sharding: Sharding, state_nbytes: int, mirror_nbytes: int
 ) -> tuple[RankHolding, ...]:
-    """Exchange what each rank holds. All ranks call; two small collectives."""
     owned: list[tuple[int, int]] = []  # elements and their size in bytes
     for param, pieces in sharding.pieces.items():
         piece = piece_of(pieces, group.rank)
@@ -170,66 +160,51 @@ def holdings(
     cost = sharding.loads[group.rank]
     mine = RankHolding(group.rank, len(owned), numel, nbytes, state_nbytes, cost, mirror_nbytes)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
-    told = [RankHolding(**json.loads(payload)) for payload in payloads]
-    sent = [each.mirror_sent_nbytes for each in told]  # [-1] is before the first
+    ranks = [RankHolding(**json.loads(payload)) for payload in payloads]
+    sent = [each.mirror_sent_nbytes for each in ranks]  # [-1] is before the first
     return tuple(
-        replace(each, mirror_held_nbytes=2 * (sent[rank] + sent[rank - 1])) for rank, each in enumerate(told)
+        replace(each, mirror_held_nbytes=2 * (sent[rank] + sent[rank - 1])) for rank, each in enumerate(ranks)
     )
 
 
-def bucket_holdings(
-    buckets: Sequence[ParamBucket], active: Sequence[bool], num_ranks: int
-) -> tuple[BucketHolding, ...]:
-    """Describe the buckets; does not communicate."""
-    described = []
-    for bucket, is_gathered in zip(buckets, active, strict=True):
-        param, layout = bucket.params[0], bucket.layout
-        owners = tuple(row.owner for row in layout.rows if row.stop > row.start)
-        nbytes = layout.numel * param.element_size()
-        kind = (str(param.dtype).removeprefix("torch."), str(param.device))
-        fullest = max((row.stop - row.start for row in layout.rows), default=0)
-        balance = fullest * num_ranks / layout.end_of_rows if layout.end_of_rows else 1.0
-        heard = tuple(room.owner for room in layout.rooms_behind)
-        described.append(
-            BucketHolding(*kind, len(bucket.params), nbytes, owners, is_gathered, balance, heard)
-        )
-    return tuple(described)
+def _describe_bucket(bucket: ParamBucket, is_gathered: bool, num_ranks: int) -> BucketHolding:
+    param, layout = bucket.params[0], bucket.layout
+    fullest = max((row.stop - row.start for row in layout.rows), default=0)
+    return BucketHolding(
+        dtype=str(param.dtype).removeprefix("torch."),
+        device=str(param.device),
+        num_params=len(bucket.params),
+        nbytes=layout.numel * param.element_size(),
+        owners=tuple(row.owner for row in layout.rows if row.stop > row.start),
+        active=is_gathered,
+        balance=fullest * num_ranks / layout.end_of_rows if layout.end_of_rows else 1.0,
+        heard=tuple(room.owner for room in layout.rooms_behind),
+    )
 
 
-def describe_cuts(sharding: Sharding, groups: Sequence[ParamGroup]) -> list[str]:
-    """Describe in one line each parameter that is cut; does not communicate."""
-    lines = []
+def _describe_cuts(sharding: Sharding, groups: Sequence[ParamGroup]) -> Iterator[str]:
     for name, param in zip(param_names(groups), params_of(groups), strict=True):
         pieces = sharding.pieces[param]
         if len(pieces) > 1:
-            owners = [piece.owner for piece in pieces]
-            lines.append(f"cut: {name} in {len(pieces)} pieces, owners {owners}")
-    return lines
+            yield f"cut: {name} in {len(pieces)} pieces, owners {[piece.owner for piece in pieces]}"
 
 
-def describe_uneven(
-    sharding: Sharding,
-    whole_because: Mapping[Tensor, str],
-    buckets: Sequence[BucketHolding],
-) -> list[str]:
-    """Describe in one line each uneven bucket, and why it was not cut; does not communicate."""
-    num_ranks, lines = len(sharding.loads), []
+def _describe_uneven(
+    sharding: Sharding, whole_because: Mapping[Tensor, str], buckets: Sequence[BucketHolding]
+) -> Iterator[str]:
+    num_ranks = len(sharding.loads)
     for bucket, holding in zip(sharding.buckets, buckets, strict=True):
         above = (holding.balance - 1) * holding.nbytes / num_ranks
         if not holding.active or above <= max(MIN_ROW_NBYTES, TOLERANCE * holding.nbytes / num_ranks):
             continue
         reasons = dict.fromkeys(whole_because[param] for param in bucket.params if param in whole_because)
+        what = f"{holding.num_params} {holding.dtype} on {holding.device}, {holding.nbytes / _MIB:.2f} MiB"
         why = "; ".join(reasons) or _NO_PLACE
-        lines.append(
-            f"not cut: {holding.num_params} {holding.dtype} on {holding.device}, {holding.nbytes / _MIB:.2f} "
-            f"MiB; the fullest rank sends {holding.balance:.1f} x the mean ({why})"
-        )
-    return lines
+        yield f"not cut: {what}; the fullest rank sends {holding.balance:.1f} x the mean ({why})"
 
 
-def describe_traits(found: tuple[str, Traits | None]) -> str:
-    """Describe in one line what trials of a class found."""
-    name, traits = found
+def _describe_traits(of_class: tuple[str, Traits | None]) -> str:
+    name, traits = of_class
     if traits is None:
         return f"{name}: not tried (assume_separable=True)"
     answers = {

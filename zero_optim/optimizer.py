@@ -25,7 +25,7 @@ from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.claims import group_of_claim
 from zero_optim.shard.lazy import LazyGather, check_reader
-from zero_optim.state import dicts, rebinding, torch_adapters
+from zero_optim.state import dicts, rebinding, views
 from zero_optim.state.building import add_group, build
 from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE, Params, ShardingOptions
@@ -191,7 +191,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         All ranks call such a method; the parameters are gathered after it.
         """
         if name in ("_overlap_with_ddp", "_overlap_info"):
-            raise AttributeError(torch_adapters.NOT_FOR_OURS)
+            raise AttributeError(views.NOT_FOR_OURS)
         core = vars(self).get("core")  # none in a copy that is being made
         found = [] if core is None or name.startswith("_") else core.owned.local.find(name)
         if not found:
@@ -255,7 +255,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Exception: the class's own step raises. Ranks where it did not have stepped what they own;
                 parameters are equal on all ranks.
         """
-        if torch_adapters.is_no_step(self.core):
+        if views.is_no_step(self.core):
             return None
         with self.core.group.doing("step()"):
             return self.steps.step(self, closure, kwargs)
@@ -682,14 +682,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ names of PyTorch's class
 
     @property
-    def optim(self) -> Optimizer | torch_adapters.OptimizerView:
+    def optim(self) -> Optimizer | views.OptimizerView:
         """The local optimizer of this rank, or with several classes a view of all local optimizers.
 
         PyTorch's class has it too. Only read it. Its ``param_groups`` have what this rank steps: parameters,
         its rows of cut ones, or masters; its ``state`` is found by these, and by the parameters of the model.
         Rows of a cut parameter have values until the next step; then ask again. No communication.
         """
-        return torch_adapters.local_view(self.core)
+        return views.local_view(self.core)
 
     @property
     def _all_params(self) -> list[Tensor]:
@@ -700,14 +700,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return {param: index for index, param in enumerate(self.core.params)}
 
     def _partition_parameters(self) -> list[list[ParamGroup]]:
-        return torch_adapters.partition(self.core)
+        return views.partition(self.core)
 
     def _check_overlap_initialized(self) -> None:
         """Do nothing: ours is ready when it is built."""
 
     @staticmethod
     def _sync_param_groups(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
-        torch_adapters.sync_options(source, target)
+        views.sync_options(source, target)
 
 
 make_known(ZeroRedundancyOptimizer)

@@ -39,7 +39,7 @@ class Alike(NamedTuple):
             if param in is_read and param.numel():
                 found[param.shape, param.dtype, dense_strides(param), param.requires_grad].append(index)
         kinds = [indices for indices in found.values() if len(indices) > 1]
-        return cls(kinds, _digests([params[index] for indices in kinds for index in indices]))
+        return cls(kinds, b"".join(digests([_read(params[index]) for indices in kinds for index in indices])))
 
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
         """Raise if ranks have the same values in another order; all ranks call; communicates."""
@@ -62,15 +62,15 @@ class Alike(NamedTuple):
                     )
 
 
-def _digests(params: Sequence[Tensor]) -> bytes:
-    read = []
-    for param in params:
-        elements = memory_of(param).view(-1, param.element_size())
-        read.append(elements[:: -(-len(elements) // _NUM_READ)].reshape(-1))
-    sizes = [part.numel() for part in read]
+def _read(param: Tensor) -> Tensor:
+    elements = memory_of(param).view(-1, param.element_size())
+    return elements[:: -(-len(elements) // _NUM_READ)].reshape(-1)
+
+
+def digests(memories: Sequence[Tensor]) -> list[bytes]:
+    """Return digests of 8 bytes of 1-D bytes on any devices; the CPU waits."""
+    sizes = [memory.numel() for memory in memories]
     packed = torch.empty(sum(sizes), dtype=torch.uint8)
-    pack(read, packed)
-    return b"".join(
-        hashlib.blake2b(part.numpy().tobytes(), digest_size=_NBYTES).digest()
-        for part in torch.split(packed, sizes)
-    )
+    pack(memories, packed)
+    parts = torch.split(packed, sizes)
+    return [hashlib.blake2b(part.numpy().tobytes(), digest_size=_NBYTES).digest() for part in parts]

@@ -42,17 +42,10 @@ def build(
     options: ShardingOptions,
     read_by: torch.nn.Module | None,
 ) -> tuple[Core, Told | None]:
-    """Plan, agree on the plan with the other ranks, and build.
+    """Plan, agree on the plan with the other ranks, and build; all ranks call.
 
-    Args:
-        params: as `ZeroRedundancyOptimizer` takes them.
-        default: builds the optimizer of groups that name no class of their own.
-        group: the ranks.
-        options: the other arguments.
-        read_by: the model whose forward passes wait for gathers; None if steps wait. It is not kept.
-
-    Returns:
-        The parts, and what is to be called with the optimizer, if anything.
+    ``default`` builds the optimizer of groups that name no class. Forward passes of the model ``read_by``
+    wait for gathers; without one steps wait. Returns the parts, and what to call with the optimizer.
     """
     inputs = PlanInputs(options)
     first = first_claim(params)
@@ -67,16 +60,14 @@ def build(
             sharding = new_sharding(inputs, group)
             leaves, average = new_leaves(inputs)
             asked = GroupOptions.taken_from(groups, options)
-            about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, asked.specs))]
-            about += [*options.describe(), f"cuts of groups {asked.may_cut}"]
-            about += [f"gather_lazily={'None' if read_by is None else 'a model'}"]
+            about = [f"optimizer {default.describe()}", *options.describe(), *asked.describe()]
+            about.append(f"gather_lazily={'None' if read_by is None else 'a model'}")
             check_reader(read_by, every)
-        why_whole = partial(asked.why_whole, default, groups, leaves.cut_rows, not options.assume_separable)
+        why_whole = partial(asked.why_whole, default, groups, leaves.cut_rows)
         plan = sharding.plan(groups, asked.costs, 0, about, why_whole if any(asked.may_cut) else None)
     if claim is not None:
         claim.agree(groups, about, plan)
-    inputs.costs.update(zip(every, plan.costs, strict=True))
-    inputs.kept_whole.update(asked.kept_whole(groups))
+    inputs.note(groups, asked, plan.costs)
     pieces = sharding.owned(every, plan)
     with together():
         buckets = sharding.make_unit_buckets(every, plan, reusable_buckets(claim))
@@ -96,9 +87,8 @@ def build(
     core.show_state()
     if read_by is not None:
         LazyGather(read_by, sharding)
-    if core.is_mirrored:
-        core.mirror.take_lanes(group)
-    elif options.mirror:
+    core.take_mirror_lanes()
+    if options.mirror and not core.is_mirrored:
         logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
     return core, told
 
@@ -192,16 +182,14 @@ def _plan_and_add(core: Core, group: dict[str, Any], before: int) -> None:
         (group,) = new
         core.group.check_serves(group)
         asked = GroupOptions.taken_from(new, inputs.options)
-        (may_cut,), (spec,) = asked.may_cut, asked.specs
-        about = [f"cuts of the group {may_cut}"]
-        about += [f"optimizer {spec.describe()}"] if spec is not None else []
+        (spec,) = asked.specs
 
     def why_whole(pieces: Sequence[Pieces]) -> list[str | None]:
         cuts = list(map(owned.leaves.cut_rows, group["params"], pieces))
         return owned.local.why_not_cut(group, spec, cuts)
 
-    plan = sharding.plan(core.groups, asked.costs, before, about, why_whole if may_cut else None)
+    about = asked.describe()
+    plan = sharding.plan(core.groups, asked.costs, before, about, why_whole if any(asked.may_cut) else None)
     owned.add_group(group, spec, sharding.owned(group["params"], plan))
-    inputs.costs.update(zip(group["params"], plan.costs, strict=True))
+    inputs.note(new, asked, plan.costs)
     sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])
-    inputs.kept_whole |= asked.kept_whole(new)

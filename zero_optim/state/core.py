@@ -274,6 +274,11 @@ class Core:
         """Whether the state is mirrored."""
         return self.inputs.options.mirror and self.ranks.size > 1
 
+    def take_mirror_lanes(self) -> None:
+        """Make ready to mirror, when the optimizer is built or bound; all ranks call."""
+        if self.is_mirrored:
+            self.mirror.take_lanes(self.group)
+
     def mirror_state(self) -> None:
         """Begin a version of the mirrors after a step; all ranks call, and it communicates."""
         if self.is_mirrored:

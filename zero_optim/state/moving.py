@@ -1,11 +1,11 @@
 """State that moves: who holds which rows now, who shall, and one function that brings them there.
 
-Consolidating, loading, rebinding and going back to mirrors are this move with other ends. Every rank works
-out the same list of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded
-size (`comm.wire`); rows of a parameter that several hold are received where they belong.
+Consolidating, loading, rebinding and going back to mirrors are this move with other ends. Every rank derives
+the same list of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded
+size (`comm.wire`). Rows of a parameter that several hold are received where they belong.
 
-With the state goes the parameter itself, where the caller wants it: where a rank died in the middle of a
-gather, its owner alone is sure to have the new value.
+The parameter itself goes with its state if the caller wants it: where a rank died in the middle of a gather,
+only the owner is sure to have the new value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +18,20 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import Nested, decode, encode, map_tensors
+from zero_optim.comm.encoding import Nested, Skeleton, decode, encode, map_tensors
 from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.state.cut_state import CutState, Joined
 
 _VALUES = "values"
+_Encoded = tuple[Skeleton, list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What a holder has.
+    """What a holder has: by index of the parameter entries and, if any, its rows; and global entries.
 
-    Attributes:
-        state: entries, by index of the parameter.
-        values: the rows of the parameters themselves, by index; may be empty.
-        everywhere: global entries.
-        is_live: `values` are the very rows, and no copies.
+    ``values`` are the very rows if ``is_live``, else copies.
     """
 
     state: Mapping[int, Any]
@@ -51,18 +48,24 @@ class Move(NamedTuple):
     stop: int
 
 
+class Parcel(NamedTuple):
+    """What a holder sends, and the ranks that take it, which may include the holder."""
+
+    holder: int
+    moves: tuple[Move, ...]
+    takers: list[int]
+
+
 @dataclass(frozen=True)
 class RowMap:
     """Who holds which rows of each parameter, and who shall.
 
     Attributes:
         shapes: of the parameters.
-        shaped: by index, for each of which somebody has or wants some rows only, names of entries that surely
-            have its shape.
-        held: for each, its pieces by holder.
-        wanted: for each, its pieces by rank; several ranks may want the same rows.
-        hosts: for each holder the rank that sends for it. A rank may be host to several, each of which may
-            have rows of one parameter.
+        shaped: by index of a parameter that is cut on either side, names of entries that have its shape.
+        held: for each parameter, its pieces by holder.
+        wanted: for each parameter, its pieces by rank; several ranks may want the same rows.
+        hosts: for each holder the rank that sends for it. A rank may host several holders.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -72,8 +75,8 @@ class RowMap:
     hosts: Sequence[int]
 
     @cached_property
-    def parcels(self) -> list[tuple[int, tuple[Move, ...], list[int]]]:
-        """List what each holder sends, and the ranks that take it; what stays is in it too."""
+    def parcels(self) -> list[Parcel]:
+        """List what each holder sends, and to whom; what stays is in it too."""
         moves: dict[tuple[int, int], list[Move]] = {}
         for index, (held, wanted) in enumerate(zip(self.held, self.wanted, strict=True)):
             for holder, first, last in held:
@@ -84,17 +87,17 @@ class RowMap:
         takers: dict[tuple[int, tuple[Move, ...]], list[int]] = {}
         for (holder, rank), some in sorted(moves.items()):
             takers.setdefault((holder, tuple(some)), []).append(rank)
-        return [(holder, some, ranks) for (holder, some), ranks in takers.items()]
+        return [Parcel(holder, some, ranks) for (holder, some), ranks in takers.items()]
 
-    def message(self, holder: int, moves: Sequence[Move], held: Held) -> dict[Any, Nested]:
-        """Collect one parcel: entries under the parameter's index, its own rows under ``~index``."""
+    def message(self, parcel: Parcel, held: Held) -> dict[Any, Nested]:
+        """Collect a parcel: entries under the parameter's index, its own rows under ``~index``."""
         message: dict[Any, Nested] = dict(held.everywhere)
-        for index, start, stop in moves:
+        for index, start, stop in parcel.moves:
             entries: Nested = held.state.get(index)
             values = held.values.get(index)
             if index in self.shaped:
                 cut = CutState(self.shapes[index], self.held[index], self.shaped[index])
-                piece = cut.piece_of(holder)
+                piece = cut.piece_of(parcel.holder)
                 rows = slice(start - piece.start, stop - piece.start)
                 picked = cut.cut_entries(entries, piece)
                 if picked:
@@ -108,21 +111,21 @@ class RowMap:
         return message
 
     def joined_on(self, rank: int) -> dict[int, CutState]:
-        """Tell how what a rank wants of split parameters is put together from what the holders send."""
+        """Return how the cut parameters that a rank wants are put together from what the holders send."""
         own = {
             index: piece for index, some in enumerate(self.wanted) for piece in some if piece.owner == rank
         }
-        found: dict[int, list[Piece]] = {}
-        for holder, moves, ranks in self.parcels:
-            for index, start, stop in moves if rank in ranks else ():
+        pieces: dict[int, list[Piece]] = {}
+        for holder, moves, takers in self.parcels:
+            for index, start, stop in moves if rank in takers else ():
                 if index in self.shaped:
                     at = own[index].start
-                    found.setdefault(index, []).append(Piece(holder, start - at, stop - at))
+                    pieces.setdefault(index, []).append(Piece(holder, start - at, stop - at))
         parts = {}
-        for index, pieces in found.items():
+        for index, some in pieces.items():
             shape = (own[index].stop - own[index].start, *self.shapes[index][1:])
-            parts[index] = CutState(shape, tuple(pieces), self.shaped[index])
-            parts[~index] = CutState(shape, tuple(pieces), frozenset({_VALUES}))
+            parts[index] = CutState(shape, tuple(some), self.shaped[index])
+            parts[~index] = CutState(shape, tuple(some), frozenset({_VALUES}))
         return parts
 
 
@@ -138,54 +141,32 @@ def move(
     """Bring state to the ranks that want it; all ranks call. Returns what this rank has now.
 
     What is received is in CPU memory that nothing else uses. While a rank sends, it needs memory for one more
-    piece of 16 MiB. State on an accelerator is sent from the CPU where the group has a backend for it; in a
-    group of NCCL alone it goes from device to device, and each pair of ranks makes a communicator for that.
+    piece of 16 MiB. In a group of NCCL alone state goes from device to device, over a communicator for each
+    pair of ranks.
 
     Args:
         group: the ranks.
         rows: who holds what, and who shall; equal on every rank, but for rows that stay where they are.
-        held: what the holders have whose host this rank is.
-        copy_with: copies what stays on a rank and is not split; None leaves that as it is.
+        held: by holder, what this rank hosts.
+        copy_with: copies what stays on a rank and is not cut; None leaves that as it is.
         about: what it is, for messages.
         advance: called with the number of bytes of each piece that has come.
 
     Raises:
         TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
-            a receiver has not imported, or is no plain tensor although it is cut.
+            a receiver has not imported, or is cut and no plain tensor.
         StateMismatchError: on every rank, if the holders of a parameter keep different entries.
     """
     group = group.during("state")
-    rank, hosts = group.rank, rows.hosts
-    with failing_together(group):
-        mine = {
-            number: rows.message(holder, moves, held[holder])
-            for number, (holder, moves, _) in enumerate(rows.parcels)
-            if hosts[holder] == rank
-        }
-        encoded = {
-            number: encode(message, about)
-            for number, message in mine.items()
-            if rows.parcels[number][2] != [rank]
-        }
-    joined = Joined(rows.joined_on(rank))
-    received, stays = {}, {}
-    for number, (holder, _, ranks) in enumerate(rows.parcels):
-        if hosts[holder] == rank:
-            if number in encoded:
-                send_value(group, [to for to in ranks if to != rank], *encoded[number])
-            if rank in ranks:
-                stays[holder] = mine[number]
-        elif rank in ranks:
-            received[holder] = recv_encoded(group, hosts[holder], advance, joined.places_of(holder))
+    joined = Joined(rows.joined_on(group.rank))
+    stays, received = _exchange(group, rows, held, joined, about, advance)
     with failing_together(group):  # only now, as a rank that raises receives nothing more
         parts = {holder: decode(skeleton, iter(tensors)) for holder, (skeleton, tensors) in received.items()}
         for holder, message in stays.items():
             cut = {key: value for key, value in message.items() if joined.has(key)}
-            whole = {key: value for key, value in message.items() if key not in cut}
-            if held[holder].is_live:
-                whole = {key: value for key, value in whole.items() if not _is_values(key)}
-            if copy_with is not None:
-                whole = map_tensors(whole, copy_with)
+            drops = held[holder].is_live  # the rows are where they belong
+            rest = {k: v for k, v in message.items() if k not in cut and not (drops and _is_values(k))}
+            whole = rest if copy_with is None else map_tensors(rest, copy_with)
             parts[holder] = {**whole, **joined.copied(cut, holder)}
         merged = joined.merge([parts[holder] for holder in sorted(parts)])
     values = {~key: merged.pop(key)[_VALUES] for key in list(merged) if _is_values(key)}
@@ -193,29 +174,49 @@ def move(
     return Held(state, values, merged, is_live=False)
 
 
+def _exchange(
+    group: RankGroup,
+    rows: RowMap,
+    held: Mapping[int, Held],
+    joined: Joined,
+    about: str,
+    advance: Callable[[int], object],
+) -> tuple[dict[int, Any], dict[int, _Encoded]]:
+    """Send and receive all parcels; returns by holder what stays here, and what has come."""
+    with failing_together(group):
+        mine = {
+            number: rows.message(parcel, held[parcel.holder])
+            for number, parcel in enumerate(rows.parcels)
+            if rows.hosts[parcel.holder] == group.rank
+        }
+        leaving = [number for number in mine if rows.parcels[number].takers != [group.rank]]
+        encoded = {number: encode(mine[number], about) for number in leaving}
+    stays, received = {}, {}
+    for number, (holder, _, takers) in enumerate(rows.parcels):
+        host = rows.hosts[holder]
+        if number in encoded:
+            send_value(group, [rank for rank in takers if rank != group.rank], *encoded[number])
+        if group.rank in takers and host == group.rank:
+            stays[holder] = mine[number]
+        elif group.rank in takers:
+            received[holder] = recv_encoded(group, host, advance, joined.places_of(holder))
+    return stays, received
+
+
 def _is_values(key: object) -> bool:
     return isinstance(key, int) and key < 0
 
 
 def told_by(group: RankGroup, source: int, value: Nested, about: str) -> Nested:
-    """Give every rank what one of them has; all ranks call.
-
-    Args:
-        group: the ranks.
-        source: the rank that has it.
-        value: on that rank; left as it is.
-        about: what it is, for messages.
-    """
+    """Return on every rank the value of one of them, which ``about`` names in messages; all ranks call."""
     group = group.during("state")
-    messages = []
+    others = [rank for rank in range(group.size) if rank != source]
     with failing_together(group):
-        if group.rank == source:
-            messages.append(encode(value, about))
-    for message in messages:
-        send_value(group, [rank for rank in range(group.size) if rank != source], *message)
-    if not messages:
-        messages.append(recv_encoded(group, source))
+        message = encode(value, about) if group.rank == source else None
+    if message is None:
+        message = recv_encoded(group, source)
+    else:
+        send_value(group, others, *message)
     with failing_together(group):  # only now, as a rank that raises receives nothing more
-        ((skeleton, tensors),) = messages
-        return decode(skeleton, iter(tensors))
+        return decode(message[0], iter(message[1]))
     raise AssertionError("it fails on every rank, or on none")

@@ -13,7 +13,7 @@ from zero_optim.comm.agreement import check_flags
 from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.unit_forms import UnitForms
@@ -98,6 +98,12 @@ class PlanInputs:
         """Tell for each group whether its parameters may be cut, as the user wants it."""
         return [not self.kept_whole.issuperset(group["params"]) for group in groups]
 
+    def note(self, groups: Sequence[ParamGroup], asked: "GroupOptions", costs: Sequence[float]) -> None:
+        """Remember what was planned for new groups."""
+        self.costs.update(zip(params_of(groups), costs, strict=True))
+        for group, may in zip(groups, asked.may_cut, strict=True):
+            self.kept_whole.update(() if may else group["params"])
+
 
 class GroupReader(Optimizer):
     """Reads parameter groups as ``torch.optim`` does, and checks them.
@@ -129,17 +135,19 @@ class GroupReader(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What groups ask for that is the library's, taken out of them; one entry a group.
+    """The library's own options of new groups, taken out of them; one entry a group.
 
     Attributes:
         costs: of parameters.
         may_cut: whether parameters may be cut, as the user wants it.
         specs: of groups with a class of their own.
+        is_tried: whether classes are tried; an untried one bears no cuts.
     """
 
     costs: list[Cost]
     may_cut: list[bool]
     specs: list[OptimizerSpec | None]
+    is_tried: bool
 
     @classmethod
     def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
@@ -148,36 +156,30 @@ class GroupOptions:
         may_cut = [group.pop("cuts", options.cuts) for group in groups]
         for cuts in may_cut:
             check_flags(cuts=cuts)
-        return cls(costs, may_cut, [OptimizerSpec.taken_from(group) for group in groups])
+        specs = [OptimizerSpec.taken_from(group) for group in groups]
+        return cls(costs, may_cut, specs, not options.assume_separable)
+
+    def describe(self) -> list[str]:
+        """Describe them, so that ranks can compare them."""
+        return [*(f"optimizer {s.describe()}" for s in self.specs if s), f"cuts of groups {self.may_cut}"]
 
     def why_whole(
         self,
         default: OptimizerSpec,
         groups: Sequence[ParamGroup],
         cut_rows: Callable[[Tensor, Pieces], CutRows],
-        is_tried: bool,
         pieces: Sequence[Pieces],
     ) -> list[str | None]:
-        """Find out for each parameter of new groups why ranks cannot share its rows; None if they can.
+        """Find out for each parameter why ranks cannot share its rows as planned; None if they can.
 
-        Args:
-            default: what steps the groups that name no class of their own.
-            groups: as they were given.
-            cut_rows: see `Leaves.cut_rows`.
-            is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
-            pieces: of each parameter, as a plan cuts them.
+        ``default`` steps the groups that name no class; see `Leaves.cut_rows`.
         """
         pieces_of = iter(pieces)
         shared = [options_of(group) for group, spec in zip(groups, self.specs, strict=True) if spec is None]
-        found: list[str | None] = []
+        why: list[str | None] = []
         for group, spec, may in zip(groups, self.specs, self.may_cut, strict=True):
-            given = shared if spec is None else [options_of(group)]
+            together = shared if spec is None else [options_of(group)]
             cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
-            reasons = (spec or default).why_not_cut(given, options_of(group), cuts, is_tried=is_tried)
-            found += reasons if may else [KEPT_WHOLE] * len(cuts)
-        return found
-
-    def kept_whole(self, groups: Sequence[ParamGroup]) -> set[Tensor]:
-        """List the parameters of the groups that may not be cut."""
-        pairs = zip(groups, self.may_cut, strict=True)
-        return {param for group, may in pairs if not may for param in group["params"]}
+            asked = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=self.is_tried)
+            why += asked if may else [KEPT_WHOLE] * len(cuts)
+        return why

@@ -92,8 +92,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
         lost = go_over(core, group, range(group.size), keep_state=keep_state, may_lose=may_lose)
         core.sharding.gather_all()
         core.mirror.drop()
-        if core.is_mirrored:
-            core.mirror.take_lanes(group)
+        core.take_mirror_lanes()
         if core.snapshot.age > 0:
             core.mirror_state()
     return lost

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import brought_to
+from zero_optim.step.join import Status, ranks_that
 from zero_optim.step.partial import PartialGradient
-from zero_optim.step.words import Word, is_skipped_by_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,40 +37,76 @@ class Scaling:
     scaler: torch.amp.GradScaler | None
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, handed_in: object) -> "Scaling | None":
+    def of(cls, optimizer: torch.optim.Optimizer, scaler: object) -> "Scaling | None":
         """Read the scaler passed to ``step()``, or the optimizer's attributes; None without either.
 
-        No communication, no wait. Raises TypeError for an object that is no ``torch.amp.GradScaler``.
+        No communication, no wait. FairScale's scalers pass themselves as ``grad_scaler``. TypeError for an
+        object that is no ``torch.amp.GradScaler``.
         """
-        if handed_in is not None:
-            return cls(*_ask_scaler(handed_in, optimizer))
-        found_inf, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
-        if found_inf is None:
-            return None
-        return cls(found_inf, scale, None)
+        if scaler is None:
+            found_inf, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
+            return None if found_inf is None else cls(found_inf, scale, None)
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"expected grad_scaler to be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        stage = private.per_optimizer_states(scaler)[id(optimizer)]["stage"]
+        is_unscaled = stage is torch.amp.grad_scaler.OptState.UNSCALED
+        if not is_unscaled:
+            private.check_inf_per_device(scaler, optimizer)
+        flags = list(private.found_inf_per_device(scaler, optimizer).values())
+        found_inf = torch.zeros(()) if not flags else flags[0]
+        for flag in flags[1:]:
+            found_inf = found_inf + brought_to(flag, found_inf.device)
+        return cls(found_inf, None if is_unscaled else private.get_scale_async(scaler), scaler)
 
     @property
-    def word(self) -> Word:
+    def status(self) -> Status:
         """The flags that other ranks need beside ``found_inf``."""
-        return Word.DEAF if self.scaler is None else Word.NOTHING
+        return Status.DEAF if self.scaler is None else Status.NOTHING
 
-    def is_skipped(self, optimizer: torch.optim.Optimizer, words: Sequence[Word], rank: int) -> bool:
+    def is_skipped(self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int) -> bool:
         """Return whether all ranks skip the step, and mark the infinity in this rank's scaler.
 
         Its ``update()`` must back off as on the rank with the infinity. RuntimeError on every rank if some
         scaler cannot be told.
         """
-        if not is_skipped_by_all(words):
+        if not is_skipped_by_all(statuses):
             return False
-        if Word.INFINITE not in words[rank] and self.scaler is not None:
+        if Status.INFINITE not in statuses[rank] and self.scaler is not None:
             for found in private.found_inf_per_device(self.scaler, optimizer).values():
                 found.fill_(1.0)
         return True
 
+    @torch.no_grad()
     def unscale(self, params: Sequence[Tensor]) -> None:
         """Divide all gradients by the scale if they still have it; the CPU does not wait."""
-        if self.scale is not None:
-            _unscale(params, self.scale)
+        if self.scale is None:
+            return
+        inverse = self.scale.double().reciprocal().float()
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in params:
+            grad = param.grad.piece if isinstance(param.grad, PartialGradient) else param.grad
+            if grad is not None:
+                # Not coalesced: that would make a copy. All entries of one element are divided alike.
+                values = private.values(grad) if grad.is_sparse else grad
+                by_kind.setdefault((grad.device, grad.dtype), []).append(values.detach())  # plain tensors
+        for (device, _), grads in by_kind.items():
+            ignored = torch.zeros((), device=device)  # the infinities have been looked for already
+            private.amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))
+
+
+def is_skipped_by_all(statuses: Sequence[Status]) -> bool:
+    """Return whether all ranks skip the step because of an infinity; equal on every rank.
+
+    RuntimeError on every rank if a scaler cannot be told: its scale would drift from the others'.
+    """
+    infinite = ranks_that(statuses, Status.INFINITE)
+    deaf = sorted({*ranks_that(statuses, Status.DEAF)} - {*infinite})
+    if infinite and deaf:
+        raise RuntimeError(
+            f"the scalers of ranks {infinite} found an infinite gradient, those of ranks {deaf} did not, and "
+            "would go on with another scale: reduce gradients before a scaler looks at them, as DDP does"
+        )
+    return bool(infinite)
 
 
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
@@ -83,39 +119,3 @@ def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
         for name in ("found_inf", "grad_scale"):
             vars(optimizer).pop(name, None)
     return is_scaled
-
-
-@torch.no_grad()
-def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
-    """Divide all gradients by the scale, with the operator that ``GradScaler.unscale_`` uses."""
-    inverse = scale.double().reciprocal().float()
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for param in params:
-        grad = param.grad.piece if isinstance(param.grad, PartialGradient) else param.grad
-        if grad is not None:
-            # Not coalesced: that would make a copy. All entries of one element are divided alike.
-            values = (private.values(grad) if grad.is_sparse else grad).detach()  # plain: nothing to agree on
-            by_kind.setdefault((grad.device, grad.dtype), []).append(values)
-    for (device, _), grads in by_kind.items():
-        ignored = torch.zeros((), device=device)  # the infinities have been looked for already
-        private.amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))
-
-
-def _ask_scaler(
-    scaler: object, optimizer: torch.optim.Optimizer
-) -> tuple[Tensor, Tensor | None, torch.amp.GradScaler]:
-    """Return ``found_inf`` (0-d), the scale (None if divided out) and the scaler passed to ``step()``.
-
-    FairScale's scalers pass themselves as ``grad_scaler``. TypeError if it is no ``torch.amp.GradScaler``.
-    """
-    if not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"expected grad_scaler to be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    scaling = private.per_optimizer_states(scaler)[id(optimizer)]
-    is_unscaled = scaling["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-    if not is_unscaled:
-        private.check_inf_per_device(scaler, optimizer)
-    flags = list(private.found_inf_per_device(scaler, optimizer).values())
-    found = torch.zeros(()) if not flags else flags[0]
-    for flag in flags[1:]:
-        found = found + brought_to(flag, found.device)
-    return found, None if is_unscaled else private.get_scale_async(scaler), scaler

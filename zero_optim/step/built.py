@@ -108,7 +108,10 @@ class BuiltOptimizer:
             changed = changed_in_kind(own, group)
             if not changed:
                 continue
-            reason = self._why_not_cut_now(options_of(group), cuts_of(group))
+            options, cuts = options_of(group), cuts_of(group)
+            ask = partial(self.spec.why_not_cut, [options], options, cuts, is_tried=self._is_tried)
+            reasons = self._remembered((_kinds(options), tuple(cuts)), ask)
+            reason = next((reason for reason in reasons if reason is not None), None)
             if reason is not None:
                 now = ", ".join(f"{key}={group.get(key)!r}" for key in changed)
                 raise ValueError(
@@ -116,11 +119,6 @@ class BuiltOptimizer:
                     f"built; expected options that still do, got {now}, which do not ({reason}). Build the "
                     "optimizer with these options, or with cuts=False"
                 )
-
-    def _why_not_cut_now(self, options: ParamGroup, cuts: list[CutRows]) -> str | None:
-        ask = partial(self.spec.why_not_cut, [options], options, cuts, is_tried=self._is_tried)
-        reasons = self._remembered((_kinds(options), tuple(cuts)), ask)
-        return next((reason for reason in reasons if reason is not None), None)
 
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
         """Add what this rank owns of a public group; after an error of the class call `drop_groups`."""

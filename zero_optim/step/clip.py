@@ -112,16 +112,12 @@ def clip_together(
         )
     on_host = _gradients_here(params, on_host=True)
     if on_host:
-        _scale_on_host(on_host, HostCopy(norm).read(), asked.max_norm)
+        on_cpu = HostCopy(norm).read()
+        private.foreach_mul_(on_host, torch.clamp(asked.max_norm / (on_cpu + 1e-6), max=1.0))
     for portion in gradients_in_portions(keeping, _gradients_here(params, on_host=False)):
         scaled: Any = list(map(_Holder, portion))
         torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
     return norm
-
-
-def _scale_on_host(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    private.foreach_mul_(grads, coefficient)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,22 +4,75 @@ A joined rank computes no gradients, and DDP does not give it reduced ones. So a
 gradients of the rows it owns, and the options, which schedulers change. The bits are those of the active
 ranks with an unsharded optimizer. The loan ends with the step: a loop that calls ``zero_grad()`` at the end
 of an iteration goes on with its own gradients in the next epoch.
+
+Before a step inside ``Join``, and one with scaled gradients, ranks exchange status bytes.
 """
 
 from collections.abc import Sequence
+from enum import IntFlag
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
 from zero_optim.comm.encoding import decode, encode
 from zero_optim.comm.wire import recv_encoded, send_value
+from zero_optim.compat.streams import HostCopy, brought_to, to_device
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import owned_gradient, set_owned_gradient
 from zero_optim.step.partial import PartialGradient
-from zero_optim.step.words import Word, exchange, ranks_that
+
+
+class Status(IntFlag):
+    """Flags of one rank."""
+
+    NOTHING = 0
+    JOINED = 1  # it ran out of inputs
+    INFINITE = 2  # its scaler found an infinity
+    DEAF = 4  # if another rank finds one, its scaler cannot be told
+    FAILED = 8  # something raised there
+    CLIPS = 16  # it clips gradients, and steps later
+    UNSCALES = 32  # its scaler looks for infinities, and it steps later
+
+
+_BEFORE_STEP = Status.CLIPS | Status.UNSCALES | Status.JOINED
+
+
+def exchange(
+    group: RankGroup, status: Status, *, found_inf: Tensor | None = None, failure: Exception | None = None
+) -> list[Status]:
+    """Exchange status bytes; returns them by rank; all ranks call; one collective of a byte.
+
+    The CPU waits, also for the work before ``found_inf``, which sets `Status.INFINITE` if not zero. Raises
+    any rank's failure on every rank, and RuntimeError if active ranks are in different calls.
+    """
+    status |= Status.NOTHING if failure is None else Status.FAILED
+    mine = to_device(bytes_to_tensor(bytes([status])), group.device)
+    if found_inf is not None:
+        is_infinite = found_inf.ne(0).to(torch.uint8).reshape(1)
+        mine = mine + brought_to(is_infinite, group.device) * int(Status.INFINITE)
+    statuses = [
+        Status(value) for value in group.read(HostCopy(group.all_gather_rows(mine))).flatten().tolist()
+    ]
+    if any(Status.FAILED in each for each in statuses):
+        with failing_together(group):
+            if failure is not None:
+                raise failure
+    clipping, unscaling = ranks_that(statuses, Status.CLIPS), ranks_that(statuses, Status.UNSCALES)
+    stepping = [rank for rank, each in enumerate(statuses) if not each & _BEFORE_STEP]
+    in_call = {"called clip_grad_norm_()": clipping, "unscaled gradients": unscaling, "stepped": stepping}
+    calls = [f"ranks {ranks} {call}" for call, ranks in in_call.items() if ranks]
+    if len(calls) > 1:
+        raise RuntimeError(f"inside Join {', and '.join(calls)}: every rank that has inputs left must do all")
+    return statuses
+
+
+def ranks_that(statuses: Sequence[Status], flag: Status) -> list[int]:
+    """Return the ranks that have a flag."""
+    return [rank for rank, status in enumerate(statuses) if flag in status]
 
 
 def lend_gradients(
@@ -36,8 +89,8 @@ def lend_gradients(
     One collective of a byte while all are active; otherwise the lowest active rank also sends to each joined
     one, whose gradients and options are overwritten. Raises the ``failure`` of any rank on every rank.
     """
-    words = exchange(group, Word.JOINED if joined else Word.NOTHING, failure=failure)
-    lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups)
+    statuses = exchange(group, Status.JOINED if joined else Status.NOTHING, failure=failure)
+    lend_to(group, ranks_that(statuses, Status.JOINED), params, pieces, groups)
 
 
 def lend_to(
@@ -55,61 +108,41 @@ def lend_to(
     if not have_joined or len(have_joined) == group.size:
         return None
     lender = next(rank for rank in range(group.size) if rank not in have_joined)
-    parcels, received = [], []
+    parcels, received = [], None
     with failing_together(group):
         if group.rank == lender:
-            parcels = [
-                (
-                    to,
-                    *encode(
-                        {**_parcel(to, params, pieces, groups), "beside": beside}, "a gradient or option"
-                    ),
-                )
-                for to in have_joined
-            ]
+            options = {"options": [options_of(each) for each in groups], "beside": beside}
+            for to in have_joined:
+                parcel = {**_lent(to, params, pieces), **options}
+                parcels.append((to, *encode(parcel, "a gradient or option")))
     for to, skeleton, tensors in parcels:
         send_value(group, [to], skeleton, tensors)
     if group.rank in have_joined:
-        received.append(recv_encoded(group, lender))
-    parcel: ParamGroup = {}
+        received = recv_encoded(group, lender)
     with failing_together(group):  # a gradient may be of a tensor subclass that is not imported here
-        for skeleton, tensors in received:
-            parcel = decode(skeleton, iter(tensors))
-            _unpack(parcel, params, pieces, groups, group.rank)
-    return parcel.get("beside")
+        if received is None:
+            return None
+        skeleton, tensors = received
+        parcel = decode(skeleton, iter(tensors))
+        for own, options in zip(groups, parcel["options"], strict=True):
+            own.update(options)
+        for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
+            piece = piece_of(of_param, group.rank)
+            if piece is not None and index not in parcel["partial"]:
+                set_owned_gradient(param, piece, parcel["grads"].get(index))
+        return parcel["beside"]
 
 
-def _parcel(
-    to: int, params: Sequence[Tensor], pieces: Sequence[Pieces], groups: list[ParamGroup]
-) -> ParamGroup:
-    """Build the parcel for one joined rank."""
+def _lent(to: int, params: Sequence[Tensor], pieces: Sequence[Pieces]) -> dict[str, Any]:
+    """Return gradients for a joined rank by index, and indices of sharded ones, which it has by itself."""
     grads: dict[int, Tensor] = {}
     partial: list[int] = []
     for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
         piece = piece_of(of_param, to)
-        if piece is None or param.grad is None:
-            continue
-        if isinstance(param.grad, PartialGradient):
+        if piece is not None and isinstance(param.grad, PartialGradient):
             partial.append(index)
-        else:
+        elif piece is not None and param.grad is not None:
             grad = owned_gradient(param, piece)
             assert grad is not None  # see above
             grads[index] = grad
-    return {"grads": grads, "partial": partial, "options": [options_of(group) for group in groups]}
-
-
-def _unpack(
-    parcel: ParamGroup,
-    params: Sequence[Tensor],
-    pieces: Sequence[Pieces],
-    groups: list[ParamGroup],
-    rank: int,
-) -> None:
-    """Install a parcel."""
-    for group, options in zip(groups, parcel["options"], strict=True):
-        group.update(options)
-    partial = frozenset(parcel["partial"])  # where gradients are sharded, owners have them by themselves
-    for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
-        piece = piece_of(of_param, rank)
-        if piece is not None and index not in partial:
-            set_owned_gradient(param, piece, parcel["grads"].get(index))
+    return {"grads": grads, "partial": partial}

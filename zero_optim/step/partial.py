@@ -61,16 +61,7 @@ class PartialGradient(Tensor):
     is_of_sparse: bool
 
     @staticmethod
-    def __new__(
-        cls: type["PartialGradient"],
-        param: Tensor,
-        pieces: Pieces,
-        piece: Tensor | None,
-        name: str,
-        dtype: torch.dtype | None = None,
-        comes: Callable[[], None] | None = None,
-        agree: Agree | None = None,
-    ) -> "PartialGradient":
+    def __new__(cls: type["PartialGradient"], param: Tensor, *_: object, **__: object) -> "PartialGradient":
         """Make the tensor without memory."""
         make: Any = private.make_wrapper_subclass
         untyped: Any = Tensor.dtype
@@ -175,56 +166,45 @@ class PartialGradient(Tensor):
         if name == "detach_":
             return first
         beside = args[1:]
-        if name in _PER_ELEMENT and not any(_has_elements(value) for value in beside):
-            if isinstance(first, PartialGradient):
-                _run_on_one(func, name, first, beside, kwargs or {})
-                return first
-            if isinstance(first, list | tuple):
-                return _run_on_many(func, name, first, beside, kwargs or {})
-        return _first_in(args)._refuse(name)
+        is_apt = name in _PER_ELEMENT and not any(map(_has_elements, beside))
+        if is_apt and isinstance(first, PartialGradient | list | tuple):
+            return _run_on_rows(func, name, first, beside, kwargs or {})
+        every = (item for value in args for item in (value if isinstance(value, list | tuple) else [value]))
+        return next(item for item in every if isinstance(item, PartialGradient))._refuse(name)
 
 
-def _run_on_one(
-    func: Callable[..., Any], name: str, grad: PartialGradient, beside: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    if grad.piece is not None:
-        with _brought(func, beside, on_host=grad.is_on_host) as near:
-            func(grad.piece, *near, **kwargs)
-    if name == "zero_":
-        grad.drop()
-
-
-def _run_on_many(
+def _run_on_rows(
     func: Callable[..., Any],
     name: str,
-    grads: Sequence[Tensor],
+    first: Tensor | Sequence[Tensor],
     beside: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401 - what the operator returns
-    there: list[tuple[int, Tensor, bool]] = []
-    for place, grad in enumerate(grads):
-        if isinstance(grad, PartialGradient):
-            if grad.piece is not None:
-                there.append((place, grad.piece, grad.is_on_host))
-            if name == "_foreach_zero_":
-                grad.drop()
-        else:
-            there.append((place, grad, False))
+    """Run an operator in place on the rows here of a gradient, or of all gradients of a list."""
+    grads = [first] if isinstance(first, Tensor) else first
+    rows = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
     result = None
     for on_host in (False, True):
-        some = [(place, tensor) for place, tensor, is_there in there if is_there == on_host]
-        if not some:
+        places = [
+            place for place, row in enumerate(rows) if row is not None and is_on_host(grads[place]) == on_host
+        ]
+        if not places:
             continue
         # A list beside the gradients has a number, or a 0-d tensor, for each.
         args = [
-            [value[place] for place, _ in some] if isinstance(value, list | tuple) else value
+            [value[place] for place in places] if isinstance(value, list | tuple) else value
             for value in beside
         ]
         with _brought(func, args, on_host=on_host) as near:
-            result = func([tensor for _, tensor in some], *near, **kwargs)
+            some = [rows[place] for place in places]
+            result = func(some if grads is first else some[0], *near, **kwargs)
+    if name in ("zero_", "_foreach_zero_"):
+        for grad in grads:
+            if isinstance(grad, PartialGradient):
+                grad.drop()
     if name == _UNSCALE:
         _agree(grads, beside[0])
-    return result
+    return result if grads is first else first
 
 
 class OwnedGradient(Tensor):
@@ -314,14 +294,3 @@ def _has_elements(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_elements, value))
     return isinstance(value, PartialGradient) or (isinstance(value, Tensor) and value.numel() > 1)
-
-
-def _first_in(values: Sequence[Any]) -> PartialGradient:
-    for value in values:
-        if isinstance(value, PartialGradient):
-            return value
-        if isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, PartialGradient):
-                    return item
-    raise AssertionError("an operator is dispatched here for one of its arguments")

@@ -6,15 +6,15 @@ Note [Unfrozen later]
     each registered one.
 """
 
-import hashlib
 from collections.abc import Container, Sequence
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree
-from zero_optim.comm.collectives import RankGroup, tensor_to_bytes
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import memory_of
+from zero_optim.shard.order import digests
 
 NOT_REDUCED = (
     "did not require a gradient when the model was wrapped, and now does: its gradient would not be reduced, "
@@ -54,12 +54,10 @@ def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: 
     """
     if in_join:
         raise RuntimeError(f"{next(iter(unreduced))} {NOT_REDUCED}")
-    items = [f"gradient of {name}: {_digest(param.grad)}" for name, param in unreduced.items()]
+    grads = {name: param.grad for name, param in unreduced.items()}
+    values = iter(digests([memory_of(grad.to_dense()) for grad in grads.values() if grad is not None]))
+    items = [
+        f"gradient of {name}: {'none' if grad is None else next(values).hex()}"
+        for name, grad in grads.items()
+    ]
     agree(group, items, "gradients that the wrapper does not reduce", {"gradient": _HINT})
-
-
-def _digest(grad: Tensor | None) -> str:
-    if grad is None:
-        return "none"
-    values = grad.detach().to_dense().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(tensor_to_bytes(values)).hexdigest()[:16]

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.core import Core
-from zero_optim.step.words import Word, exchange
+from zero_optim.step.join import Status, exchange
 
 
 class ShadowHook(JoinHook):
@@ -100,7 +100,7 @@ class Joins(Joinable):
         Does nothing where the optimizer is not given to ``Join``, or no ``Join`` is under way.
         """
         if self.under_way:
-            exchange(self._core.group, Word.NOTHING, failure=failure)
+            exchange(self._core.group, Status.NOTHING, failure=failure)
 
     def lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
         """Return what lending gradients of some parameters takes."""

@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall
 from zero_optim.state.core import Core
-from zero_optim.step.amp import Scaling
+from zero_optim.step.amp import Scaling, is_skipped_by_all
 from zero_optim.step.clip import ClipArguments, clip_together
-from zero_optim.step.join import lend_to
+from zero_optim.step.join import Status, exchange, lend_to, ranks_that
 from zero_optim.step.overlap import Overlap
 from zero_optim.step.unreduced import unreduced_among
-from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 from zero_optim.stepping.backward import BackwardSteps
 from zero_optim.stepping.calls import Calls
 from zero_optim.stepping.joins import Joins, ShadowHook
@@ -119,7 +118,7 @@ class Stepping:
                 failure = error
         if scaling is None and failure is None and not in_join:
             return False
-        word = Word.NOTHING if scaling is None else scaling.word
+        word = Status.NOTHING if scaling is None else scaling.status
         found_inf = None if scaling is None else scaling.found_inf
         words = exchange(core.group, word, found_inf=found_inf, failure=failure)
         if scaling is not None:
@@ -127,7 +126,7 @@ class Stepping:
                 core.mirror.relabel(core.snapshot.steps)
                 return True
             scaling.unscale(core.params)
-        lend_to(core.group, ranks_that(words, Word.JOINED), *self.joins.lendable(core.params))
+        lend_to(core.group, ranks_that(words, Status.JOINED), *self.joins.lendable(core.params))
         return False
 
     def agree_on_infinity(self, found_inf: Tensor) -> None:
@@ -143,8 +142,8 @@ class Stepping:
         with group.doing("GradScaler.unscale_()"):
             if self.joins.under_way:
                 self.joins.announce(steps=False)
-                words = exchange(group, Word.UNSCALES, found_inf=found_inf)
-                found_inf.fill_(bool(ranks_that(words, Word.INFINITE)))
+                words = exchange(group, Status.UNSCALES, found_inf=found_inf)
+                found_inf.fill_(bool(ranks_that(words, Status.INFINITE)))
             elif group.size > 1:
                 group.start_sum(found_inf)[1].wait()
 
@@ -164,8 +163,8 @@ class Stepping:
             if self.joins.under_way:
                 self.joins.announce(steps=False)
                 group = core.group.during("clip")
-                words = exchange(group, Word.CLIPS)
-                lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups, asked.to_send())
+                words = exchange(group, Status.CLIPS)
+                lend_to(group, ranks_that(words, Status.JOINED), params, pieces, groups, asked.to_send())
             return clip_together(core.group, params, pieces, asked, core.inputs.forms.files)
 
     def join_hook(self) -> JoinHook:
@@ -182,15 +181,15 @@ class Stepping:
                 self.backward.step_rest("", joined=True)
                 return
             group, lendable = core.group, self.joins.lendable(core.params)
-            words = exchange(group, Word.JOINED)
-            while ranks_that(words, Word.CLIPS) or ranks_that(words, Word.UNSCALES):
-                if ranks_that(words, Word.CLIPS):
-                    asked = lend_to(group.during("clip"), ranks_that(words, Word.JOINED), *lendable)
+            words = exchange(group, Status.JOINED)
+            while ranks_that(words, Status.CLIPS) or ranks_that(words, Status.UNSCALES):
+                if ranks_that(words, Status.CLIPS):
+                    asked = lend_to(group.during("clip"), ranks_that(words, Status.JOINED), *lendable)
                     clip_together(group, *lendable[:2], ClipArguments.received(asked))
-                words = exchange(group, Word.JOINED)
+                words = exchange(group, Status.JOINED)
             if is_skipped_by_all(words):
                 return
-            lend_to(group, ranks_that(words, Word.JOINED), *lendable)
+            lend_to(group, ranks_that(words, Status.JOINED), *lendable)
             group.phase.traffic.count_step()
             self.calls.run("step()", partial(core.owned.step, core.groups, None))
         self.joins.end_step()
