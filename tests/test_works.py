@@ -297,7 +297,8 @@ BUSY = Status(
             (WAITS, AWAY, WAITS, WAITS),
             (1,),
             (
-                "stalled for 1 s: rank 1 has not called step() (last seen: backward pass 812 ended 34 s ago); "
+                "stalled for 1 s: rank 1 has not called step() (last seen: backward pass 812 ended "
+                "34 s ago); "
                 "ranks 0, 2, 3 wait in the gather of bucket 3 (a.weight, …). "
             ),
         ),
