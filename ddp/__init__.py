@@ -22,7 +22,7 @@ from zero_optim.ddp.full.sharded_state import full_state_dict, load_sharded_stat
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.bucket import GradBucket
+from zero_optim.ddp.reducer.gradient_bucket import GradBucket
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 

@@ -9,9 +9,9 @@ Note [Not for gradients]
     at once may wait for each other for ever.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +29,8 @@ from zero_optim.compat.streams import (
     recorded_event,
     wait_for_event,
 )
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Then
 
 Callback: TypeAlias = Callable[[Tensor], None]
 
@@ -37,7 +39,7 @@ _NUM_UNDER_WAY = 2
 
 
 class _Kind(NamedTuple):
-    """What inputs must have in common to be sent together."""
+    """What inputs that are sent together have in common."""
 
     group: dist.ProcessGroup | None
     dtype: torch.dtype
@@ -45,7 +47,7 @@ class _Kind(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What becomes of one call's sum: the shape of this rank's chunk, and who receives it."""
+    """The shape of this rank's chunk in one call, and who receives the sum."""
 
     shape: torch.Size
     callback: Callback | None
@@ -73,7 +75,7 @@ class _Bucket:
         self.nbytes += _nbytes(chunks)
 
     def packed(self) -> list[Tensor]:
-        """Give the rows, each as one tensor, for the current stream."""
+        """Return the rows, each as one tensor, for the current stream."""
         for event in self.ready.values():
             wait_for_event(self.device, event)
         packed = [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
@@ -99,7 +101,8 @@ class ReduceScatterBucketer:
         self._cap_nbytes = int(max(0.0, bucket_cap_mb) * 2**20)
         self._ranks: dict[tuple[dist.ProcessGroup | None, torch.device], tuple[RankGroup, Lease]] = {}
         self._buckets: dict[_Kind, _Bucket] = {}
-        self._sent: deque[tuple[RowSum, list[_Call]]] = deque()
+        self._sent = Flow(_NUM_UNDER_WAY)
+        self._calls_back = True
 
     @torch.no_grad()
     def reduce_scatter_async(
@@ -150,20 +153,23 @@ class ReduceScatterBucketer:
         for kind, bucket in buckets.items():
             self._send(kind, bucket)
         while self._sent:
-            self._finish_first()
+            self._sent.finish_first()
 
     def teardown(self) -> None:
-        """Let go of what has collected, and of process groups. Sends nothing, and calls nothing back.
+        """Drop what has collected, and process groups. Sends nothing, and calls nothing back.
 
         It waits for what was sent before.
         """
         self._buckets = {}
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self._calls_back = False
+        try:
+            self._sent.wait()
+        finally:
+            self._calls_back = True
         self._ranks = {}
 
     def _ranks_for(self, kind: _Kind) -> tuple[RankGroup, Lease]:
-        """Give the ranks, and the groups beside them on which such inputs are sent, whatever the dtype."""
+        """Return the ranks, and the groups beside them on which such inputs are sent, whatever the dtype."""
         place = kind.group, kind.device
         if place not in self._ranks:
             ranks = RankGroup.of(kind.group, kind.device)
@@ -172,16 +178,17 @@ class ReduceScatterBucketer:
 
     def _send(self, kind: _Kind, bucket: _Bucket) -> None:
         ranks, lease = self._ranks_for(kind)
-        if len(self._sent) == _NUM_UNDER_WAY:
-            self._finish_first()
-        self._sent.append((RowSum(ranks, lease.groups, bucket.packed()), bucket.calls))
 
-    def _finish_first(self) -> None:
-        """Wait for the sum that was sent first, and hand each call its part."""
-        total, calls = self._sent.popleft()
-        parts = torch.split(total.wait(), [call.shape.numel() for call in calls])
+        def begin() -> Then:
+            return Then([RowSum(ranks, lease.groups, bucket.packed())], partial(self._answer, bucket.calls))
+
+        self._sent.start(begin)
+
+    def _answer(self, calls: Sequence[_Call], totals: Sequence[Tensor]) -> None:
+        """Hand each call its part of a sum."""
+        parts = torch.split(totals[0], [call.shape.numel() for call in calls])
         for call, part in zip(calls, parts, strict=True):
-            if call.callback is not None:
+            if call.callback is not None and self._calls_back:
                 call.callback(part.view(call.shape))
 
 

@@ -1,8 +1,7 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` where its C++ one was.
 
 Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's maintained code, and ``isinstance``
-holds. This file, `rebindable` and `torch_adapters` alone touch private names of that class, which are checked
-against the installed PyTorch when they are imported.
+holds. Only this file, `rebindable` and `reducer_adapters` touch private names of that class.
 """
 
 import inspect
@@ -29,7 +28,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
-from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
+from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
 
@@ -154,7 +153,7 @@ class DistributedDataParallel(RebindableWrapper):
         return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted, checks=False)
 
     def _wanted(self) -> Callable[[bool], bool]:
-        """Make what tells whether a pass is to be reduced; it does not keep the wrapper."""
+        """Return a callable that is True if a backward pass must be reduced; holds a weak reference."""
         reference = weakref.ref(self)
 
         def wanted(was_expected: bool) -> bool:
@@ -173,7 +172,7 @@ class DistributedDataParallel(RebindableWrapper):
         return wanted
 
     def _own(self) -> Reducer:
-        """Give our reducer, or raise: PyTorch builds none where every parameter is delayed."""
+        """Return our reducer, or raise: PyTorch builds none where every parameter is delayed."""
         if self._delay_all_reduce_all_params:
             raise RuntimeError(
                 "delay_all_reduce_named_params holds every parameter, so there are no buckets: comm hooks "
@@ -183,7 +182,7 @@ class DistributedDataParallel(RebindableWrapper):
         return own
 
     def _caps(self) -> tuple[int, ...]:
-        """Give the capacities of buckets in bytes."""
+        """Return the capacities of buckets in bytes."""
         listed = tuple(getattr(self, "bucket_bytes_cap_list", ()))
         if listed:
             return listed
@@ -222,20 +221,20 @@ class DistributedDataParallel(RebindableWrapper):
     @eager
     def _post_forward(self, output: object) -> object:
         """Prepare for the backward pass; what PyTorch's does, without wrapping the outputs."""
+        trains, syncs = torch.is_grad_enabled(), self.require_backward_grad_sync
         if self._delay_all_reduce_all_params:
-            if self._is_detached and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            if self._is_detached and trains and syncs:
                 self.reducer.expect()  # raises
-            self._clear_grad_buffer()  # type: ignore[no-untyped-call]
-            return output
-        if torch.is_grad_enabled():
-            self._own().activity.end("forward pass")
-        if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
-            self._sync_buffers()  # type: ignore[no-untyped-call]
-        if torch.is_grad_enabled():
-            self._own().expect(self.require_backward_grad_sync)
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if self.require_forward_param_sync:
-            self._own().prepare(output)
+        else:
+            if trains:
+                self._own().activity.end("forward pass")
+            if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+                self._sync_buffers()  # type: ignore[no-untyped-call]
+            if trains:
+                self._own().expect(syncs)
+            self.require_forward_param_sync = trains and syncs
+            if trains and syncs:
+                self._own().prepare(output)
         self._clear_grad_buffer()  # type: ignore[no-untyped-call]
         return output
 
@@ -259,8 +258,8 @@ class DistributedDataParallel(RebindableWrapper):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let a hook reduce the buckets in the place of all-reduce; any that runs on PyTorch's DDP runs here.
 
-        All ranks register the same, once, before the first backward pass. Communicates, so that they notice
-        if they do not. One that reduces to owners brings buckets of its own: ``bucket_cap_mb`` has no effect.
+        All ranks register the same, once, before the first backward pass; communicates. One that reduces to
+        owners brings buckets of its own: ``bucket_cap_mb`` has no effect.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.
@@ -298,8 +297,7 @@ class DistributedDataParallel(RebindableWrapper):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
         """Take part in ``Join``; called by it, on every rank. First reads reports of earlier passes."""
-        if not self._delay_all_reduce_all_params:
-            self._own().check_finished()
+        self.check_finished()
         hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         return hook
 
@@ -321,20 +319,19 @@ class DistributedDataParallel(RebindableWrapper):
     # ------------------------------------------------------------------ statistics
 
     def get_ddp_logging_data(self) -> dict[str, int | str]:
-        """Tell about comm hook and buckets, and whether the graph looks static; does not communicate.
+        """Return a part of what PyTorch's ``_get_ddp_logging_data`` does; no communication.
 
-        Names as in PyTorch's ``_get_ddp_logging_data``, of which it tells a part: sizes in bytes, counts, and
-        flags as 0 and 1. It takes no times: a profiler does.
+        That is the comm hook, sizes of buckets in bytes, counts, and flags as 0 and 1. No times.
         """
         return logging_data(self._own())
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Tell what the reductions on this rank communicated since the last call. Does not communicate.
+        """Return what the reductions on this rank communicated since the last call. No communication.
 
-        The keys are those of `ZeroRedundancyOptimizer.metrics`; the figures of both can be added up. The
-        phases are ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (in which
-        buckets are made anew) and ``total``. ``passes`` is how many backward passes were reduced. With a comm
-        hook ``exposed_seconds/reduce`` is what the hook takes, and the wait for it. Not counted: what the
-        hook sends, and buffers, which PyTorch's code broadcasts. ``reset=False`` leaves the counts alone.
+        The keys are those of `ZeroRedundancyOptimizer.metrics`, whose figures can be added. The phases are
+        ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (in which buckets are made
+        anew) and ``total``. ``passes`` is how many backward passes were reduced. With a comm hook
+        ``exposed_seconds/reduce`` is the time of the hook and of the wait for it. Not counted: what the hook
+        sends, and buffers. ``reset=False`` leaves the counts alone.
         """
         return self._own().metrics(reset=reset)

@@ -189,7 +189,7 @@ class FullyShardedDataParallel(nn.Module):
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.core.describe())
         reducer = make_reducer(built, optimizer, mesh, self._options, _wanted(weakref.ref(self)))
-        self._reducer, stamps = reducer, optimizer.steps.calls.unit_stamps()
+        self._reducer, stamps = reducer, optimizer.iteration.calls.unit_stamps()
         gathers = make_gathers(built, optimizer, mesh, reducer, stamps)
         if hasattr(self, "units"):
             self.units.supply.use(optimizer.ranks, gathers, stamps)

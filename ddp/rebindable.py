@@ -32,13 +32,13 @@ class RebindableWrapper(TorchDistributedDataParallel):
     _on_stall: str = "raise"
 
     def detach(self) -> None:
-        """Let go of the process group, of the reducer and of comm hooks; does not communicate.
+        """Drop the process group, the reducer and comm hooks; does not communicate.
 
-        To be called on every rank before ``destroy_process_group()``, also when another rank has failed;
-        beside the optimizer's `detach`. If a wait on these ranks has failed, their connections are broken, so
-        that no other rank waits for this one any more. Until `rebind`, a forward pass whose gradients are to
-        be reduced raises; ``module`` runs without the wrapper. Gradients stay. A second call does nothing. It
-        need not be bound again: the module may get another wrapper.
+        Every rank calls it before ``destroy_process_group()``, also when another rank has failed; beside the
+        optimizer's `detach`. If a wait on these ranks has failed, their connections are broken, so that no
+        other rank waits for this one. Until `rebind`, a forward pass whose gradients are to be reduced
+        raises; ``module`` runs without the wrapper, or gets another one. Gradients stay. A second call does
+        nothing.
         """
         if self._is_detached:
             return

@@ -17,8 +17,8 @@ from zero_optim.hooks.compress import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from zero_optim.hooks.overlap.to_owners import reduce_to_owners
-from zero_optim.hooks.overlap.zero_step import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
+from zero_optim.hooks.stepper import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
+from zero_optim.hooks.to_owners import reduce_to_owners
 
 __all__ = [
     "allreduce_hook",

@@ -103,3 +103,23 @@ def averaged(net: nn.Module, loss: Callable[[nn.Module, int], Tensor], size: int
                 part = param.grad * (1 / size)
                 sums[name] = sums[name] + part if name in sums else part
     return sums
+
+
+def of_batch(number: int) -> Callable[[nn.Module, int], Tensor]:
+    """The loss of one batch, of a model and a rank."""
+    return lambda net, rank: mlp_loss(net, number, rank)
+
+
+def assert_averaged(
+    net: nn.Module,
+    clean: nn.Module,
+    loss: Callable[[nn.Module, int], Tensor],
+    where: object = "",
+    *,
+    size: int = 2,
+    tolerance: float = 0.0,
+) -> None:
+    """Gradients are the averages of what each rank computes alone on a clean copy."""
+    expected = averaged(clean, loss, size)
+    for name, param in net.named_parameters():
+        assert_same(param.grad, expected.get(name), (where, name), tolerance)

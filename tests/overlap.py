@@ -16,6 +16,7 @@ from fake_streams import fake_streams
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel as OurDdp
 from zero_optim.hooks import allreduce_hook, zero_step
+from zero_optim.step.partial import PartialGradient
 
 WRAPPERS: dict[str, type[TorchDdp]] = {"torch": TorchDdp, "ours": OurDdp}
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -164,8 +165,9 @@ Step = Callable[[nn.Module, ZeroRedundancyOptimizer, int], Grads]
 
 
 def grads_of(model: nn.Module) -> Grads:
-    """Copies of the current gradients."""
-    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+    """Copies of the current gradients; None for partial ones."""
+    grads = [param.grad for param in model.parameters()]
+    return [None if grad is None or isinstance(grad, PartialGradient) else grad.clone() for grad in grads]
 
 
 def plain_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:

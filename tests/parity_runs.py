@@ -73,7 +73,11 @@ STAGES = {
     ),
     "overlap, no thread": Stage(DistributedDataParallel, zero_step, inline=True),
     "overlap, lazy": Stage(DistributedDataParallel, zero_step, lazy=True),
-    "to owners": Stage(TorchDdp, reduce_to_owners, to_owners=True),
+    "overlap, owners, no thread, torch's DDP": Stage(
+        TorchDdp, lambda o: zero_step(o, gradients="owners"), to_owners=True, inline=True
+    ),
+    "to owners": Stage(DistributedDataParallel, reduce_to_owners, to_owners=True),
+    "to owners, torch's DDP": Stage(TorchDdp, reduce_to_owners, to_owners=True),
     "gradients": Stage(ShardedDataParallel, to_owners=True),
     "gradients, lazy": Stage(ShardedDataParallel, lazy=True, packed=True, to_owners=True),
     "fully": Stage(FullyShardedDataParallel, to_owners=True),

@@ -7,19 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuts import cutting
 from overlap import Net, adamw, loss_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.ddp.owners.rows import RowPlan
 from zero_optim.plan.pieces import Piece, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient
-
-
-def new_rows(plan: RowPlan, like: Tensor) -> list[Tensor]:
-    """Rows of a plan, by rank, of the dtype and device of a tensor; padding is zero."""
-    make = like.new_zeros if plan.has_gaps else like.new_empty
-    return [make(bounds[-1]) for bounds in plan.bounds]
 
 
 @dataclass
@@ -49,6 +43,13 @@ class Setting:
         model = self.model()
         optimizer = self.optimizer(model)
         return ShardedDataParallel(model, optimizer, accumulate=self.accumulate, **self.options), optimizer
+
+
+def cut_adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    with cutting():
+        optimizer = adamw(model, bucket_cap_mb=0.002, **options)
+    assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
+    return optimizer
 
 
 Step = Callable[[Any, ZeroRedundancyOptimizer, int], object]

@@ -44,7 +44,7 @@ def test_what_trials_show_on_one_rank_counts_on_all(via: str) -> None:
         sharded.rebind(group)
     assert "not steppable in parts" in sharded.explain(quiet=True).traits[0]
     with pytest.raises(ValueError, match=r"another rank|have no gradient"):
-        sharded.steps.overlap()
+        sharded.iteration.overlap()
     for step in range(3):
         set_grads(params, step)
         sharded.step()

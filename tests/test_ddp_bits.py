@@ -1,4 +1,4 @@
-"""The bits of PyTorch's wrapper on three and four ranks, where sums round as places in a bucket have it."""
+"""The bits of PyTorch's wrapper on two to four ranks, where sums round as places in a bucket have it."""
 
 from itertools import product
 from typing import Any
@@ -16,24 +16,28 @@ from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import ReductionError
 from zero_optim.hooks import zero_step
 
-CAP_MB = 0.002  # several buckets
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "small buckets": {"bucket_cap_mb": CAP_MB},
-    "views": {"bucket_cap_mb": CAP_MB, "gradient_as_bucket_view": True},
-    "static graph": {"bucket_cap_mb": CAP_MB, "static_graph": True},
-    "static graph, views": {"static_graph": True, "gradient_as_bucket_view": True},
-    "static graph, find unused": {
-        "bucket_cap_mb": CAP_MB,
-        "static_graph": True,
-        "find_unused_parameters": True,
-    },
-    "find unused": {"find_unused_parameters": True},
-    "find unused, small buckets": {"bucket_cap_mb": CAP_MB, "find_unused_parameters": True},
-    "list of capacities": {"bucket_cap_mb_list": [CAP_MB, 2 * CAP_MB]},
-    "list, find unused": {"bucket_cap_mb_list": [CAP_MB, 2 * CAP_MB], "find_unused_parameters": True},
-}
+SMALL: dict[str, Any] = {"bucket_cap_mb": 0.002}  # several buckets
+VIEWS, STATIC, UNUSED = (
+    {name: True} for name in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
+)
+LISTED = {"bucket_cap_mb_list": [0.002, 0.004]}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    SMALL,
+    SMALL | VIEWS,
+    SMALL | STATIC,
+    STATIC | VIEWS,
+    SMALL | STATIC | UNUSED,
+    UNUSED,
+    SMALL | UNUSED,
+    LISTED,
+    LISTED | UNUSED,
+    {"bucket_cap_mb": 100},
+    {"batched_grad_copy": True},
+    {"batched_grad_copy": True} | VIEWS,
+    {"init_sync": False},
+    {"device_ids": None, "output_device": None, "dim": 0},
+)
 
 
 class Layers(nn.Module):
@@ -59,39 +63,39 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-def train(pair: Pair, steps: int, where: object) -> None:
-    for number in range(steps):
-        for model in pair:
-            model.zero_grad(set_to_none=number != 3)
-        pair.backward(lambda model, n=number: loss_of(model, n), (where, number))  # type: ignore[misc]
-
-
-def places(model: nn.Module) -> list[list[int]]:
-    """Parameters of each bucket of PyTorch's wrapper, once rebuilt."""
-    data = model._get_ddp_logging_data()  # type: ignore[operator]
-    told = data["rebuilt_per_bucket_param_indices"]
-    return [[int(index) for index in part.split()] for part in told.split(",")]
+def assert_buckets_of_pytorch(pair: Pair, options: dict[str, Any], before: list[int]) -> None:
+    """Buckets are PyTorch's, before and after they were rebuilt, and of the sizes that were asked for."""
+    own, theirs = pair.ours.reducer.own, pair.theirs._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    assert before == [int(size) for size in theirs["bucket_sizes"].split(", ")], options
+    assert own.options.batched_grad_copy == options.get("batched_grad_copy", False)
+    assert own.history.has_rebuilt == ("static_graph" in options or "find_unused_parameters" not in options)
+    after = [bucket.nbytes for bucket in own.assignment.buckets]
+    assert sum(after) == sum(param.nbytes for param in own.params)
+    caps = options.get("bucket_cap_mb_list") or [options.get("bucket_cap_mb", 25)]
+    assert (len(after) > 1) == (min(caps) < 0.1), options
+    if own.history.has_rebuilt:
+        told = theirs["rebuilt_per_bucket_param_indices"].split(",")
+        indices = [[int(index) for index in part.split()] for part in told]
+        assert [bucket.indices for bucket in own.assignment.buckets] == indices, options
+    places = [bucket.flat.untyped_storage().data_ptr() for bucket in own.assignment.buckets]
+    for grad in (param.grad for param in own.params if param.grad is not None):
+        assert (grad.untyped_storage().data_ptr() in places) == ("gradient_as_bucket_view" in options), (
+            options
+        )
 
 
 @on_ranks(4)
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")  # PyTorch's advice
-@pytest.mark.parametrize("members", [3, 4])
-def test_every_option_gives_the_bits_of_pytorchs_wrapper_in_every_pass(members: int) -> None:
-    group = dist.new_group(list(range(members)))
-    if dist.get_rank() >= members:
-        return
-    for name, options in OPTIONS.items():
-        if not KNOWN.issuperset(options):
-            continue  # this PyTorch does not have it
-        uses_all = "find" not in name and "static" not in name
-        pair = Pair.of(Layers(spares=0 if uses_all else 2), process_group=group, **options)
-        before = [bucket.nbytes for bucket in pair.ours.reducer.own.assignment.buckets]
-        theirs = pair.theirs._get_ddp_logging_data()["bucket_sizes"]  # type: ignore[no-untyped-call]
-        assert before == [int(size) for size in theirs.split(", ")], name
-        train(pair, 6, (members, name))
-        own = pair.ours.reducer.own
-        if own.history.has_rebuilt:
-            assert [bucket.indices for bucket in own.assignment.buckets] == places(pair.theirs), name
+def test_every_option_gives_the_bits_of_pytorchs_wrapper_in_every_pass() -> None:
+    for members in (2, 3, 4):
+        group = dist.new_group(list(range(members)))
+        for options in OPTIONS if dist.get_rank() < members else ():
+            if KNOWN.issuperset(options):  # this PyTorch has it
+                uses_all = not {"static_graph", "find_unused_parameters"} & options.keys()
+                pair = Pair.of(Layers(spares=0 if uses_all else 2), process_group=group, **options)
+                before = [bucket.nbytes for bucket in pair.ours.reducer.own.assignment.buckets]
+                pair.train(loss_of, 6, (members, options))
+                assert_buckets_of_pytorch(pair, options, before)
 
 
 @on_ranks(4)
@@ -100,7 +104,7 @@ def test_large_gradients_have_the_bits_of_pytorchs_wrapper(members: int) -> None
     """More than a megabyte for each part of the ring, so that there are more parts."""
     group = dist.new_group(list(range(members)))
     if dist.get_rank() < members:
-        train(Pair.of(Layers(640), process_group=group), 3, members)
+        Pair.of(Layers(640), process_group=group).train(loss_of, 3, members)
 
 
 # ---------------------------------------------------------------------- gradients without a value
@@ -152,13 +156,11 @@ def stepped(wrapper: type[TorchDdp] | None, overlap: bool, **options: Any) -> Un
 def test_a_parameter_whose_gradient_is_undefined_on_every_rank_has_none() -> None:
     plain = stepped(None, overlap=False)
     assert torch.equal(plain.odd, torch.ones(4))
-    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
-        for view in (False, True):
-            for wrapper in (DistributedDataParallel, TorchDdp):
-                for overlap in (False, True):
-                    net = stepped(wrapper, overlap, gradient_as_bucket_view=view, **options)
-                    for got, expected in zip(net.parameters(), plain.parameters(), strict=True):
-                        assert_same(got.detach(), expected.detach(), (wrapper, options, view, overlap))
+    kinds = product((UNUSED, STATIC), (False, True), (DistributedDataParallel, TorchDdp), (False, True))
+    for options, view, wrapper, overlap in kinds:
+        net = stepped(wrapper, overlap, gradient_as_bucket_view=view, **options)
+        for got, expected in zip(net.parameters(), plain.parameters(), strict=True):
+            assert_same(got.detach(), expected.detach(), (wrapper, options, view, overlap))
 
 
 @on_ranks(2)

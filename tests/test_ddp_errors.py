@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from ddp_pairs import SMALL_MB, assert_same, averaged, batch, mlp, mlp_loss
-from pool import Ranks, on_ranks
+from ddp_pairs import SMALL_MB, assert_averaged, batch, mlp, mlp_loss, of_batch
+from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.errors import RankMismatchError, ReductionError
 from zero_optim.hooks import allreduce_hook
@@ -21,10 +22,8 @@ def check_average(model: nn.Module, clean: nn.Module, number: int, where: object
     """Run an iteration that has to be right."""
     model.zero_grad()
     mlp_loss(model, number).backward()
-    expected = averaged(clean, lambda net, rank: mlp_loss(net, number, rank), dist.get_world_size())
-    for name, param in clean.named_parameters():
-        assert param.grad is None
-        assert_same(model.get_parameter(f"module.{name}").grad, expected[name], (where, name), 1e-6)
+    net, size = model.get_submodule("module"), dist.get_world_size()
+    assert_averaged(net, clean, of_batch(number), where, size=size, tolerance=1e-6)
 
 
 # ---------------------------------------------------------------------- models
@@ -89,46 +88,33 @@ def test_optimizers_on_parameters_are_refused() -> None:
 # ---------------------------------------------------------------------- backward passes
 
 
-class Twice(nn.Module):
-    """A part that is recomputed in the backward pass, twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.again = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(self.again, x, use_reentrant=True)
-        return x
-
-
-@on_ranks(2)
-def test_a_second_gradient_is_reported_with_its_likely_causes() -> None:
-    model = DistributedDataParallel(Twice(), bucket_cap_mb=SMALL_MB)
-    message = r"every rank: Expected to mark a variable ready only once\. A second .* again\."
-    for _ in range(2):
-        model.zero_grad()
-        with pytest.raises(ReductionError, match=message) as caught:
-            mlp_loss(model, 0).backward()
-        for part in ("again.bias", "again.weight", "use_reentrant=False", "static_graph=True"):
-            assert part in str(caught.value), part
-        assert "first" not in str(caught.value).replace("after the first was", "")
-
-
 class Switched(nn.Module):
-    def __init__(self) -> None:
+    """A part is recomputed in the backward pass, as often as it says."""
+
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.times = 1
+        self.times = times
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(self.times):
             x = checkpoint(self.other, x, use_reentrant=True)
         return x
+
+
+@on_ranks(2)
+def test_a_second_gradient_is_reported_with_its_likely_causes() -> None:
+    model = DistributedDataParallel(Switched(2), bucket_cap_mb=SMALL_MB)
+    message = r"every rank: Expected to mark a variable ready only once\. A second .* other\."
+    for _ in range(2):
+        model.zero_grad()
+        with pytest.raises(ReductionError, match=message) as caught:
+            mlp_loss(model, 0).backward()
+        for part in ("other.bias", "other.weight", "use_reentrant=False", "static_graph=True"):
+            assert part in str(caught.value), part
+        assert "first" not in str(caught.value).replace("after the first was", "")
 
 
 @on_ranks(2)
@@ -189,9 +175,7 @@ def test_a_parameter_that_the_output_does_not_show_is_reduced() -> None:
     for _ in range(2):
         model.zero_grad()
         loss(model, net, dist.get_rank()).backward()
-        expected = averaged(clean, lambda module, rank: loss(module, module, rank), 2)  # type: ignore[arg-type]
-        for name, param in net.named_parameters():
-            assert_same(param.grad, expected[name], name, 1e-6)
+        assert_averaged(net, clean, lambda module, rank: loss(module, module, rank), tolerance=1e-6)  # type: ignore[arg-type]
 
 
 class Interrupted(Exception):
@@ -231,47 +215,43 @@ def check_exception(where: int, ranks: list[int], options: dict[str, Any], defer
 
 @on_ranks(2)
 def test_an_exception_in_a_backward_pass_reaches_every_rank_and_training_goes_on() -> None:
-    for where, ranks in ((8, [0]), (0, [1]), (4, [0, 1])):
-        for options in (
-            {},
-            {"gradient_as_bucket_view": True},
-            {"find_unused_parameters": True},
-            {"static_graph": True},
-        ):
-            check_exception(where, ranks, options, deferred=False)
+    for where, ranks, options in (
+        (8, [0], {}),
+        (0, [1], {"gradient_as_bucket_view": True}),
+        (4, [0, 1], {"gradient_as_bucket_view": True}),
+        (0, [0], {"find_unused_parameters": True}),
+        (4, [0, 1], {"find_unused_parameters": True}),
+        (8, [1], {"static_graph": True}),
+        (4, [0, 1], {"static_graph": True}),
+    ):
+        check_exception(where, ranks, options, deferred=False)
     check_exception(4, [1], {}, deferred=True)
 
 
-def check_report() -> None:
-    genuine, sums = dist.all_reduce, [0]
-
-    def counting(*args: Any, **options: Any) -> Any:
-        sums[0] += 1
-        return genuine(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", counting)
-        check_sums(sums)
-
-
-def check_sums(sums: list[int]) -> None:
-    for options, own, hook in (
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("options", "own", "hook"),
+    [
         ({}, 0, None),
         ({"gradient_as_bucket_view": True}, 0, None),
         ({"static_graph": True}, 0, None),
         ({"find_unused_parameters": True}, 1, None),
         ({}, 1, allreduce_hook),
-    ):
-        net = mlp()
-        model = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB, **options)
-        if hook is not None:
-            model.register_comm_hook(dist.group.WORLD, hook)
+    ],
+)
+def test_word_of_a_failure_travels_with_the_last_bucket(options: Any, own: int, hook: Any) -> None:
+    """It costs a sum of its own only where used parameters are asked for, or a comm hook reduces."""
+    net = mlp()
+    model = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB, **options)
+    if hook is not None:
+        model.register_comm_hook(dist.group.WORLD, hook)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
         for number in range(3):
-            sums[0] = 0
+            sums.reset_mock()
             mlp_loss(model, number).backward()
-        num_buckets = len(model.reducer.own.assignment.buckets)
-        assert sums[0] == num_buckets + own, options
-        sums[0] = 0
+        num_sums = len(model.reducer.own.assignment.buckets) + own
+        assert sums.call_count == num_sums
+        sums.reset_mock()
         handle = net[0].weight.register_hook(interrupt) if dist.get_rank() else None
         with pytest.raises(Interrupted if handle else ReductionError):
             backward_and_check(model, 4)
@@ -279,13 +259,8 @@ def check_sums(sums: list[int]) -> None:
             handle.remove()
             with pytest.raises(ReductionError, match="rank 1: a backward pass ended with"):
                 mlp_loss(model, 4)
-        assert sums[0] == num_buckets + own, options
-        check_average(model, mlp(), 5, options)
-
-
-def test_word_of_a_failure_travels_with_the_last_bucket(ranks2: Ranks) -> None:
-    """It costs a sum of its own only where used parameters are asked for, or a comm hook reduces."""
-    ranks2.run(check_report)
+        assert sums.call_count == num_sums
+    check_average(model, mlp(), 5, options)
 
 
 @on_ranks(2)
@@ -302,9 +277,7 @@ def test_a_reducer_alone_recovers_from_an_exception_too() -> None:
             mlp_loss(net, 0).backward()
     net.zero_grad()
     mlp_loss(net, 1).backward()
-    expected = averaged(clean, lambda net, rank: mlp_loss(net, 1, rank), 2)
-    for name, param in net.named_parameters():
-        assert_same(param.grad, expected[name], name, 1e-6)
+    assert_averaged(net, clean, of_batch(1), tolerance=1e-6)
     reducer.close()
 
 
@@ -368,9 +341,7 @@ def test_a_pass_that_broke_off_is_told_one_pass_later_on_every_rank(as_view: boo
         mlp_loss(model, 1).backward()
     model.zero_grad(set_to_none=not as_view)
     mlp_loss(model, 2).backward()
-    expected = averaged(clean, lambda net, rank: mlp_loss(net, 2, rank), 2)
-    for name, param in net.named_parameters():
-        assert_same(param.grad, expected[name], name, 1e-6)
+    assert_averaged(net, clean, of_batch(2), tolerance=1e-6)
     with pytest.raises(ReductionError, match="rank 1: a backward pass ended with an exception"):
         mlp_loss(model, 3)
     check_average(model, clean, 4)

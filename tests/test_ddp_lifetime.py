@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ddp_pairs import SMALL_MB, assert_same, averaged, mlp, mlp_loss
+from ddp_pairs import SMALL_MB, assert_averaged, assert_same, mlp, mlp_loss
 from pool import on_ranks
 from process_memory import anonymous_nbytes
 from zero_optim.ddp import DistributedDataParallel, Reducer
@@ -90,7 +90,7 @@ def build_and_drop(net: nn.Module, **options: Any) -> list[weakref.ref[Any]]:
 @on_ranks(1)
 def test_twenty_wrappers_leave_nothing_behind() -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
-    net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))  # 8 MiB
+    net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # 4 MiB
     for options in ({}, VIEW):
         references = build_and_drop(net, **options)
         gc.collect()
@@ -99,7 +99,7 @@ def test_twenty_wrappers_leave_nothing_behind() -> None:
             references += build_and_drop(net, **options)
         gc.collect()
         assert not any(reference() is not None for reference in references)
-        assert anonymous_nbytes() - before < 8 * 2**20  # one model; 20 times as much if buckets stayed
+        assert anonymous_nbytes() - before < 4 * 2**20  # one model; 20 times as much if buckets stayed
 
 
 def copies_of(model: DistributedDataParallel) -> list[DistributedDataParallel]:
@@ -114,7 +114,7 @@ def copies_of(model: DistributedDataParallel) -> list[DistributedDataParallel]:
 @on_ranks(2)
 def test_copies_and_pickles_train_on_as_the_original_does() -> None:
     for options in ({}, VIEW, {"static_graph": True}, {"find_unused_parameters": True}):
-        for passes in (0, 2):
+        for passes in (0, 2) if options in ({}, {"static_graph": True}) else (2,):
             model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
             for number in range(passes):
                 mlp_loss(model, number).backward()
@@ -122,7 +122,7 @@ def test_copies_and_pickles_train_on_as_the_original_does() -> None:
                 assert type(twin) is DistributedDataParallel
                 assert twin.reducer.own is not model.reducer.own
                 assert twin.reducer.own.options == model.reducer.own.options
-                for number in range(10, 13):
+                for number in range(10, 12):
                     for net in (model, twin):
                         net.zero_grad()
                         mlp_loss(net, number).backward()
@@ -175,13 +175,9 @@ def test_the_process_group_may_be_changed() -> None:
         for number in range(3):
             model.zero_grad()
             mlp_loss(model, number).backward()
-            expected = averaged(
-                clean,
-                lambda net, index, n=number, who=members: mlp_loss(net, n, who[index]),
-                len(members),  # type: ignore[misc]
-            )
-            for name, param in model.module.named_parameters():
-                assert_same(param.grad, expected[name], (members, number, name), 1e-6)
+            loss = lambda net, index, n=number, who=members: mlp_loss(net, n, who[index])  # noqa: E731
+            where, size = (members, number), len(members)
+            assert_averaged(model.module, clean, loss, where, size=size, tolerance=1e-6)  # type: ignore[arg-type]
         assert model.get_ddp_logging_data()["has_rebuilt_buckets"] == 1
 
 

@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -232,31 +231,6 @@ def test_comm_hooks_find_buckets_of_the_reduced_dtype() -> None:
             mlp_loss(model, number).backward()
             assert_equal_grads(net, by_hand(twin, number, precision), number)
     assert seen == {BF16, HALF}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("lazily", [False, True], ids=["", "lazily"])
-@pytest.mark.parametrize("gradients", ["everywhere", "owners"])
-def test_stepping_during_backward_gives_the_bits_of_a_run_by_hand(gradients: str, lazily: bool) -> None:
-    for precision in (mixed(BF16), mixed(BF16, WHOLE)):
-        net = mlp()
-        twin, model = copy.deepcopy(net), wrap(net, precision)
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
-        one = torch.optim.AdamW(twin.parameters(), lr=0.1)
-        model.register_comm_hook(None, zero_step(optimizer, gradients=gradients))
-        if lazily:
-            optimizer.gather_lazily(model)
-        for number in range(5):
-            expected = by_hand(twin, number, precision)
-            for name, param in twin.named_parameters():
-                param.grad = expected[name]
-            optimizer.zero_grad()
-            mlp_loss(model, number).backward()
-            optimizer.step()
-            one.step()
-        optimizer.wait_for_gathers()
-        for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(mine, theirs), precision
 
 
 @on_ranks(2)

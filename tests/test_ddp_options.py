@@ -1,4 +1,4 @@
-"""Every constructor argument: the gradients that PyTorch's wrapper gives, and an effect to be seen."""
+"""Constructor arguments: the effect of each. `test_ddp_bits` and `test_parity` show which bits they give."""
 
 import copy
 from typing import Any
@@ -12,66 +12,27 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ddp_pairs import KNOWN, SMALL_MB, Pair, assert_same, averaged, batch, mlp, mlp_loss
+from ddp_pairs import (
+    KNOWN,
+    Pair,
+    assert_averaged,
+    assert_same,
+    averaged,
+    batch,
+    mlp,
+    mlp_loss,
+    of_batch,
+)
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "small buckets": {"bucket_cap_mb": SMALL_MB},
-    "views": {"bucket_cap_mb": SMALL_MB, "gradient_as_bucket_view": True},
-    "static graph": {"bucket_cap_mb": SMALL_MB, "static_graph": True},
-    "static graph, views": {"bucket_cap_mb": SMALL_MB, "static_graph": True, "gradient_as_bucket_view": True},
-    "find unused": {"bucket_cap_mb": SMALL_MB, "find_unused_parameters": True},
-    "one large bucket": {"bucket_cap_mb": 100},
-    "list of capacities": {"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]},
-    "batched copies": {"batched_grad_copy": True},
-    "batched copies, views": {"batched_grad_copy": True, "gradient_as_bucket_view": True},
-    "without init_sync": {"init_sync": False},
-    "no device": {"device_ids": None, "output_device": None, "dim": 0},
-}
 
 
 def sizes(model: nn.Module) -> list[int]:
     """Bytes of each bucket of ours, in the order of reduction."""
     assert isinstance(model, DistributedDataParallel)
     return [bucket.nbytes for bucket in model.reducer.own.assignment.buckets]
-
-
-@on_ranks(2)
-def test_gradients_equal_those_of_pytorchs_wrapper_bit_for_bit() -> None:
-    for name, options in OPTIONS.items():
-        if not KNOWN.issuperset(options):
-            continue  # this PyTorch does not have it
-        pair = Pair.of(mlp(), **options)
-        pair.train(mlp_loss, 6, name)
-        own = pair.ours.reducer.own
-        found = sizes(pair.ours)
-        assert sum(found) == sum(param.numel() * 4 for param in pair.ours.parameters())
-        caps = options.get("bucket_cap_mb_list") or [options.get("bucket_cap_mb", 25)]
-        assert (len(found) > 1) == (min(caps) < 0.1), (name, found)
-        if own.history.has_rebuilt:
-            theirs = pair.theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]  # type: ignore[no-untyped-call]
-            assert found == [int(size) for size in theirs.split(", ")], name
-        assert own.options.batched_grad_copy == options.get("batched_grad_copy", False)
-        assert own.history.has_rebuilt == (not options.get("find_unused_parameters", False)), name
-        places = [bucket.flat.untyped_storage().data_ptr() for bucket in own.assignment.buckets]
-        for param in pair.ours.parameters():
-            assert param.grad is not None
-            is_view = param.grad.untyped_storage().data_ptr() in places
-            assert is_view == options.get("gradient_as_bucket_view", False), name
-
-
-@on_ranks(4)
-def test_more_ranks_give_the_same_bits() -> None:
-    for view in (False, True):
-        pair = Pair.of(mlp(), gradient_as_bucket_view=view)
-        for number in range(5):
-            for model in pair:
-                model.zero_grad()
-            pair.backward(lambda model, n=number: mlp_loss(model, n), number)  # type: ignore[misc]
 
 
 class Rewired(nn.Module):
@@ -113,17 +74,11 @@ class WithBuffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 2)
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+        out: Tensor = self.head(self.norm(x))
         return out
-
-
-def image_loss(net: nn.Module, number: int) -> Tensor:
-    loss: Tensor = net(batch(number, 4, 3, 6, 6)).square().mean()
-    return loss
 
 
 def gathered(tensor: Tensor) -> list[Tensor]:
@@ -139,71 +94,18 @@ def test_buffers_are_sent_or_not_as_asked() -> None:
         for value in (True, False):
             if option not in KNOWN:
                 continue
-            net = WithBuffers()
-            pair = Pair.of(net, **{option: value})
+            pair = Pair.of(WithBuffers(), **{option: value})
             assert pair.ours.broadcast_buffers is value
-            pair.train(image_loss, 4, (option, value))
+            pair.train(mlp_loss, 4, (option, value))
             for ours, theirs in zip(pair.ours.buffers(), pair.theirs.buffers(), strict=True):
                 assert torch.equal(ours, theirs), (option, value)
             mean = pair.ours.module.norm.running_mean  # sent before a forward pass, then it moved on
             first, second = gathered(mean)
             assert not torch.equal(first, second)
             with torch.no_grad():
-                pair.ours.eval()(batch(10, 4, 3, 6, 6))
+                pair.ours.eval()(batch(10, 4, 8))
             first, second = gathered(mean)
             assert torch.equal(first, second) == value, (option, value)
-
-
-@on_ranks(2)
-def test_gradients_keep_the_strides_of_their_parameters() -> None:
-    for view in (False, True):
-        net = WithBuffers().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        pair = Pair.of(net, gradient_as_bucket_view=view)
-        pair.train(image_loss, 4, view)
-        weight = pair.ours.module.conv.weight
-        assert weight.grad.stride() == weight.stride() != net.conv.weight.contiguous().stride()
-
-
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16)
-        self.layers = nn.ModuleList(nn.Linear(8, 8).to(dtype) for dtype in dtypes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype)).tanh()  # type: ignore[operator, union-attr, arg-type]
-        return x.float()
-
-
-@on_ranks(2)
-def test_dtypes_travel_in_buckets_of_their_own() -> None:
-    for options in ({}, {"bucket_cap_mb": SMALL_MB}, {"gradient_as_bucket_view": True}):
-        pair = Pair.of(Mixed(), **options)
-        pair.train(mlp_loss, 4, options)
-        for bucket in pair.ours.reducer.own.assignment.buckets:
-            assert len({param.dtype for param in bucket.params}) == 1
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.twice, self.tied = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.tied.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.tied(self.twice(self.twice(self.first(x))))
-        return out
-
-
-@on_ranks(2)
-def test_a_parameter_that_is_used_twice_is_reduced_once() -> None:
-    for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-        pair = Pair.of(Tied(), bucket_cap_mb=SMALL_MB, **options)
-        assert len(pair.ours.reducer.own.params) == 5
-        pair.train(mlp_loss, 4, options)
 
 
 @on_ranks(4)
@@ -216,11 +118,7 @@ def test_gradients_are_averaged_over_the_group_or_mesh_given() -> None:
     for name, options in {"group": {"process_group": own}, "mesh": {"device_mesh": flat}}.items():
         pair = Pair.of(mlp(), **options)
         assert pair.ours.process_group is pair.theirs.process_group
-        for number in range(3):
-            for model in pair:
-                model.zero_grad()
-            loss = lambda model, n=number: mlp_loss(model, n)  # noqa: E731
-            pair.backward(loss, (name, number))
+        pair.train(mlp_loss, 3, name)
     model = DistributedDataParallel(mlp(), process_group=own)
     mlp_loss(model, 0).backward()
     grads = gathered(next(model.parameters()).grad)  # type: ignore[arg-type]
@@ -412,11 +310,9 @@ def test_delayed_parameters_are_averaged_when_the_backward_pass_is_over() -> Non
         for number in range(3):
             model.zero_grad()
             mlp_loss(model, number).backward()
-            expected = averaged(clean, lambda net, rank, n=number: mlp_loss(net, n, rank), 2)  # type: ignore[misc]
-            for name, param in inner.named_parameters():
-                # The sum begins before the hooked gradient itself is there.
-                if not (delayed is None and name == "scale"):
-                    assert_same(param.grad, expected[name], (delayed, number, name), 1e-6)
+            if delayed is None:  # the sum begins before the hooked gradient itself is there
+                inner.scale.grad = averaged(clean, of_batch(number), 2)["scale"]
+            assert_averaged(inner, clean, of_batch(number), (delayed, number), tolerance=1e-6)
         check_detached(model, clean)
 
 

@@ -11,7 +11,13 @@ from fake_streams import fake_streams
 from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms
-from zero_optim.ddp.reducer.bucket import BATCH_NBYTES, LARGE_NBYTES, GradBucket, ReducerBucket, tensor_of
+from zero_optim.ddp.reducer.gradient_bucket import (
+    BATCH_NBYTES,
+    LARGE_NBYTES,
+    GradBucket,
+    ReducerBucket,
+    tensor_of,
+)
 from zero_optim.ddp.reducer.graph import UnusedSearch, nearest, reach, tensors_in
 from zero_optim.ddp.reducer.history import History
 from zero_optim.plan.buckets import assign_buckets
@@ -217,7 +223,6 @@ def test_a_sparse_gradient_travels_as_it_is() -> None:
     bucket.params[0].grad = sparse_grad(1, 3)
     bucket.pending.append(0)
     bucket.take_pending(2.0)
-    bucket.take_sparse(2.0)
     assert bucket.flat.is_sparse
     assert bucket.flat.to_dense().sum() == 2
     given = GradBucket(bucket, 0, is_last=True)
@@ -227,7 +232,7 @@ def test_a_sparse_gradient_travels_as_it_is() -> None:
     bucket.give(sparse_grad(0), [False])
     assert bucket.params[0].grad.to_dense().sum() == 2  # type: ignore[union-attr]
     bucket.params[0].grad = None
-    bucket.take_sparse(2.0)
+    bucket.take([0], 2.0)
     assert bucket.flat.to_dense().abs().sum() == 0
     assert bucket.pop_misfits() == []
 
@@ -235,7 +240,7 @@ def test_a_sparse_gradient_travels_as_it_is() -> None:
 def test_gradients_of_the_wrong_layout_are_told_once() -> None:
     bucket = sparse_bucket()
     bucket.params[0].grad = torch.ones(5, 2)
-    bucket.take_sparse(1.0)
+    bucket.take([0], 1.0)
     assert (bucket.pop_misfits(), bucket.pop_misfits(), bucket.params[0].grad) == ([0], [], None)
     dense = bucket_of((5, 2), (2,))
     fill(dense)
@@ -348,20 +353,24 @@ def test_messages_name_some_parameters_and_count_the_rest() -> None:
     names = [f"layer.{number}" for number in range(13)]
     assert report.names_text(names[:2]) == "layer.0, layer.1"
     assert report.names_text(names).endswith("layer.9 and 3 more")
-    for explain, parts in (
+    for text, parts in (
         (
-            report.no_gradient,
+            report.NO_GRADIENT,
             ("find_unused_parameters=True", "static_graph=True", "requires_grad=False", "no_sync"),
         ),
-        (report.twice, ("use_reentrant=False", "static_graph=True")),
-        (report.more, ("more gradients", "Leave static_graph out")),
-        (report.fewer, ("fewer gradients", "Leave static_graph out")),
-        (report.late_gradient, ("return every tensor",)),
-        (report.sparse, ("a sparse gradient where a dense one", "nn.EmbeddingBag")),
-        (report.dense, ("a dense gradient where a sparse one", "nn.Embedding")),
+        (report.TWICE, ("use_reentrant=False", "static_graph=True")),
+        (report.MORE, ("more gradients", "Leave static_graph out")),
+        (report.FEWER, ("fewer gradients", "Leave static_graph out")),
+        (report.LATE_GRADIENT, ("return every tensor",)),
+        (report.SPARSE, ("a sparse gradient where a dense one", "nn.EmbeddingBag")),
+        (report.DENSE, ("a dense gradient where a sparse one", "nn.Embedding")),
     ):
+        troubles = report.PassTroubles()
+        for name in (names[0], names[1], names[0]):
+            troubles.note(text, name)
+        message = str(troubles.message())
         for part in ("layer.0, layer.1", *parts):
-            assert part in explain(names[:2]), (explain, part)
+            assert part in message, (text, part)
 
 
 def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
-from ddp_pairs import assert_same, averaged, batch, mlp, mlp_loss
+from ddp_pairs import assert_averaged, assert_same, batch, mlp, mlp_loss, of_batch
 from pool import Ranks, on_ranks
 from zero_optim.ddp import GradBucket, Reducer, ReducerOptions
 from zero_optim.errors import RankMismatchError, ReductionError
@@ -22,9 +22,8 @@ def check_against(net: nn.Module, clean: nn.Module, number: int, where: object =
     """Run one pass, and compare with the average over all ranks."""
     net.zero_grad()
     mlp_loss(net, number).backward()
-    expected = averaged(clean, lambda net, rank: mlp_loss(net, number, rank), dist.get_world_size())
-    for name, param in net.named_parameters():
-        assert_same(param.grad, expected[name], (where, number, name), 1e-6)
+    size = dist.get_world_size()
+    assert_averaged(net, clean, of_batch(number), (where, number), size=size, tolerance=1e-6)
 
 
 @on_ranks(2, slow=4)
@@ -72,22 +71,6 @@ def test_names_are_numbers_where_none_are_given() -> None:
     kept.close()
 
 
-@on_ranks(4)
-def test_a_sub_group_averages_on_its_own() -> None:
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
-    members = [0, 3] if rank in (0, 3) else [1, 2]
-    net, clean = mlp(), mlp()
-    reducer = Reducer(net.named_parameters(), groups[0 if rank in (0, 3) else 1])
-    for number in range(3):
-        net.zero_grad()
-        mlp_loss(net, number).backward()
-        expected = averaged(clean, lambda net, index, n=number: mlp_loss(net, n, members[index]), 2)  # type: ignore[misc]
-        for name, param in net.named_parameters():
-            assert_same(param.grad, expected[name], (number, name))
-    reducer.close()
-
-
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -109,13 +92,8 @@ def test_prepare_looks_at_outputs() -> None:
         out = net(batch(number, 5, 8).requires_grad_())
         reducer.prepare({"out": [out]})
         out.square().mean().backward()
-        expected = averaged(
-            clean,
-            lambda net, rank, n=number: net(batch(n, 5, 8, rank=rank).requires_grad_()).square().mean(),
-            2,  # type: ignore[misc]
-        )
-        for name, param in net.named_parameters():
-            assert_same(param.grad, expected.get(name), (number, name), 1e-6)
+        loss = lambda net, rank, n=number: net(batch(n, 5, 8, rank=rank).requires_grad_()).square().mean()  # noqa: E731
+        assert_averaged(net, clean, loss, number, tolerance=1e-6)
     reducer.close()
 
 
@@ -172,9 +150,7 @@ def test_what_users_set_has_effect() -> None:
     reducer.divide_by(lambda: 1.0)
     done.set_result(None)
     mlp_loss(net, 1).backward()
-    expected = averaged(clean, lambda net, rank: 2 * mlp_loss(net, 1, rank), 2)
-    for name, param in net.named_parameters():
-        assert_same(param.grad, expected[name], name, 1e-6)
+    assert_averaged(net, clean, lambda net, rank: 2 * mlp_loss(net, 1, rank), tolerance=1e-6)
     assert asked.count(True) == 1
     assert asked.count(False) == len(list(net.parameters())) + 1
     reducer.set_static_graph()

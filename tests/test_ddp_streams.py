@@ -13,7 +13,7 @@ from modelled.clocks import Clocks, Event, Stream
 from zero_optim.compat import streams
 from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
-from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.reduction import Reduction
 

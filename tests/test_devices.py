@@ -168,7 +168,7 @@ def trained(process_group: dist.ProcessGroup | None, sharded: bool) -> list[Tens
         optimizer: Any = ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.Adam, process_group, lr=0.1, overlap_with_ddp=False
         )
-        optimizer.steps.overlap()  # takes lanes
+        optimizer.iteration.overlap()  # takes lanes
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_a_backend_whose_name_begins_with_gloo_is_another_one(name: str, takes_t
     params = list(nn.Linear(2, 2).parameters())
     with mock.patch.object(dist, "get_backend_config", return_value=f"cpu:{name}"):
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-        assert optimizer.steps.overlap().takes_thread == takes_thread
+        assert optimizer.iteration.overlap().takes_thread == takes_thread
 
 
 @on_ranks(1)

@@ -163,7 +163,7 @@ def test_gathers_beside_an_overlapped_step_do_not_use_its_lanes() -> None:
         with broadcasts() as ordinary:
             optimizer.gather_parameters()
     used, others = ({name for name, _ in sent} for sent in (overlapped, ordinary))
-    lanes = optimizer.steps.overlap().lanes.groups
+    lanes = optimizer.iteration.overlap().lanes.groups
     assert {lane.process_group.group_name for lane in lanes} <= used
     assert len(others) == 2
     assert others.isdisjoint({*used, given_group()})

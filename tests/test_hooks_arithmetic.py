@@ -1,12 +1,16 @@
-"""Every hook against a plain computation of its formula from the gradients of all ranks."""
+"""Every hook against a plain computation of its formula; the bucket of these tests is like DDP's own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from pool import on_ranks
-from test_hooks_bucket import FakeBucket, flat_grads, make_params, run_hook
 from zero_optim.hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -15,7 +19,100 @@ from zero_optim.hooks import (
     fp16_compress_wrapper,
 )
 
+SHAPES = ((6, 5), (7,), (4, 3, 2, 2), (), (8, 8))
 HALF = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # largest relative error of a rounding, doubled
+ALL_HOOKS: dict[str, Any] = {
+    "allreduce": allreduce_hook,
+    "fp16": fp16_compress_hook,
+    "bf16": bf16_compress_hook,
+    "in fp16": fp16_compress_wrapper(allreduce_hook),
+    "in bf16": bf16_compress_wrapper(allreduce_hook),
+}
+
+
+class FakeBucket:
+    """Parameters, and gradients for them in one flat tensor."""
+
+    def __init__(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], index: int = 0, is_last: bool = True
+    ) -> None:
+        self._params = list(params)
+        self._buffer = torch.cat([grad.reshape(-1) for grad in grads])
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        parts = torch.split(self._buffer, [param.numel() for param in self._params])
+        return [part.view(param.shape) for part, param in zip(parts, self._params, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        return self._params
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+def make_params(
+    shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+
+def grads_of(params: Sequence[Tensor], rank: int) -> list[Tensor]:
+    """Fixed gradients, different on each rank, which every rank can make for all."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+
+
+def flat_grads(params: Sequence[Tensor]) -> list[Tensor]:
+    """The flat gradients of every rank."""
+    ranks = range(dist.get_world_size())
+    return [torch.cat([grad.reshape(-1) for grad in grads_of(params, rank)]) for rank in ranks]
+
+
+def run_hook(hook: Callable[..., Any], state: object, params: Sequence[Tensor]) -> Tensor:
+    result = hook(state, FakeBucket(params, grads_of(params, dist.get_rank()))).wait()
+    assert isinstance(result, Tensor)
+    return result
+
+
+def describe(bucket: Any) -> tuple[Any, ...]:
+    buffer, grads = bucket.buffer(), bucket.gradients()
+    assert [grad.shape for grad in grads] == [param.shape for param in bucket.parameters()]
+    assert torch.equal(torch.cat([grad.reshape(-1) for grad in grads]), buffer)
+    grads[0].fill_(3)
+    assert buffer[0] == 3  # gradients are views
+    bucket.set_buffer(buffer.half())
+    assert bucket.gradients()[0].dtype == torch.float16
+    bucket.set_buffer(buffer)
+    return buffer.dtype, buffer.shape, bucket.index(), bucket.is_last()
+
+
+@on_ranks(2)
+def test_the_bucket_of_these_tests_is_like_that_of_ddp() -> None:
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    seen: list[Any] = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        params = list(model.parameters())
+        assert all(any(a is b for b in params) for a in bucket.parameters())  # the same objects
+        fake = FakeBucket(bucket.parameters(), bucket.gradients(), bucket.index(), bucket.is_last())
+        seen.append((describe(bucket), describe(fake)))
+        return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    model.register_comm_hook(None, hook)
+    model(torch.ones(1, 4)).sum().backward()
+    assert seen
+    assert all(real == fake for real, fake in seen)
 
 
 def mean_of(flats: list[Tensor]) -> Tensor:
@@ -46,15 +143,6 @@ def test_averages_are_those_of_plain_arithmetic() -> None:
         assert torch.equal(run_hook(wrapper(allreduce_hook), None, params), result)
 
 
-ALL_HOOKS = {
-    "allreduce": allreduce_hook,
-    "fp16": fp16_compress_hook,
-    "bf16": bf16_compress_hook,
-    "in fp16": fp16_compress_wrapper(allreduce_hook),
-    "in bf16": bf16_compress_wrapper(allreduce_hook),
-}
-
-
 @on_ranks(4)
 def test_every_hook_works_with_any_dtype_group_and_with_empty_gradients() -> None:
     """Every hook, every dtype, in the whole group, a part of it, and alone; then empty buckets."""
@@ -74,7 +162,7 @@ def test_every_hook_works_with_any_dtype_group_and_with_empty_gradients() -> Non
     ):
         params = make_params(((8, 4), (5,), (), (4, 4)), dtype)
         for group, members in groups:
-            flats = flat_grads(params, size=size)
+            flats = flat_grads(params)
             expected = mean_of([flats[r].double() for r in members])
             for name, hook in ALL_HOOKS.items():
                 result = run_hook(hook, group, params)
@@ -88,15 +176,20 @@ def test_every_hook_works_with_any_dtype_group_and_with_empty_gradients() -> Non
 # PyTorch says so once a process, wherever a sparse tensor is first made, also in its collectives.
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-def test_sparse_gradients_are_averaged_by_allreduce_and_refused_by_others() -> None:
+def test_hooks_in_16_bits_refuse_sparse_and_complex_gradients_which_allreduce_averages() -> None:
     indices = torch.tensor([[dist.get_rank(), 3]])
     grad = torch.sparse_coo_tensor(indices, torch.ones(2, 4), (5, 4))
     params = make_params(((5, 4),))
-    bucket = FakeBucket(params, [torch.zeros(1)])
+    bucket: Any = FakeBucket(params, [torch.zeros(1)])
+    wave = torch.full((3,), 1j * dist.get_rank())
+    refused = ((grad, "torch.sparse_coo"), (wave, r"torch\.complex64"))
     for hook in [*ALL_HOOKS.values()][1:]:
-        bucket.set_buffer(grad)
-        with pytest.raises(ValueError, match=r"dense.*sparse_coo in bucket 0.*allreduce_hook"):
-            hook(None, bucket)
+        for value, kind in refused:
+            bucket.set_buffer(value)
+            with pytest.raises(ValueError, match=rf"dense.*got {kind} in bucket 0.*allreduce_hook"):
+                hook(None, bucket)
     bucket.set_buffer(grad)
-    dense = allreduce_hook(None, bucket).wait().to_dense()  # type: ignore[arg-type]
+    dense = allreduce_hook(None, bucket).wait().to_dense()
     assert torch.equal(dense[:, 0], torch.tensor([0.5, 0.5, 0.0, 1.0, 0.0]))
+    bucket.set_buffer(wave)
+    assert torch.equal(allreduce_hook(None, bucket).wait(), torch.full((3,), 0.5j))

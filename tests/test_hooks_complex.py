@@ -1,26 +1,19 @@
-"""Complex parameters, whose gradients PyTorch's DDP gives a hook as real numbers, twice as many."""
+"""Complex parameters, one of them unused; PyTorch's DDP gives a hook their gradients as real numbers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import SGD
 
-from overlap import WRAPPERS, loss_of
-from pool import Ranks, on_ranks
+from overlap import WRAPPERS, both_wrappers, loss_of
+from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    reduce_to_owners,
-    zero_step,
-)
-
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
 
 
 class Turned(nn.Module):
@@ -40,23 +33,12 @@ class Turned(nn.Module):
         return out
 
 
-Registering = Callable[[Any, ZeroRedundancyOptimizer], object]
-
-
-def to_owners(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
-    model.register_comm_hook(None, reduce_to_owners(optimizer))
-
-
-def averaging(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
-    model.register_comm_hook(None, allreduce_hook)
-
-
-def stepping(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
-    model.register_comm_hook(None, zero_step(optimizer, ddp=model))
-
-
-def stepping_owners(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
-    model.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+HOOKS: dict[str, Callable[[ZeroRedundancyOptimizer], Any]] = {
+    "to owners": reduce_to_owners,
+    "averaging": lambda optimizer: allreduce_hook,
+    "stepping": zero_step,
+    "stepping, owners": partial(zero_step, gradients="owners"),
+}
 
 
 def can_broadcast() -> bool:
@@ -78,28 +60,18 @@ def built(wrapper: str) -> tuple[Any, ZeroRedundancyOptimizer]:
 
 @on_ranks(2)
 @both_wrappers
-@pytest.mark.parametrize("register", [to_owners, averaging, stepping, stepping_owners])
-def test_complex_parameters_are_trained_with_the_bits_of_ddp(wrapper: str, register: Registering) -> None:
+def test_complex_parameters_are_trained_with_the_bits_of_ddp(wrapper: str) -> None:
     uneven = can_broadcast()
-    (whole, one), (hooked, other) = built(wrapper if uneven else "ours"), built(wrapper)
-    register(hooked, other)
-    for model, optimizer in ((whole, one), (hooked, other)):
+    runs = {name: built(wrapper) for name in HOOKS}
+    for name, (model, optimizer) in runs.items():
+        model.register_comm_hook(None, HOOKS[name](optimizer))
+    whole = built(wrapper if uneven else "ours")
+    for model, optimizer in (whole, *runs.values()):
         with Join([model, optimizer], enable=uneven):
             for number in range(2 + uneven * dist.get_rank()):
                 optimizer.zero_grad()
                 loss_of(model, number).backward()
                 optimizer.step()
-    for (name, want), param in zip(whole.named_parameters(), hooked.parameters(), strict=True):
-        assert torch.equal(param, want), name
-
-
-def refuses() -> None:
-    model = WRAPPERS["ours"](Turned(), find_unused_parameters=True, init_sync=False)
-    model.register_comm_hook(None, bf16_compress_hook)
-    with pytest.raises(ValueError, match=r"real numbers, got torch\.complex64 in bucket"):
-        loss_of(model, 0).backward()
-
-
-# PyTorch's DDP gives a hook the real numbers, of which half of the bits are enough.
-def test_hooks_in_16_bits_refuse_complex_gradients(ranks2: Ranks) -> None:
-    ranks2.run(refuses)
+    for name, (model, _) in runs.items():
+        for (param, want), mine in zip(whole[0].named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, want), (name, param)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 
 import overlap
 from overlap import Net, loss_of
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from test_cut_overlap import Wide
 from test_sharded_training import Unused
 from zero_optim import ZeroRedundancyOptimizer
@@ -126,7 +124,10 @@ def test_what_a_rank_owns_of_a_bucket_lies_side_by_side() -> None:
         assert model.reducer.own.history.has_rebuilt
 
 
-def check_late(hook: str, as_view: bool) -> None:
+@on_ranks(2)
+@both_hooks
+@pytest.mark.parametrize("as_view", [False, True], ids=["copies", "views"])
+def test_a_hook_that_comes_late_has_its_rows_too(hook: str, as_view: bool) -> None:
     """The hook comes when gradients of plain passes, reduced or not, are there."""
     (whole, one), (model, other) = (built(None, gradient_as_bucket_view=as_view) for _ in range(2))
     for number in range(3):
@@ -149,12 +150,6 @@ def check_late(hook: str, as_view: bool) -> None:
     assert len(model.reducer.own.assignment.buckets) == len(other.core.bucket_members())
 
 
-@both_hooks
-def test_a_hook_that_comes_late_has_its_rows_too(ranks2: Ranks, hook: str) -> None:
-    for as_view in (False, True):
-        ranks2.run(check_late, hook, as_view)
-
-
 @on_ranks(2)
 def test_added_parameters_have_their_place_in_rows() -> None:
     net = Net()
@@ -172,26 +167,6 @@ def test_added_parameters_have_their_place_in_rows() -> None:
         optimizer.zero_grad()
         backward(model, number)
         optimizer.step()
-
-
-def check_join(hook: str, cut: bool) -> None:
-    runs = [built(None, Wide if cut else Net), built(hook, Wide if cut else Net, cut)]
-    for model, optimizer in runs:
-        with Join([model, optimizer]):
-            for number in range(2 + dist.get_rank()):
-                optimizer.zero_grad()
-                loss_of(model, number).backward()
-                optimizer.step()
-        optimizer.zero_grad()
-        loss_of(model, 3).backward()
-        optimizer.step()
-    assert_alike(runs[1][0], runs[0][0])
-
-
-@both_hooks
-def test_uneven_inputs_give_the_bits_of_ddp_with_rows(ranks2: Ranks, hook: str) -> None:
-    for cut in (False, True):
-        ranks2.run(check_join, hook, cut)
 
 
 @on_ranks(2)

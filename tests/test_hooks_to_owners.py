@@ -1,6 +1,5 @@
-"""The comm hook that reduces gradients to owners: the bits of DDP, and gradients on owners alone."""
+"""The comm hook that reduces gradients to owners: what `test_parity` does not show of it."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ from torch.distributed.algorithms.join import Join
 
 import overlap
 from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, loss_of
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from test_overlap_errors import Breaking
-from test_sharded_training import Checkpointed, Unused
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
 from zero_optim.hooks import reduce_to_owners
-from zero_optim.step.partial import PartialGradient
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
@@ -34,67 +31,6 @@ def clipped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: i
     norm = optimizer.clip_grad_norm_(0.01)
     optimizer.step()
     return norm
-
-
-def trains_alike(wrapper: str, model: Any, **options: Any) -> None:
-    (whole, one), (sharded, other) = (built(wrapper, hooked, model, **options) for hooked in (False, True))
-    for number in range(4):
-        assert torch.equal(clipped_step(whole, one, number), clipped_step(sharded, other, number))
-        for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
-            assert torch.equal(param, want), name
-            if want.grad is None:
-                assert param.grad is None, name
-            else:
-                owned = param in set(other.owned_parameters())
-                assert isinstance(param.grad, PartialGradient) != owned, name
-
-
-@both_wrappers
-def test_training_gives_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(trains_alike, wrapper, Net)
-
-
-@on_ranks(2)
-@both_wrappers
-def test_options_of_ddp_give_the_bits_of_ddp(wrapper: str) -> None:
-    trains_alike(wrapper, Net, gradient_as_bucket_view=True)
-    trains_alike(wrapper, Unused, find_unused_parameters=True)
-    trains_alike(wrapper, partial(Checkpointed, use_reentrant=False))
-    trains_alike(wrapper, partial(Checkpointed, use_reentrant=True))
-
-
-@on_ranks(2)
-@both_wrappers
-def test_no_sync_gives_the_bits_of_ddp(wrapper: str) -> None:
-    (whole, one), (sharded, other) = (built(wrapper, hooked) for hooked in (False, True))
-    for number in range(2):
-        for model, optimizer in ((whole, one), (sharded, other)):
-            optimizer.zero_grad()
-            with model.no_sync():
-                loss_of(model, 2 * number).backward()
-            loss_of(model, 2 * number + 1).backward()
-            optimizer.step()
-    for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(param, want)
-
-
-@on_ranks(2)
-@both_wrappers
-def test_owners_of_rows_have_the_gradients_of_their_rows(wrapper: str) -> None:
-    whole, one = built(wrapper, False)
-    sharded, other = built(wrapper, True, cut=True)
-    for number in range(3):
-        for model, optimizer in ((whole, one), (sharded, other)):
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            optimizer.step()
-    for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(param, want)
-        piece = next((piece for piece in other.pieces()[param] if piece.owner == dist.get_rank()), None)
-        if piece is not None and len(other.pieces()[param]) > 1:
-            assert isinstance(param.grad, PartialGradient)
-            assert param.grad.piece is not None
-            assert torch.equal(param.grad.piece, want.grad[piece.start : piece.stop])
 
 
 @on_ranks(2)

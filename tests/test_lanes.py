@@ -195,7 +195,7 @@ def test_lanes_on_which_one_rank_saw_a_failure_are_not_lent_again() -> None:
 def test_an_optimizer_whose_step_failed_hands_its_lanes_to_nobody() -> None:
     setting = Setting("ours")
     model, optimizer = setting.build(overlap=True)
-    names = set(names_of(optimizer.steps.overlap().lanes))
+    names = set(names_of(optimizer.iteration.overlap().lanes))
     params = list(model.parameters())
     optimizer.param_groups[0]["lr"] = "not a number"
     with pytest.raises(TypeError):

@@ -99,7 +99,7 @@ def joined_with_other_collectives() -> float:
 def steps_on_a_thread() -> bool:
     model = nn.Linear(4, 4)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    return optimizer.steps.overlap().takes_thread
+    return optimizer.iteration.overlap().takes_thread
 
 
 def tried() -> list[object]:

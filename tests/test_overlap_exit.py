@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
-from zero_optim.hooks.overlap.passes import Task
+from zero_optim.hooks.passes import Task
 
 step = Task.step
 

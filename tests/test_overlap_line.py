@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from fake_streams import fake_streams
-from zero_optim.hooks.overlap import line, passes
+from zero_optim.flow.flow import Flow
+from zero_optim.hooks import passes, queues
 
 
 class Announcing:
-    """Stands for an `Overlap` that is told of buckets."""
+    """Stands for an `Overlap`."""
 
-    def announce(self, wait: object) -> None:
-        pass
+    def __init__(self) -> None:
+        self.under_way = Flow()
 
 
 class Busy:
@@ -40,9 +41,9 @@ class Busy:
         self.done.set_result(result)
 
 
-def busy_line() -> tuple[line.ThreadLine, Any]:
+def busy_line() -> tuple[queues.ThreadQueue, Any]:
     busy: Any = Busy()
-    made = line.ThreadLine(Announcing())  # type: ignore[arg-type]
+    made = queues.ThreadQueue(Announcing())  # type: ignore[arg-type]
     made.put([busy])
     busy.has_begun.wait()
     return made, busy
@@ -73,9 +74,9 @@ def test_the_process_waits_for_all_threads_up_to_one_deadline(monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "join", join)
-        patch.setattr(line.time, "monotonic", lambda: now)
-        line._end_threads()
-    assert limits == [line._END_TIMEOUT, 0.0]
+        patch.setattr(queues.time, "monotonic", lambda: now)
+        queues._end_threads()
+    assert limits == [queues._END_TIMEOUT, 0.0]
     for busy in (one, other):
         busy.may_end.set()
         assert busy.thread is not None
@@ -84,7 +85,7 @@ def test_the_process_waits_for_all_threads_up_to_one_deadline(monkeypatch: pytes
 
 
 def test_a_bucket_left_when_backward_ends_is_stepped_behind_the_callers_stream() -> None:
-    awaited, announced = list[int](), list[Any]()
+    awaited = list[int]()
 
     class Bucket(Busy):
         def receive(self) -> tuple[torch.Tensor, None]:
@@ -94,12 +95,11 @@ def test_a_bucket_left_when_backward_ends_is_stepped_behind_the_callers_stream()
             awaited.append(len(accelerator.stack[-1].awaited))
 
     overlap: Any = Announcing()
-    overlap.announce = announced.append
-    of = passes.SteppedPass(overlap, overlap, (), False)
+    of = passes.SteppedPass(overlap, (), False)
     with fake_streams() as accelerator:
         bucket: Any = Bucket()
         bucket.of = of
-        line.InlineLine(overlap).put([bucket])
+        queues.InlineQueue(overlap).put([bucket])
         assert not awaited
-        announced[0]()
+        overlap.under_way.wait()
     assert (awaited, of.error) == ([2], None), "once in its hook, and once when backward ended"

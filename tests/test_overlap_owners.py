@@ -1,4 +1,4 @@
-"""Gradients reduced to their owners alone: the same training, half the bytes."""
+"""A hook that steps and reduces gradients to their owners alone: what `test_parity` does not show of it."""
 
 import copy
 from typing import Any
@@ -10,13 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from overlap import run_either_way
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.hooks import allreduce_hook, zero_step
-from zero_optim.hooks.overlap.owners import BucketOwnership
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import allreduce_hook, passes, zero_step
+from zero_optim.hooks.owners import BucketOwnership
 from zero_optim.plan.pieces import whole_piece
+from zero_optim.step.partial import PartialGradient
 
 WRAPPERS = {"ours": DistributedDataParallel, "torch": TorchDdp}
 
@@ -49,52 +50,10 @@ def train(wrapper: str, gradients: str | None, steps: int, **options: Any) -> nn
         optimizer.zero_grad()
         model(torch.randn(4, 6, generator=generator), rank == 0).square().mean().backward()
         if gradients == "owners":
-            kept = {param for param in model.parameters() if param.grad is not None}
-            assert kept <= owned, "only owners keep gradients"
+            there = [param for param in model.parameters() if param.grad is not None]
+            assert all(isinstance(param.grad, PartialGradient) == (param not in owned) for param in there)
         optimizer.step()
     return model
-
-
-def check_equal(wrapper: str) -> None:
-    exact = dist.get_world_size() == 2
-    for options in ({}, {"gradient_as_bucket_view": True}):
-        plain, reduced = (list(train(wrapper, how, 8, **options).parameters()) for how in (None, "owners"))
-        if exact:
-            assert_same_bits(reduced, plain)
-        for a, b in zip(reduced, plain, strict=True):  # other ranks' sums are taken in another order
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        for param in reduced:
-            everywhere = param.detach().clone()
-            dist.broadcast(everywhere, 0)
-            assert torch.equal(everywhere, param), "ranks hold the same parameters"
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_training_equals_that_with_gradients_everywhere(ranks: Ranks, wrapper: str) -> None:
-    ranks.run(check_equal, wrapper)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_without_a_thread_training_equals_that_with_gradients_everywhere(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(run_either_way, True, check_equal, wrapper)
-
-
-def check_order() -> None:
-    """A step in the hook has the bits of one behind it; both sum gradients in the order of ranks."""
-    hooked = train("ours", "owners", 4)
-    module = Net()
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-    wrapped = ShardedDataParallel(module, optimizer, find_unused_parameters=True)
-    for step in range(4):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        optimizer.zero_grad()
-        wrapped(torch.randn(4, 6, generator=generator), dist.get_rank() == 0).square().mean().backward()
-        optimizer.step()
-    assert_same_bits(list(hooked.parameters()), list(module.parameters()))
-
-
-def test_four_ranks_give_the_bits_of_sharded_gradients(ranks4: Ranks) -> None:
-    ranks4.run(check_order)
 
 
 @on_ranks(2)
@@ -119,3 +78,95 @@ def test_neighbours_of_one_owner_travel_as_one_span() -> None:
     )
     assert ownership.spans == (((5, 9),), ((0, 5), (9, 10)))
     assert ownership.slots == ((2,), (0, 1, 3))
+
+
+class Frozen(nn.Module):
+    """A frozen layer in the bucket of a trained one behind it; an earlier one trains, so both are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.early, self.frozen, self.late = (nn.Linear(4, 4) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.late(self.frozen(self.early(x).tanh()).tanh())
+        return y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
+@pytest.mark.parametrize("as_views", [True, False], ids=["views", "packed"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_bucket_with_frozen_parameters_is_stepped_when_the_others_are_reduced(
+    wrapper: str, as_views: bool, inline: bool
+) -> None:
+    """The backward pass reads the frozen layer after that, and goes on."""
+    run_either_way(inline, check_frozen, wrapper, as_views)
+
+
+def check_frozen(wrapper: str, as_views: bool) -> None:
+    runs = []
+    for overlaps in (False, True):
+        model = WRAPPERS[wrapper](Frozen(), bucket_cap_mb=0.00001)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.SGD,
+            lr=0.1,
+            bucket_cap_mb=0.0002,  # the last two layers in one bucket
+            parameters_as_bucket_view=as_views,
+        )
+        if overlaps:
+            model.register_comm_hook(None, zero_step(optimizer, allreduce_hook))
+        runs.append((model, optimizer))
+    overlap, stepped_late = runs[1][1].iteration.overlap(), list[int]()
+    for step in range(3):
+        for model, optimizer in runs:
+            optimizer.zero_grad()
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(passes.SteppedPass, "step_late", noted(stepped_late))
+                model(x).square().mean().backward()
+            optimizer.step()
+        assert_same_bits(list(runs[1][0].parameters()), list(runs[0][0].parameters()))
+    assert overlap.current is None
+    assert stepped_late == [0, 0, 0], "all were stepped before the backward pass ended"
+
+
+def noted(numbers: list[int]) -> Any:
+    step_late = passes.SteppedPass.step_late
+
+    def late(self: passes.SteppedPass, **kwargs: bool) -> None:
+        numbers.append(len(self.reduced))
+        step_late(self, **kwargs)
+
+    return late
+
+
+@on_ranks(2, forked=True)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_pass_without_zero_grad_raises_on_every_rank(wrapper: str) -> None:
+    model = WRAPPERS[wrapper](Net(), find_unused_parameters=True, bucket_cap_mb=0.0005)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    model(torch.ones(4, 6), True).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"gradient of parameter .*(?s:.*)[Cc]all zero_grad\(\)"):
+        model(torch.ones(4, 6), True).sum().backward()
+    dist.barrier()  # with the optimizer alive: else the other rank may hear that this one has let go of it
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_passes_add_up_where_one_rank_owns_every_parameter(wrapper: str) -> None:
+    runs = []
+    for gradients in ("everywhere", "owners"):
+        torch.manual_seed(0)
+        model = WRAPPERS[wrapper](nn.Linear(4, 4, bias=False))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        model.register_comm_hook(None, zero_step(optimizer, gradients=gradients))  # type: ignore[arg-type]
+        for step in range(3):
+            model(torch.full((2, 4), float(step + dist.get_rank()))).square().mean().backward()
+            optimizer.step()
+        runs.append(list(model.parameters()))
+    assert_same_bits(*runs)

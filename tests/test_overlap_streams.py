@@ -18,10 +18,9 @@ from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
-from zero_optim.hooks import zero_step
-from zero_optim.hooks.overlap import owners, passes
+from zero_optim.hooks import owners, passes, zero_step
+from zero_optim.iteration.overlap import Overlap
 from zero_optim.shard import storage
-from zero_optim.stepping.backward import BackwardSteps
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 DEVICE = torch.device("cpu")
@@ -241,7 +240,7 @@ def raises_once(original: Any) -> Any:
 
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "beginning": (BackwardSteps, "begin"),
+    "beginning": (Overlap, "begin"),
     "receiving": (passes.Task, "receive"),
     "the tensor received": (passes, "_tensor"),
     "gradients": (passes, "_gradients"),
@@ -308,7 +307,7 @@ def test_the_thread_goes_on_after_any_error() -> None:
 
 def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> None:
     unused: Any = None
-    of = passes.SteppedPass(unused, unused, (), False)
+    of = passes.SteppedPass(unused, (), False)
     buffer, future = torch.zeros(2), FailingFuture()
     bucket = passes.Task(of, (), buffer, unused, False, future)  # type: ignore[arg-type]
     bucket.complete(torch.ones(2))

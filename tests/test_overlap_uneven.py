@@ -1,7 +1,7 @@
 """Unused parameters, sparse gradients and uneven inputs, with the step taken during the backward pass."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import lr_scheduler
 
-from fake_streams import fake_streams
 from overlap import (
     WRAPPERS,
     Embedder,
@@ -20,9 +19,12 @@ from overlap import (
     Setting,
     assert_same_params,
     assert_same_run,
+    both_wrappers,
+    either_way,
     grads_of,
     inputs,
     loss_of,
+    run_either_way,
     step_tokens,
 )
 from pool import Ranks, on_ranks
@@ -33,18 +35,16 @@ from zero_optim.hooks import (
     hook_with_zero_step_interleaved,
     zero_step,
 )
-from zero_optim.step.overlap import OverlappedStep
+from zero_optim.iteration.overlap import OverlappedStep
 
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+MAY_BE_UNUSED = {"find_unused_parameters": True}
 
 
-def step_with(
-    use: Callable[[int, int], bool], set_to_none: bool = True, factor: float = 1.0
-) -> Callable[..., Grads]:
+def step_with(use: Callable[[int, int], bool], factor: float = 1.0) -> Callable[..., Grads]:
     """A step in which ``use(step, rank)`` says whether this rank uses the spare layer."""
 
     def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> Grads:
-        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.zero_grad(set_to_none=number % 4 < 2)
         output: Tensor = model(inputs(number), use(number, dist.get_rank()))
         (output.square().mean() * factor).backward()
         grads = grads_of(model)
@@ -54,36 +54,41 @@ def step_with(
     return step
 
 
-UNUSED: dict[str, Callable[..., Grads]] = {
-    "never": step_with(lambda step, rank: False),
-    "on rank 0 only": step_with(lambda step, rank: rank == 0),
-    "by turns": step_with(lambda step, rank: step % 3 == rank),
-    "now and then": step_with(lambda step, rank: step % 2 == 0),
-    "now and then, gradients zeroed": step_with(lambda step, rank: step % 2 == 0, set_to_none=False),
-    "always, with a gradient of zero": step_with(lambda step, rank: True, factor=0.0),
+def varied(step: int, rank: int) -> bool:
+    """By all, by nobody twice, by all, by rank 0 alone, then by turns."""
+    return (True, False, False, True, rank == 0, rank == 0, rank == 1, rank == 0)[step]
+
+
+NEVER = step_with(lambda step, rank: False)
+UNUSED: dict[str, tuple[int, Callable[..., Grads]]] = {
+    "never": (3, NEVER),
+    "varied": (8, step_with(varied)),
+    "always, with a gradient of zero": (3, step_with(lambda step, rank: True, factor=0.0)),
 }
 
 
 def check_unused(wrapper: str, mode: str, as_view: bool) -> None:
-    for name, step in UNUSED.items():
-        if mode == "static_graph" and name not in ("never", "always, with a gradient of zero"):
+    options = {mode: True, "gradient_as_bucket_view": as_view}
+    for name, (steps, step) in UNUSED.items():
+        if mode == "static_graph" and name == "varied":
             continue
-        options = {mode: True, "gradient_as_bucket_view": as_view}
         for interleave in (True, False):
             setting = Setting(wrapper, options=options, zero={"interleave": interleave})
-            model, _ = assert_same_run(setting, step, 6, moves=False, where=(name, mode, interleave))
+            model: Any = assert_same_run(
+                setting, step, steps, moves=False, where=(name, mode, as_view, interleave)
+            )[0]
             if name == "never":
-                untouched = Net().spare.weight
-                assert torch.equal(model.module.spare.weight, untouched)  # type: ignore[union-attr, arg-type]
+                assert torch.equal(model.module.spare.weight, Net().spare.weight)
 
 
-@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
 @pytest.mark.parametrize("mode", ["find_unused_parameters", "static_graph"])
+@either_way
 @both_wrappers
 def test_unused_parameters_are_left_alone_bit_for_bit(
-    ranks2: Ranks, wrapper: str, mode: str, as_view: bool
+    ranks2: Ranks, wrapper: str, inline: bool, mode: str
 ) -> None:
-    ranks2.run(check_unused, wrapper, mode, as_view)
+    for as_view in (False,) if inline else (False, True):
+        ranks2.run(run_either_way, inline, check_unused, wrapper, mode, as_view)
 
 
 @on_ranks(2)
@@ -91,9 +96,9 @@ def test_unused_parameters_are_left_alone_bit_for_bit(
 def test_unused_parameters_are_left_alone_without_step(wrapper: str) -> None:
     """A loop without step(): what nobody used stays, what has a gradient of zeros decays."""
     for factor in (0.0, 1.0):
-        setting = Setting(wrapper, options={"find_unused_parameters": True})
+        setting = Setting(wrapper, options=MAY_BE_UNUSED)
         (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
-        for number in range(5):
+        for number in range(3):
             for net, optimizer in ((plain, one), (model, other)):
                 optimizer.zero_grad()
                 (net(inputs(number), number == 1).square().mean() * factor).backward()
@@ -114,14 +119,13 @@ def sparse_adam_and_adamw(model: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01)
 
 
-def check_sparse(wrapper: str) -> None:
-    for optimizer in (sgd, sparse_adam_and_adamw):
-        assert_same_run(Setting(wrapper, Embedder, optimizer), step_tokens, 10, moves=False, where=optimizer)
-
-
+@on_ranks(2, slow=4)
+@either_way
 @both_wrappers
-def test_sparse_gradients_give_the_same_bits(ranks: Ranks, wrapper: str) -> None:
-    ranks.run(check_sparse, wrapper)
+def test_sparse_gradients_give_the_same_bits(wrapper: str, inline: bool) -> None:
+    for optimizer in (sgd, sparse_adam_and_adamw):
+        setting = Setting(wrapper, Embedder, optimizer)
+        run_either_way(inline, assert_same_run, setting, step_tokens, 5, False, optimizer)
 
 
 # ---------------------------------------------------------------------- Join
@@ -149,6 +153,28 @@ def check_uneven(wrapper: str, order: str, options: dict[str, Any], factor: floa
     assert state.keys() == expected.keys()
     for index, entries in expected.items():
         assert all(torch.equal(state[index][key], value) for key, value in entries.items()), index
+    for each, optimizer in runs:  # the loop after the context goes on, from equal parameters and options
+        optimizer.zero_grad()
+        loss_of(each, 10).backward()
+        optimizer.step()
+    assert_same_params(model, plain, "afterwards")
+
+
+@on_ranks(2, slow=4)
+@either_way
+@both_wrappers
+def test_uneven_inputs_give_the_same_bits(wrapper: str, inline: bool) -> None:
+    for order in ("last longest", "first longest"):
+        cases: list[tuple[dict[str, bool], float]] = [
+            ({"gradient_as_bucket_view": True}, 1.0),
+            ({}, 0.0),  # gradients of zero, which a rank that has joined cannot see
+            (MAY_BE_UNUSED, 1.0),
+        ]
+        for options, factor in cases[inline:]:
+            run_either_way(inline, check_uneven, wrapper, order, options, factor)
+        if dist.get_world_size() == 2:  # with more the sums are taken in another order
+            check_owners = partial(check_uneven, gradients="owners")
+            run_either_way(inline, check_owners, wrapper, order, {}, 1.0)
 
 
 def clip(optimizer: ZeroRedundancyOptimizer) -> None:
@@ -186,76 +212,59 @@ def test_what_comes_too_late_inside_join_raises_on_joined_ranks_too(
         train()
 
 
-@on_ranks(2, slow=4)
-@both_wrappers
-def test_uneven_inputs_give_the_same_bits(wrapper: str) -> None:
-    for order in ("last longest", "first longest"):
-        check_uneven(wrapper, order, {}, 1.0)
-        check_uneven(wrapper, order, {"gradient_as_bucket_view": True}, 1.0)
-        check_uneven(wrapper, order, {}, 0.0)  # gradients of zero, which a rank that has joined cannot see
-        check_uneven(wrapper, order, {"find_unused_parameters": True}, 1.0)
-        if dist.get_world_size() == 2:  # with more the sums are taken in another order
-            check_uneven(wrapper, order, {}, 1.0, gradients="owners")
-
-
-@on_ranks(2)
-@both_wrappers
-def test_training_goes_on_after_uneven_inputs(wrapper: str) -> None:
-    """The loop after the context goes on as ever, from equal parameters and equal options."""
-    setting = Setting(wrapper)
-    runs = [setting.build(overlap) for overlap in (False, True)]
-    for model, optimizer in runs:
-        with Join([model, optimizer]):
-            for number in range(2 + dist.get_rank()):
-                optimizer.zero_grad()
-                loss_of(model, number).backward()
-                optimizer.step()
-        for number in range(3):
-            optimizer.zero_grad()
-            loss_of(model, 10 + number).backward()
-            optimizer.step()
-    assert_same_params(runs[1][0], runs[0][0])
+# ---------------------------------------------------------------------- a last bucket that is left out
 
 
 class Gated(Net):
-    """The convolution, whose bucket is the last, is never used."""
+    """The convolution, whose bucket is the last, is left out where ``with_spare`` is False."""
 
-    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
+    def forward(self, x: Tensor, with_spare: bool = False) -> Tensor:
+        if with_spare:
+            return super().forward(x)
         out: Tensor = self.head(self.layers(x.flatten(1).repeat(1, 2)))
         return out
 
 
+LEAVES_OUT = {**MAY_BE_UNUSED, "skip_all_reduce_unused_params": True}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
+@either_way
+def test_a_last_bucket_that_nobody_used_may_be_left_out(inline: bool) -> None:
+    step = step_with(lambda step, rank: step % 2 == 0)
+    run_either_way(inline, assert_same_run, Setting("ours", Gated, options=LEAVES_OUT), step, 4, False)
+
+
+def check_joined_and_left_out() -> None:
+    runs = [Setting("ours", Gated, options=LEAVES_OUT).build(overlap) for overlap in (False, True)]
+    overlap, open_parts = runs[1][1].iteration.overlap(), list[int]()
+    rest = OverlappedStep.rest
+
+    def noted(self: OverlappedStep, groups: Any) -> list[Tensor]:
+        open_parts.append(len(overlap.under_way))
+        return rest(self, groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OverlappedStep, "rest", noted)
+        for model, optimizer in runs:
+            with Join([model, optimizer]):  # type: ignore[list-item]
+                for number in range(2 + 2 * dist.get_rank()):
+                    optimizer.zero_grad()
+                    loss_of(model, number).backward()
+                    optimizer.step()
+    assert set(open_parts) == {0}, "something was stepped still when the rest was looked for"
+    assert_same_params(runs[1][0], runs[0][0], "joined")
+
+
+@on_ranks(2)
+@either_way
 def test_a_joined_rank_steps_all_where_the_last_bucket_is_left_out(inline: bool) -> None:
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    with fake_streams() if inline else nullcontext():
-        runs = [Setting("ours", Gated, options=options).build(overlap) for overlap in (False, True)]
-        overlap, open_parts = runs[1][1].steps.overlap(), []
-        rest = OverlappedStep.rest
-
-        def noted(self: OverlappedStep, groups: Any) -> list[Tensor]:
-            open_parts.extend(overlap._announced)
-            return rest(self, groups)
-
-        OverlappedStep.rest = noted  # type: ignore[method-assign]
-        try:
-            for model, optimizer in runs:
-                with Join([model, optimizer]):  # type: ignore[list-item]
-                    for number in range(2 + 2 * dist.get_rank()):
-                        optimizer.zero_grad()
-                        loss_of(model, number).backward()
-                        optimizer.step()
-        finally:
-            OverlappedStep.rest = rest  # type: ignore[method-assign]
-        assert not open_parts, "something was stepped still when the rest was looked for"
-        assert_same_params(runs[1][0], runs[0][0], "joined")
+    run_either_way(inline, check_joined_and_left_out)
 
 
 @on_ranks(2)
 def test_a_step_that_begins_with_the_last_bucket_needs_a_wrapper_that_reduces_it() -> None:
-    skips = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    model = WRAPPERS["ours"](Net(), **skips)
+    model = WRAPPERS["ours"](Net(), **LEAVES_OUT)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="may leave out the last bucket"):
         hook_with_zero_step(allreduce_hook, model, optimizer)

@@ -117,7 +117,7 @@ def check_detached() -> None:
         lambda: optimizer.averaged_weights().__enter__(),
         optimizer.gather_parameters,
         optimizer.explain,
-        optimizer.steps.overlap,
+        optimizer.iteration.overlap,
         lambda: checkpoint.save("nowhere", optimizer=optimizer),
         lambda: ShardedDataParallel(model, optimizer),
         lambda: zero_step(optimizer),

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks, on_ranks
-from sharded import Setting, assert_same_gradients, assert_same_run
-from test_sharded_cuts import cut_adamw
+from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
 from zero_optim.step.gradients import owned_gradient, rows_of
@@ -74,23 +73,6 @@ def adds_up(accumulate: Any) -> None:
 @pytest.mark.parametrize("accumulate", ["owner", "local"])
 def test_sums_have_the_bits_that_are_stated(ranks_2_and_4: Ranks, accumulate: str) -> None:
     ranks_2_and_4.run(adds_up, accumulate)
-
-
-def trains_alike_with_no_sync() -> None:
-    def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor:
-        optimizer.zero_grad(set_to_none=number % 2 == 0)
-        with model.no_sync():
-            loss_of(model, 2 * number).backward()
-        loss_of(model, 2 * number + 1).backward()
-        norm = optimizer.clip_grad_norm_(0.01)
-        optimizer.step()
-        return norm
-
-    assert_same_run(Setting(accumulate="local"), step)
-
-
-def test_no_sync_gives_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(trains_alike_with_no_sync)
 
 
 @on_ranks(2)

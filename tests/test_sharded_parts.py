@@ -1,4 +1,4 @@
-"""Partial gradients, and where gradients lie in the rows that go to owners."""
+"""Partial gradients: what reads one raises, what changes each element alone works on the rows."""
 
 import copy
 import pickle
@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sharded import new_rows
-from zero_optim.ddp.owners.rows import RowPlan
 from zero_optim.plan.pieces import Piece
 from zero_optim.step.partial import PartialGradient
 
@@ -102,31 +100,3 @@ def test_autograd_cannot_add_to_a_partial_gradient() -> None:
     with pytest.raises(RuntimeError, match=r"add_ of the gradient .* needs elements"):
         (param * 2).sum().backward()
     assert param.grad is grad
-
-
-def test_rows_hold_every_element_once_at_aligned_places() -> None:
-    params = [torch.arange(15.0).view(5, 3), torch.arange(4.0), torch.tensor(7.0), torch.zeros(2, 0)]
-    pieces = [PIECES, (Piece(1, 0, 4),), (Piece(0, 0, 1),), (Piece(1, 0, 2),)]
-    layout = RowPlan.of(params, pieces, 4, torch.float32, carries_word=True)
-    rows = new_rows(layout, params[0])
-    assert [len(row) for row in rows] == [16 + 1 + 1, 16 + 1, 9 + 1, 1]
-    for param, parts in zip(params, layout.parts, strict=True):
-        for part in parts:
-            part.seen_in(rows[part.owner]).copy_(part.taken_from(param))
-            assert part.offset % 16 == 0
-    assert torch.equal(rows[0][:6], torch.arange(6.0))
-    assert rows[0][16] == 7.0
-    assert torch.equal(rows[2][:9], torch.arange(6.0, 15.0))
-    assert [slot for slot, _ in layout.owned_parts(0)] == [0, 2]
-
-
-def test_rows_keep_the_strides_of_parameters() -> None:
-    image = torch.rand(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-    pieces = (Piece(0, 0, 1), Piece(1, 1, 4))
-    layout = RowPlan.of([image], [pieces], 2, torch.float32, carries_word=False)
-    rows = new_rows(layout, image)
-    for part in layout.parts[0]:
-        seen = part.seen_in(rows[part.owner])
-        seen.copy_(part.taken_from(image))
-        assert torch.equal(seen, image[part.start : part.stop])
-        assert seen.stride() == image.stride()

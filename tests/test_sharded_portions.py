@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from pool import Ranks
-from sharded import Setting, new_rows
+from sharded import Setting
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
-from test_sharded_join import epochs_alike
-from test_sharded_training import summed_in_rank_order, trains_alike
-from zero_optim.ddp.owners import owner_line, owner_reducer
-from zero_optim.ddp.owners import rows as owner_rows
+from test_sharded_training import epochs_alike, summed_in_rank_order, trains_alike
+from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
 from zero_optim.ddp.owners.bucket_owners import BucketOwners
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.rows import OwnerRows, RowPlan, most_portions, num_portions
+from zero_optim.ddp.owners.owner_rows import OwnerRows, RowPlan, most_portions, num_portions
 from zero_optim.plan.pieces import Piece
 
 
@@ -44,7 +42,17 @@ def test_no_portion_is_larger_than_those_of_the_largest_bucket_or_very_small() -
     )
 
 
-def some_plan(count: int, *, carries_word: bool) -> tuple[list[Tensor], RowPlan]:
+PIECES = (
+    (Piece(0, 0, 20), Piece(2, 20, 50)),
+    (Piece(1, 0, 4),),
+    (Piece(0, 0, 1),),
+    (Piece(1, 0, 2),),
+    (Piece(0, 0, 6), Piece(1, 6, 20)),
+    (Piece(2, 0, 64),),
+)
+
+
+def some_plan(count: int, rank: int = 0, *, carries_word: bool = False) -> tuple[list[Tensor], RowPlan]:
     image = torch.rand(20, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     params = [
         torch.rand(50, 3),
@@ -54,64 +62,63 @@ def some_plan(count: int, *, carries_word: bool) -> tuple[list[Tensor], RowPlan]
         image,
         torch.rand(3, 64).t(),
     ]
-    pieces = [
-        (Piece(0, 0, 20), Piece(2, 20, 50)),
-        (Piece(1, 0, 4),),
-        (Piece(0, 0, 1),),
-        (Piece(1, 0, 2),),
-        (Piece(0, 0, 6), Piece(1, 6, 20)),
-        (Piece(2, 0, 64),),
-    ]
-    return params, RowPlan.of(params, pieces, 4, torch.float32, carries_word=carries_word, count=count)
+    owners = BucketOwners(("",) * 6, PIECES, rank, 4)
+    return params, RowPlan.of(params, owners, torch.float32, carries_word=carries_word, count=count)
 
 
+def as_given(grad: Tensor) -> Tensor:
+    return grad
+
+
+def in_other_strides(grad: Tensor) -> Tensor:
+    return grad.t().contiguous().t() if grad.dim() == 2 else grad.contiguous()
+
+
+@pytest.mark.parametrize("restride", [as_given, in_other_strides])
 @pytest.mark.parametrize("carries_word", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_portions_together_are_the_rows(count: int, carries_word: bool) -> None:
-    params, plan = some_plan(count, carries_word=carries_word)
-    whole = new_rows(plan, params[0])
-    rows = [OwnerRows(plan, rank, params[0]) for rank in range(2)]
-    for slot, param in enumerate(params):
-        for part in plan.parts[slot]:
-            part.seen_in(whole[part.owner]).copy_(part.taken_from(param))
-        for number, part in plan.cells[slot]:
-            for of_rank in rows:
-                of_rank.place(number, part).copy_(part.taken_from(param))
-    if carries_word:
-        for row in whole:
-            row[-1] = 5.0
-    for rank, of_rank in enumerate(rows):
-        popped = [of_rank.pop(number, word=5.0) for number in range(count)]
-        for row, pieces in zip(whole, zip(*popped, strict=True), strict=True):
-            assert torch.equal(torch.cat(pieces), row)
-        assert torch.equal(of_rank.own, whole[rank])
+def test_owners_find_their_rows_in_what_the_portions_make(
+    count: int, carries_word: bool, restride: Callable[[Tensor], Tensor]
+) -> None:
+    lengths = [6 * 75 + 80, 14 * 75 + 16, 192 + 96, 0]  # with padding between gradients
+    for rank in range(4):
+        params, plan = some_plan(count, rank, carries_word=carries_word)
+        assert [bounds[-1] for bounds in plan.bounds] == [length + carries_word for length in lengths]
+        rows = OwnerRows(plan, rank, params[0])
+        for slot, param in enumerate(params):
+            for place, part in rows.places(slot, restride(param)):
+                assert part is not None
+                place.copy_(part)
+        popped = [rows.pop(number, word=5.0) for number in range(count)]
+        whole = [torch.cat(of_rank) for of_rank in zip(*popped, strict=True)]
+        assert torch.equal(whole[rank], rows.own)
+        assert not carries_word or all(row[-1] == 5.0 for row in whole)
+        for slot, view in plan.owned:
+            param, pieces = params[slot], PIECES[slot]
+            piece = next(piece for piece in pieces if piece.owner == rank)
+            seen = view.of(whole[rank])
+            assert torch.equal(seen, param[piece.start : piece.stop] if param.dim() else param)
+            assert seen.stride() == param.stride()
+            assert view.offset % 16 == 0
+        assert [slot for slot, _ in plan.owned] == [[0, 2, 4], [1, 3, 4], [0, 5], []][rank]
 
 
-def test_portions_of_a_row_are_about_equally_long() -> None:
+def test_portions_of_a_row_are_equally_long() -> None:
     params = [torch.rand(100, 16), torch.rand(100)]
-    pieces = [(Piece(0, 0, 100),)] * 2
-    bounds, empty = RowPlan.of(params, pieces, 2, torch.float32, carries_word=False, count=4).bounds
+    owners = BucketOwners(("", ""), ((Piece(0, 0, 100),),) * 2, 0, 2)
+    bounds, empty = RowPlan.of(params, owners, torch.float32, count=4).bounds
     assert empty == (0,) * 5
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    assert sum(lengths) == 1700
-    assert all(abs(length - 425) <= 16 for length in lengths)
-
-
-def test_a_gradient_whose_rows_do_not_follow_each_other_in_memory_is_not_split() -> None:
-    param = torch.rand(64, 4).t()  # dimension 0 is innermost
-    plan = RowPlan.of([param], [(Piece(0, 0, 4),)], 1, torch.float32, carries_word=False, count=3)
-    ((_, part),) = plan.cells[0]
-    assert part.is_whole
+    assert [stop - start for start, stop in pairwise(bounds)] == [425] * 4
 
 
 def test_other_ranks_portions_are_made_when_gradients_come() -> None:
-    params, plan = some_plan(4, carries_word=False)
+    params, plan = some_plan(4, 1)
     rows = OwnerRows(plan, 1, params[0])
     with mock.patch.object(OwnerRows, "_new", wraps=rows._new) as made:
         for _ in range(2):
-            rows.place(*plan.cells[1][0])  # of rank 1 itself
+            list(rows.places(1, None))  # of rank 1 itself
             assert not made.called
-        rows.place(*plan.cells[2][0])
+        list(rows.places(2, None))
         assert made.call_count == 1
 
 
@@ -121,9 +128,9 @@ def three_portions() -> Iterator[list[int]]:
     counts: list[int] = []
     start = owner_line.OwnerSum.__init__
 
-    def counted(total: owner_line.OwnerSum, *args: object) -> None:
-        start(total, *args)  # type: ignore[arg-type]
-        counts.append(total._bucket.num_portions)
+    def counted(total: owner_line.OwnerSum, *args: Any) -> None:
+        start(total, *args)
+        counts.append(total.count)
 
     with (
         mock.patch.object(owner_rows, "LEAST_PORTION_NBYTES", 1),

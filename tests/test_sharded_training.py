@@ -1,4 +1,4 @@
-"""Which gradients a rank has where they are sharded, and what else `test_parity` does not show of them."""
+"""Sharded gradients: which a rank has, cut parameters, uneven inputs; more bits in `test_parity`."""
 
 import copy
 from functools import partial
@@ -7,22 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
+from cuts import cutting
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks, on_ranks
-from sharded import Setting, assert_same_run
+from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.step.partial import PartialGradient
-
-
-def trains_alike(setting: Setting) -> None:
-    assert_same_run(setting)
-
-
-def test_training_gives_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(trains_alike, Setting())
 
 
 @on_ranks(2)
@@ -64,30 +58,6 @@ def test_gradients_are_those_of_one_process_that_sums_in_the_order_of_ranks(rank
     ranks_2_and_4.run(summed_in_rank_order)
 
 
-class Scaled:
-    """A step with a scaler; one rank finds an infinity in one step."""
-
-    def __init__(self, unscales: bool) -> None:
-        self.unscales = unscales
-        self.scalers: dict[ZeroRedundancyOptimizer, torch.amp.GradScaler] = {}
-
-    def __call__(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> float:
-        if optimizer not in self.scalers:
-            self.scalers[optimizer] = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-        scaler = self.scalers[optimizer]
-        optimizer.zero_grad()
-        loss = loss_of(model, number)
-        if number == 2 and dist.get_rank() == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        if self.unscales:
-            scaler.unscale_(optimizer)
-            optimizer.clip_grad_norm_(0.01)
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale()
-
-
 class Unused(Net):
     """One layer is used by some ranks in some steps, another by nobody."""
 
@@ -125,6 +95,43 @@ class Words(nn.Module):
 
 def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.0005)
+
+
+def cut_sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
+    with cutting():
+        return sgd(model)
+
+
+def trains_alike(setting: Setting) -> None:
+    assert_same_run(setting)
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(optimizer=cut_adamw), Setting(Words, cut_sgd)], ids=["dense", "sparse"]
+)
+def test_cut_parameters_train_with_the_bits_of_whole_gradients(ranks2: Ranks, setting: Setting) -> None:
+    ranks2.run(trains_alike, setting)
+
+
+@on_ranks(2)
+def test_an_owner_of_rows_has_their_gradient_and_their_norms() -> None:
+    (whole, one), (sharded, other) = Setting().whole(), Setting(optimizer=cut_adamw).sharded()
+    for model in (whole, sharded):
+        loss_of(model, 0).backward()
+    assert any(len(pieces) > 1 for pieces in other.pieces().values())
+    assert_same_gradients(sharded, whole)
+    for param, pieces in other.pieces().items():
+        is_partial = len(pieces) > 1 or pieces[0].owner != dist.get_rank()
+        assert isinstance(param.grad, PartialGradient) == is_partial
+    for norm_type in (float("inf"), 2.0, 1.0):  # each larger than the one before
+        for max_norm in (0.01, 1.0):  # the second finds what the first has left
+            want, got = (optimizer.clip_grad_norm_(max_norm, norm_type) for optimizer in (one, other))
+            assert torch.allclose(got, want, rtol=1e-5, atol=0), (norm_type, max_norm)
+            assert torch.equal(got, want) or norm_type != float("inf")
+            norms = [torch.empty_like(got) for _ in range(dist.get_world_size())]
+            dist.all_gather(norms, got)
+            assert all(torch.equal(norm, got) for norm in norms)
+        assert torch.allclose(got, torch.tensor(0.01), rtol=1e-3)
 
 
 class Checkpointed(Net):
@@ -197,3 +204,54 @@ def test_the_cap_of_buckets_that_is_told_is_that_of_the_optimizer() -> None:
     wrapped, optimizer = Setting(optimizer=sgd).sharded()
     assert wrapped.get_ddp_logging_data()["bucket_cap_bytes"] == int(0.0005 * 2**20)
     assert optimizer.core.sharding.cap_nbytes == int(0.0005 * 2**20)
+
+
+# ---------------------------------------------------------------------- uneven inputs
+
+
+def train_epochs(
+    model: nn.Module, optimizer: ZeroRedundancyOptimizer, longest: int, set_to_none: bool
+) -> list[float]:
+    """Gradients are clipped, and dropped at the end of an iteration; one rank has more batches."""
+    norms = []
+    for epoch in range(2):
+        with Join([model, optimizer]):
+            for number in range(3 if dist.get_rank() == longest else 1):
+                loss_of(model, 10 * epoch + number).backward()
+                norms.append(float(optimizer.clip_grad_norm_(0.01)))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+        if dist.get_rank() != longest and isinstance(model, ShardedDataParallel):
+            assert all(param.grad is None for param in model.parameters())
+    return norms
+
+
+def epochs_alike(setting: Setting) -> None:
+    for longest, set_to_none in ((0, True), (1, False)):
+        (whole, one), (sharded, other) = setting.whole(), setting.sharded()
+        expected = train_epochs(whole, one, longest, set_to_none)
+        assert train_epochs(sharded, other, longest, set_to_none) == expected
+        for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(param, want), name
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(), Setting(Same, options={"find_unused_parameters": True}), Setting(Words, sgd)],
+    ids=["plain", "unused", "sparse"],
+)
+def test_uneven_inputs_give_the_bits_of_whole_gradients(ranks2: Ranks, setting: Setting) -> None:
+    ranks2.run(epochs_alike, setting)
+
+
+@on_ranks(2)
+def test_several_reduced_passes_for_a_step_are_refused_on_every_rank() -> None:
+    wrapped, optimizer = Setting().sharded()
+
+    def train() -> None:
+        with Join([wrapped, optimizer]):
+            for number in range(4 if dist.get_rank() == 0 else 0):
+                loss_of(wrapped, number).backward()
+
+    with pytest.raises(RuntimeError, match=r"pass that is reduced must be followed by optimizer\.step"):
+        train()

@@ -25,8 +25,8 @@ from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import bucketer
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.flow import pending
-from zero_optim.hooks.overlap.stepper import Stepper
-from zero_optim.step import overlap
+from zero_optim.hooks.stepper import ZeroStep
+from zero_optim.iteration import overlap
 
 Patch = AbstractContextManager[Any]
 
@@ -37,9 +37,9 @@ def _keep_nothing(*_: object) -> None:
 
 def begins_elsewhere() -> Patch:
     """The thread that steps, on its stream, takes over what the user did to parameters."""
-    begin = Stepper._begin
+    begin = ZeroStep._begin
 
-    def on_thread(stepper: Stepper, of: Any) -> None:
+    def on_thread(stepper: ZeroStep, of: Any) -> None:
         def work() -> None:
             with StreamBeside().using(torch.device("cpu")):
                 begin(stepper, of)
@@ -48,7 +48,7 @@ def begins_elsewhere() -> Patch:
         thread.start()
         thread.join()
 
-    return mock.patch.object(Stepper, "_begin", on_thread)
+    return mock.patch.object(ZeroStep, "_begin", on_thread)
 
 
 def one_stream_a_bucket() -> Patch:
@@ -112,7 +112,7 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
     "what came for an owner is dropped too early": (
         drops_parcels,
         {"overlap": {"gradients": "owners"}},
-        ("wait", "zero_step_hook"),
+        ("wait", "__call__"),
     ),
     "what came for a reduce-scatter is dropped too early": (
         drops_parcels,

@@ -25,7 +25,7 @@ from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Record, Verdict
 from zero_optim.comm.works import KEPT, Work
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.ddp.reducer.bucket import GradBucket
+from zero_optim.ddp.reducer.gradient_bucket import GradBucket
 from zero_optim.health.diagnosis import Status, judge
 from zero_optim.health.peers import Presence
 

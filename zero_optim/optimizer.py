@@ -20,6 +20,7 @@ from zero_optim.compat import private
 from zero_optim.compat.kinship import make_known
 from zero_optim.explain import Explanation, explain
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
+from zero_optim.iteration import Iteration
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
@@ -31,7 +32,6 @@ from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE, Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.spec import OptimizerSpec
-from zero_optim.stepping import Stepping
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -167,10 +167,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 told(self)
         learn_addresses(group)
         if overlap_with_ddp:
-            self.steps.overlap()
+            self.iteration.overlap()
 
     def _begin(self, core: Core) -> None:
-        self.core, self.steps = core, Stepping(core)
+        self.core, self.iteration = core, Iteration(core)
         super().__setstate__({"defaults": {}})  # makes the hooks, without reading groups again
         self.defaults = core.owned.local.defaults
 
@@ -203,7 +203,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _call_theirs(self, name: str, methods: list[Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         local, groups = self.core.owned.local, self.param_groups
         work = partial(local.call, groups, methods, *args, **kwargs)
-        return self.steps.calls.run(f"{name}()", partial(self.core.owned.run, work))
+        return self.iteration.calls.make(f"{name}()", partial(self.core.owned.run, work))
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -258,12 +258,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if views.is_no_step(self.core):
             return None
         with self.core.group.doing("step()"):
-            return self.steps.step(self, closure, kwargs)
+            return self.iteration.step(self, closure, kwargs)
 
     def begin_overlapped_step(self, *, joined: bool) -> None:
-        """Begin a step during the backward pass, for hooks; see `BackwardSteps.begin`."""
+        """Begin a step during the backward pass, for hooks; see `Overlap.begin`."""
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
-        self.steps.backward.begin(joined=joined)
+        self.iteration.overlap().begin(joined=joined)
 
     @property
     def num_steps(self) -> int:
@@ -277,7 +277,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Inside ``Join``, and after a step of the backward pass, which raises. Otherwise the question is
         counted: Note [What a count cannot tell] in `zero_optim.health.stamps`.
         """
-        if self.steps.joins.under_way or self.steps.backward.is_begun:
+        if self.iteration.joins.under_way or self.iteration.has_begun:
             return True
         stamps = self.core.sharding.gathers.stamps
         if stamps is not None:
@@ -313,7 +313,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: the norm is not finite, see ``error_if_nonfinite``.
             TypeError: an argument is of the wrong kind; or ValueError.
         """
-        return self.steps.clip(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
+        return self.iteration.clip(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 
     def wait_for_gathers(self) -> None:
         """Wait until every parameter has its new value on this rank; returns at once if no gather is pending.
@@ -321,7 +321,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         On CUDA with NCCL the current stream waits, not the CPU. Call it to train on after ``backward()`` has
         raised: part of the step may have been taken.
         """
-        self.steps.backward.wait()
+        self.iteration.wait_for_steps()
         self.core.sharding.under_way.wait()
 
     @called_by_all
@@ -506,14 +506,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"
             )
-        self.steps.backward.end(waits=wait)
+        self.iteration.end_overlap(waits=wait)
         if staying is not None:
             rebinding.hand_over(self.core, staying)
             self.defaults = self.core.owned.local.defaults
         else:
             rebinding.detach(self.core, wait=wait)
-        self.steps.calls.let_go()
-        self.steps.joins.let_go()
+        self.iteration.calls.let_go()
+        self.iteration.joins.let_go()
         unwatch(self)
 
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
@@ -570,7 +570,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 unwatch(self)
         self.defaults = core.owned.local.defaults
         if core.inputs.options.overlap_with_ddp:
-            self.steps.overlap()
+            self.iteration.overlap()
         learn_addresses(group)
         return lost
 
@@ -659,25 +659,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Use ``with Join([ddp_model, optimizer]):``. Active ranks must step once in each iteration. It takes no
         options.
         """
-        return self.steps.join_hook()
+        return self.iteration.join_hook()
 
     @property
     def join_device(self) -> torch.device:
         """Where ``Join`` places its own small tensors."""
-        return self.steps.joins.join_device
+        return self.iteration.joins.join_device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group over which ``Join`` counts active ranks."""
-        return self.steps.joins.join_process_group
+        return self.iteration.joins.join_process_group
 
     @property
     def _join_config(self) -> Any:  # noqa: ANN401 - a private type of PyTorch
-        return self.steps.joins.config
+        return self.iteration.joins._join_config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:  # noqa: ANN401 - as above
-        self.steps.joins.config = config
+        self.iteration.joins._join_config = config
 
     # ------------------------------------------------------------------ names of PyTorch's class
 

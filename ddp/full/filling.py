@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.full.choice import UnitChoice
-from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
+from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, in_order_of_memory, kept_dtype
 from zero_optim.shard.freed import shown_when_freed
 from zero_optim.shard.units import UnitBucket
 
@@ -36,22 +36,12 @@ def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
     dense = [tensor.detach() for tensor in tensors if tensor.numel() and group.size > 1]
     for start in range(0, len(dense), _AT_ONCE):
         some = dense[start : start + _AT_ONCE]
-        rows = [_in_order_of_memory(tensor) for tensor in some]
+        rows = [in_order_of_memory(tensor, dense_strides(tensor)) for tensor in some]
         for work in group.broadcast_rows([(0, row) for row in rows], "the values of rank 0"):
             work.wait()
         for tensor, row in zip(some, rows, strict=True):
             if row.data_ptr() != tensor.data_ptr():
                 tensor.copy_(row.as_strided(tensor.shape, dense_strides(tensor)))
-
-
-def _in_order_of_memory(tensor: Tensor) -> Tensor:
-    """View a tensor as one row; a copy of it where it has gaps."""
-    strides = dense_strides(tensor)
-    if tensor.stride() != strides:
-        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor
-        )
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 # ---------------------------------------------------------------------- models on the meta device

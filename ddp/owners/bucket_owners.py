@@ -6,7 +6,7 @@ Note [Gradients set by hand]
     put the same there, DDP gives the same.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from zero_optim.step.partial import Agree, PartialGradient, owned
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketOwners:
-    """Who owns the gradients of a bucket."""
+    """Who owns the gradients of a bucket. Slots are places in the bucket."""
 
     names: tuple[str, ...]  # of the parameters
     pieces: tuple[Pieces, ...]  # of each
@@ -36,36 +36,27 @@ class BucketOwners:
         return self.dtype not in (None, param.dtype) or isinstance(self.keeping, HostKeeping)
 
     def copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
-        """Take sums of this rank's rows to where they are kept, each in a dtype."""
+        """Copy sums of this rank's rows to where they are kept, each in a dtype."""
         converted = (tensor.to(dtype) for tensor, dtype in sums)
         return converted if self.keeping is None else self.keeping.copies(converted)
 
-    def shown(self, slot: int, param: Tensor, reduced: Tensor | None) -> Tensor:
-        """Make what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
+    def _partial(self, slot: int, param: Tensor, rows: Tensor | None) -> PartialGradient:
+        comes = self.keeping.wait if isinstance(self.keeping, HostKeeping) else None
+        pieces, name = self.pieces[slot], self.names[slot]
+        return PartialGradient(param, pieces, rows, name, self.dtype, comes, self.agree)
 
-        A partial one everywhere if owners keep gradients in another dtype, or on the host.
+    def shown(self, slot: int, param: Tensor, kept: Tensor | None, reduced: Tensor | None) -> Tensor:
+        """Return what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
+
+        ``kept`` is the gradient of earlier passes, to which ``reduced`` is added in place. It may be whole,
+        put there by the user: Note [Gradients set by hand].
         """
-        pieces, keeping = self.pieces[slot], self.keeping
-        if reduced is not None and len(pieces) == 1 and not self._keeps_another(param):
+        if kept is None:
+            if reduced is None or len(self.pieces[slot]) > 1 or self._keeps_another(param):
+                return self._partial(slot, param, reduced)
             return owned(reduced, self.agree)
-        comes = keeping.wait if isinstance(keeping, HostKeeping) else None
-        return PartialGradient(param, pieces, reduced, self.names[slot], self.dtype, comes, self.agree)
-
-    def added(self, slot: int, param: Tensor, kept: Tensor, reduced: Tensor | None) -> Tensor:
-        """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` is.
-
-        That may be a whole one, put there by the user: Note [Gradients set by hand].
-        """
         if not isinstance(kept, PartialGradient):
-            piece = piece_of(self.pieces[slot], self.rank)
-            kept = kept.to_dense()
-            if piece is None:
-                kept = self.shown(slot, param, None)
-            elif self._keeps_another(param):
-                rows = next(self.copies([(rows_of(kept, piece), self.dtype or param.dtype)]))
-                kept = self.shown(slot, param, rows)
-            elif not is_whole(piece, param.shape):
-                kept = self.shown(slot, param, rows_of(kept, piece).clone())  # a view would keep the whole
+            kept = self._taken_over(slot, param, kept.to_dense())
         if reduced is not None:
             target = kept.rows_to_come if isinstance(kept, PartialGradient) else kept
             assert target is not None  # this rank owns rows of it
@@ -75,9 +66,23 @@ class BucketOwners:
                 self.keeping.add(target, reduced)
         return kept if isinstance(kept, PartialGradient) else owned(kept, self.agree)
 
+    def _taken_over(self, slot: int, param: Tensor, whole: Tensor) -> Tensor:
+        """Return what this rank keeps of a gradient set by hand."""
+        piece = piece_of(self.pieces[slot], self.rank)
+        if piece is None:
+            return self._partial(slot, param, None)
+        if self._keeps_another(param):
+            rows = next(self.copies([(rows_of(whole, piece), self.dtype or param.dtype)]))
+            return self.shown(slot, param, None, rows)
+        if is_whole(piece, param.shape):
+            return whole
+        return self.shown(slot, param, None, rows_of(whole, piece).clone())  # a view would keep the whole
 
-def give_back(params: Sequence[Tensor], kept: Mapping[int, Tensor], *, drops: bool) -> None:
-    """Make gradients that were put aside, by slot, the parameters' own again; ``drops`` all others."""
-    for slot, param in enumerate(params):
-        if drops or slot in kept:
-            param.grad = kept.get(slot)
+    def shown_sparse(self, param: Tensor, kept: Tensor | None, total: Tensor) -> Tensor:
+        """Return what stands in ``param.grad`` of the only parameter: owners have the whole sum."""
+        if piece_of(self.pieces[0], self.rank) is None:
+            elsewhere = PartialGradient(param, self.pieces[0], None, self.names[0], agree=self.agree)
+            elsewhere.is_of_sparse = True
+            return elsewhere
+        reduced = total.to(param.dtype)
+        return owned(reduced if kept is None else kept + reduced, self.agree)

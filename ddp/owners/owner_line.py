@@ -3,22 +3,22 @@
 Note [Sums across replicas]
     In a mesh (`zero_optim.comm.mesh`) gradients are added up in the order of ranks inside a replica, by the
     owner; then its row over the owners of the same rows in all replicas, by the backend, in place. The second
-    sum starts when the next bucket is launched, and is waited for one bucket later. In bf16 and fp16 the sum
-    of a replica is rounded. The word of a failure is summed with its row. All ranks start sums in one order,
-    that of the buckets, as NCCL wants it.
+    sum is waited for before that of the next bucket starts. In bf16 and fp16 the sum of a replica is rounded.
+    The word of a failure is summed with its row. All ranks start sums in one order, that of the buckets, as
+    NCCL wants it.
 
 Note [Sums inside, then across]
     With state over all ranks of a mesh each rank owns a row. Inside a replica of S ranks, rank s receives the
     rows of its column, the ranks with its number in all R replicas, and adds up in the order of ranks. Then
     the column exchanges these sums, and each adds up its own row in the order of replicas. That sends (R - 1)
     / (R S) of the gradients' bytes across, half of what an all-reduce takes; on two replicas it has the same
-    bits. Until they are waited for, one bucket later, sums of the column's other rows are held, 1/S of the
-    bucket.
+    bits. Until then sums of the column's other rows are held, 1/S of the bucket.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -27,12 +27,14 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import RowSum
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.rows import OwnerRows
-from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.reduction import Reduction, SumReduction
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Then
 
 if TYPE_CHECKING:
     from zero_optim.comm.traffic import Waitable
+    from zero_optim.ddp.owners.owner_rows import OwnerRows
 
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
@@ -60,93 +62,70 @@ class SumRoute:
             RowSum(self.inner, self.lanes.groups, each, in_place=True, about=label) for each in of_replicas
         ]
 
+    def start_across(self, totals: Sequence[Tensor], label: str) -> "Waitable":
+        """Start the sum across replicas of what `start` has summed, in place."""
+        assert self.across is not None  # asked for by the caller
+        label = f"{label}, across replicas"
+        if self.lanes_across is None:
+            return self.across.start_sum(totals[0], label)[1]
+        return RowSum(self.across, self.lanes_across.groups, totals, in_place=True, about=label)
+
     def abandon(self) -> None:
         """Let nobody else have the lanes, because something failed on them."""
-        self.lanes.abandon()
-        if self.lanes_across is not None:
-            self.lanes_across.abandon()
+        for lanes in (self.lanes, self.lanes_across):
+            if lanes is not None:
+                lanes.abandon()
 
 
 class OwnerSum:
-    """A bucket on its way to its owners, in portions, of which two are under way at a time."""
+    """A bucket on its way to its owners, in portions; a part of an `OwnerLine`."""
 
-    def __init__(self, bucket: OwnerBucket, rows: OwnerRows, label: str, route: SumRoute) -> None:
+    def __init__(self, bucket: OwnerBucket, label: str, line: "OwnerLine") -> None:
+        self.count = bucket.num_portions
+        self.num_started = self.num_summed = 0  # portions
+        self.word: Tensor | None = None  # of a failure; one element, or none. Once the bucket has the sum
         self._bucket = bucket
         self._label = label
-        self._route = route
-        self._rows: OwnerRows | None = rows
-        self._total: Tensor | None = None  # of the replica, then of all
-        self._failure_word = bucket.word
-        self._sums: deque[tuple[str, list[RowSum]]] = deque()
-        self._across: list[Waitable] = []
-        self._num_done = 0
-        self._word: Tensor | None = None
-        self._start_next()
+        self._line = line
+        self._rows: OwnerRows | None = bucket.pop_rows()
 
-    def fill(self) -> None:
-        """Have two portions under way, as far as there are any left."""
-        while len(self._sums) < min(_NUM_UNDER_WAY, self._bucket.num_portions - self._num_done):
-            self._start_next()
+    def start_next(self) -> Then:
+        """Start the next portion."""
+        assert self._rows is not None  # until all were summed
+        rows = self._rows.pop(self.num_started, word=self._bucket.word)
+        self.num_started += 1
+        label = self._label
+        if self.count > 1:
+            label = f"{label}, portion {self.num_started} of {self.count}"
+        return Then(self._line.route.start(rows, label), partial(self._summed, label))
 
-    def _start_next(self) -> None:
-        number, count = self._num_done + len(self._sums), self._bucket.num_portions
-        assert self._rows is not None  # until all were waited for
-        rows = self._rows.pop(number, word=self._failure_word)
-        label = self._label if count == 1 else f"{self._label}, portion {number + 1} of {count}"
-        # Nobody else reads the own row. So of all that was sent and received it alone stays, with the sum.
-        self._sums.append((label, self._route.start(rows, label)))
-
-    def advance_to(self, fraction: float) -> None:
-        """Wait until some part of the portions is summed, from 0 to 1, but never for the last one."""
-        self.fill()
-        count = self._bucket.num_portions
-        while self._num_done < min(int(fraction * count), count - 1):
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        """Wait for the portion that was sent first, which makes room for another one, and send that."""
-        label, sums = self._sums.popleft()
-        route = self._route
-        try:
-            totals = [each.wait() for each in sums]
-            if route.across is not None and route.lanes_across is not None:
-                about = f"{label}, across replicas"
-                lanes = route.lanes_across.groups
-                self._across.append(RowSum(route.across, lanes, totals, in_place=True, about=about))
-            self._num_done += 1
-            self.fill()
-        except BaseException:
+    def _summed(self, label: str, totals: list[Tensor]) -> None:
+        """Start the sum of a portion, or of all of them, across replicas; without any the bucket has it."""
+        self.num_summed += 1
+        route, across = self._line.route, self._line.across
+        is_whole = self.num_summed == self.count
+        own = None if self._rows is None else self._rows.own
+        assert own is not None  # nobody else reads the own row: it alone stays, with the sum
+        if is_whole:
             self._rows = None
-            route.abandon()
-            raise
+        take = partial(self._take_over, own) if is_whole else _nothing
+        if route.lanes_across is not None:
+            across.start(lambda: Then([route.start_across(totals, label)], take), 1 / self.count)
+        elif is_whole and route.across is not None and own.numel():  # the others have as many
+            across.start(lambda: Then([route.start_across([own], self._label)], take))
+        elif is_whole:
+            take([])
 
-    def hand_on(self) -> None:
-        """Wait for the sum of the replica, and start the one across, if any; a second call does nothing."""
-        if self._total is not None or self._word is not None:
-            return
-        self.fill()
-        while self._sums:
-            self._finish_first()
-        assert self._rows is not None  # nothing has failed
-        rows, self._rows = self._rows, None
-        self._total = rows.own
-        route = self._route
-        if route.across is None:
-            self.wait()
-        elif route.lanes_across is None and self._total.numel():  # the others have as many
-            _, work = route.across.start_sum(self._total, f"{self._label}, across replicas")
-            self._across.append(work)
+    def _take_over(self, own: Tensor, _: object) -> None:
+        self.word = self._bucket.take_over(own)
 
     def wait(self) -> Tensor:
-        """Wait for the sum, which the bucket takes over; gives the word of a failure, any number of times."""
-        self.hand_on()
-        if self._word is None:
-            for work in self._across:
-                work.wait()
-            assert self._total is not None  # it was handed on
-            self._word = self._bucket.take_over(self._total)
-            self._total, self._across = None, []
-        return self._word
+        """Wait for the sum, which the bucket takes over; returns the word of a failure each time."""
+        return self._line.finish(self)
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 class OwnerLine:
@@ -160,42 +139,70 @@ class OwnerLine:
     def __init__(
         self, route: SumRoute, labels: Sequence[str], everyone: RankGroup, *, is_apart: bool = True
     ) -> None:
-        self._route = route
+        self.route = route
+        self.across = Flow(1)  # buckets
         self._labels = labels
         self._everyone = everyone
         self._is_apart = is_apart
-        self._under_way: OwnerSum | None = None
-        self._ending: OwnerSum | None = None  # the one before: its last portion is under way
-        self._handed_on: OwnerSum | None = None  # the one before that
+        self._portions = Flow(_NUM_UNDER_WAY)
+        self._last: OwnerSum | None = None
+        self._before: OwnerSum | None = None  # the one before: its last portion is pending
 
     def keep_pace(self, fraction: float) -> None:
-        """Bring what is under way as far as the bucket that fills is, from 0 to 1."""
+        """Bring what is pending as far as the bucket that fills is, from 0 to 1, but for the last portion."""
         self._end()
-        if self._under_way is not None:
-            self._under_way.advance_to(fraction)
+        last = self._last
+        if last is not None:
+            self._advance(last, min(int(fraction * last.count), last.count - 1))
 
     def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
         """Start a bucket; see `Launch`."""
+        assert isinstance(bucket, OwnerBucket)  # see `assign_to_owners`
         self._end()
-        self._ending, self._under_way = self._under_way, None
-        if self._ending is not None and self._is_apart and isinstance(bucket, OwnerBucket):
-            self._ending.advance_to(1.0)
-        else:
-            self._end()
+        before, self._before = self._last, self._last
+        if before is not None:
+            self._advance(before, before.count - (self._is_apart and not bucket.is_sparse))
         label = self._labels[number]
-        if not isinstance(bucket, OwnerBucket):
+        if bucket.is_sparse:
+            self._last = None
             return SumReduction(self._everyone, bucket, label)
-        self._under_way = OwnerSum(bucket, bucket.pop_rows(), label, self._route)
-        if self._ending is None:
-            self._under_way.fill()
-        return self._under_way
+        self._last = OwnerSum(bucket, label, self)
+        self._fill()
+        return self._last
+
+    def finish(self, one: OwnerSum) -> Tensor:
+        """Wait for a bucket, and for those before; returns its word of a failure."""
+        self._advance(one, one.count)
+        while one.word is None:
+            with self._abandoning():
+                self.across.finish_first()
+        return one.word
 
     def _end(self) -> None:
-        """Wait for the replica's sum of the bucket whose last portion is under way, if one is."""
-        ending, self._ending = self._ending, None
-        if ending is None:
-            return
-        ending.hand_on()
-        if self._handed_on is not None:
-            self._handed_on.wait()
-        self._handed_on = ending
+        """Wait for the replica's sum of the bucket whose last portion is pending, if one is."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._advance(before, before.count)
+
+    def _advance(self, one: OwnerSum, num_summed: int) -> None:
+        """Wait until some portions of a bucket are summed. Each wait makes room for another one."""
+        self._fill()
+        while one.num_summed < num_summed:
+            with self._abandoning():
+                self._portions.finish_first()
+            self._fill()
+
+    def _fill(self) -> None:
+        """Have two portions pending, as far as there are any left."""
+        last = self._last
+        while last is not None and last.num_started < last.count and len(self._portions) < _NUM_UNDER_WAY:
+            with self._abandoning():
+                self._portions.start(last.start_next)
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.route.abandon()
+            raise

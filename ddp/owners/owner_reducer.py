@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from zero_optim.comm.lanes import Lease, lanes_for_rows
+from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.owners.bucket_owners import BucketOwners
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket, SparseOwnerBucket
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket
 from zero_optim.ddp.owners.owner_line import OwnerLine, SumRoute
+from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
-from zero_optim.ddp.owners.rows import most_portions, num_portions
 from zero_optim.ddp.reducer.assignment import (
     BucketAssignment,
     ReducedParams,
@@ -22,7 +22,6 @@ from zero_optim.ddp.reducer.assignment import (
     indices_of_members,
 )
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
-from zero_optim.ddp.reducer.bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
@@ -69,11 +68,9 @@ class OwnerReducer(Reducer):
         self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
-        splits_state = mesh is not None and mesh.splits_state
-        exchanging = mesh.inner if mesh is not None and splits_state else optimizer.ranks
-        lanes_across: Lease | None = None  # for rows that go on to owners in other replicas
-        if mesh is not None and splits_state:
-            lanes_across = lanes_for_rows(mesh.across, optimizer.owners())
+        exchanging, lanes_across = optimizer.ranks, None  # the latter for rows that go on to other replicas
+        if mesh is not None and mesh.splits_state:
+            exchanging, lanes_across = mesh.inner, lanes_for_rows(mesh.across, optimizer.owners())
         lanes = lanes_for_rows(exchanging, optimizer.owners())
         self._has_lanes = lanes.groups[0] is not exchanging
         everyone = optimizer.ranks if mesh is None else mesh.everyone
@@ -82,7 +79,7 @@ class OwnerReducer(Reducer):
         across = None if mesh is None else replace(mesh.across, phase=phase)
         places = () if mesh is None else mesh.places
         self._route = SumRoute(replace(exchanging, phase=phase), lanes, across, lanes_across, places)
-        if mesh is not None and not splits_state:
+        if mesh is not None and not mesh.splits_state:
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
 
@@ -125,13 +122,6 @@ class OwnerReducer(Reducer):
         """Whether rows travel on process groups of their own, and wait for nothing that waits for them."""
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
-    def _launcher(self) -> Launch:
-        line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
-        for bucket in self.assignment.buckets:
-            if isinstance(bucket, OwnerBucket):
-                bucket.pace_by(line.keep_pace)
-        return line.launch
-
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise, on every rank, what went wrong; see `Reducer.check_finished`.
 
@@ -142,7 +132,7 @@ class OwnerReducer(Reducer):
         """
         num_steps, self._num_steps_before = self._num_steps_before, None
         if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant
-            self._optimizer.steps.joins.refuse(RuntimeError(_NO_STEP))
+            self._optimizer.iteration.joins.refuse(RuntimeError(_NO_STEP))
         super().check_finished(waits=waits)
         if waits and self._check is not None:
             self._check.read()
@@ -158,41 +148,28 @@ class OwnerReducer(Reducer):
         else:
             self._check_local()
 
-    def _begin(self) -> BackwardPass:
-        self.check_finished(waits=False)
+    def _open(self) -> Launch:
+        """Put reduced gradients aside: autograd would add to them what is yet to be reduced."""
         if self._check is not None:
             self._check.start()
-        self._put_aside()
-        try:
-            return super()._begin()
-        except BaseException:
-            for bucket in self.assignment.buckets:
-                bucket.give_back(drops=False)
-            raise
-
-    def _finish(self, current: BackwardPass) -> None:
-        in_join, before = self._upcoming.in_join, self.history.num_passes
-        try:
-            super()._finish(current)
-            if in_join and self.history.num_passes > before:
-                self._num_steps_before = self._optimizer.num_steps
-        except BaseException:
-            current.give_back(drops=True)
-            raise
-        current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
-        if self._check is not None and not self.defers_reports:
-            self._check.read()
-
-    def _put_aside(self) -> None:
-        """Keep the gradients of passes that were reduced: autograd would add to them what is yet to be."""
+        line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
         adds_at_once = self.defers_reports and not self._upcoming.in_join
         for bucket in self.assignment.buckets:
-            assert isinstance(bucket, OwnerBucket | SparseOwnerBucket)  # see `assign_to_owners`
+            assert isinstance(bucket, OwnerBucket)  # see `assign_to_owners`
             kept = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
                 if param.grad is not None and not self.history.carried[index]:
                     kept[slot], param.grad = param.grad, None
-            bucket.begin(kept, adds_at_once=adds_at_once)
+            bucket.begin(kept, line.keep_pace, adds_at_once=adds_at_once)
+        return line.launch
+
+    def _finish(self, current: BackwardPass) -> None:
+        in_join, before = self._upcoming.in_join, self.history.num_passes
+        super()._finish(current)
+        if in_join and self.history.num_passes > before:
+            self._num_steps_before = self._optimizer.num_steps
+        if self._check is not None and not self.defers_reports:
+            self._check.read()
 
     def _check_local(self) -> None:
         """Refuse, once in a pass that is not reduced, gradients of one that was, before any is added to."""
@@ -218,8 +195,7 @@ class OwnerReducer(Reducer):
         """
         for param in self.params:
             param.grad = None
-        self._put_aside()
-        self._optimizer.steps.joins.drop_after_shadow(self.params)
+        self._optimizer.iteration.joins.drop_after_shadow(self.params)
         super().shadow()
 
 
@@ -241,50 +217,40 @@ def assign_to_owners(
 
     The largest bucket is sent in ``most`` portions. Does not communicate.
     """
-    group, pieces = optimizer.ranks, optimizer.pieces()
-    names, params = reduced.names, reduced.params
+    pieces, names, params = optimizer.pieces(), reduced.names, reduced.params
     listed = [sorted(indices, reverse=True) for indices in members]
     is_sparse = [reduced.is_sparse(indices[0]) for indices in listed]
     if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
-        last = len(listed) - 1 - is_sparse[::-1].index(False)
-        listed.append(listed.pop(last))
-    sizes = [_nbytes(reduced, options, indices) for indices in listed]
-    buckets = list[ReducerBucket]()
-    for indices, nbytes in zip(listed, sizes, strict=True):
-        of_bucket = [params[index] for index in indices]
+        listed.append(listed.pop(len(listed) - 1 - is_sparse[::-1].index(False)))
+    dtypes = [options.dtype_of(params[indices[0]]) or params[indices[0]].dtype for indices in listed]
+    sizes = [
+        0 if reduced.is_sparse(indices[0]) else sum(params[i].numel() for i in indices) * dtype.itemsize
+        for indices, dtype in zip(listed, dtypes, strict=True)
+    ]
+    buckets = list[OwnerBucket]()
+    for indices, nbytes, dtype in zip(listed, sizes, dtypes, strict=True):
+        of_bucket, is_sparse_here = [params[i] for i in indices], reduced.is_sparse(indices[0])
+        kept = kept_dtype(of_bucket[0])
+        if kept != of_bucket[0].dtype:  # else owners keep gradients in the parameters' dtype
+            kept = torch.promote_types(kept, dtype)
         owners = BucketOwners(
-            tuple(names[index] for index in indices),
+            tuple(names[i] for i in indices),
             tuple(pieces[param] for param in of_bucket),
-            group.rank,
-            group.size,
-            _kept_dtype(of_bucket[0], kept_dtype(of_bucket[0]), options),
+            optimizer.ranks.rank,
+            optimizer.ranks.size,
+            None if kept == of_bucket[0].dtype else kept,
             optimizer.core.inputs.forms.keeping,
-            optimizer.steps.agree_on_infinity,
+            optimizer.iteration.agree_on_infinity,
         )
-        dtype = options.dtype_of(of_bucket[0])
-        if reduced.is_sparse(indices[0]):
-            buckets.append(SparseOwnerBucket(indices[0], of_bucket[0], owners, dtype=dtype))
-            continue
-        is_last, count = indices is listed[-1], num_portions(nbytes, max(sizes), most)
         buckets.append(
-            OwnerBucket(indices, of_bucket, owners, dtype=dtype, carries_word=is_last, num_portions=count)
+            OwnerBucket(
+                indices,
+                of_bucket,
+                owners,
+                is_sparse=is_sparse_here,
+                dtype=dtype,
+                carries_word=indices is listed[-1] and not is_sparse_here,
+                num_portions=num_portions(nbytes, max(sizes), most),
+            )
         )
     return BucketAssignment.of(names, buckets)
-
-
-def _kept_dtype(param: Tensor, kept: torch.dtype, options: ReducerOptions) -> torch.dtype | None:
-    """Tell in which dtype owners, who keep a parameter in some dtype, keep its reduced gradient.
-
-    None is the parameter's own.
-    """
-    if kept == param.dtype:
-        return None
-    return torch.promote_types(kept, options.reduce_dtype or param.dtype)
-
-
-def _nbytes(reduced: ReducedParams, options: ReducerOptions, indices: Sequence[int]) -> int:
-    """Return the bytes of a bucket that are sent in portions; none of a sparse one."""
-    params = [reduced.params[index] for index in indices]
-    if reduced.is_sparse(indices[0]):
-        return 0
-    return sum(param.numel() * (options.dtype_of(params[0]) or param.dtype).itemsize for param in params)

@@ -57,7 +57,7 @@ class ReplicaCheck:
         self._asked: _Asked | None = None
         self._told: list[_Asked] = []  # nobody waits for these, but they need their memory
         self._told_after = -1  # steps
-        optimizer.steps.calls.tell_replicas_by(weakly(self.tell))
+        optimizer.iteration.calls.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
         """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.groups import bucket_text
@@ -77,7 +77,7 @@ class ReducerOptions:
         return not (self.find_unused_parameters or self.static_graph)
 
     def dtype_of(self, param: Tensor) -> torch.dtype | None:
-        """Tell in which dtype a parameter's gradient travels; None for its own."""
+        """Return the dtype in which a parameter's gradient is reduced; None for its own."""
         return self.reduce_dtype if param.is_floating_point() else None
 
 
@@ -97,7 +97,7 @@ class ReducedParams:
     def of(
         cls, params: Iterable[tuple[str, Tensor]] | Iterable[Tensor], sparse: Collection[str] = ()
     ) -> "ReducedParams":
-        """Name parameters that come without names, and check that all can be reduced."""
+        """Name parameters without names, and check them."""
         pairs = _name_params(params)
         index_of = {id(param): index for index, (_, param) in enumerate(pairs)}
         return cls([name for name, _ in pairs], [param for _, param in pairs], frozenset(sparse), index_of)
@@ -107,7 +107,7 @@ class ReducedParams:
         return self.names[index] in self.sparse
 
     def describe(self) -> list[str]:
-        """Describe them as they have to be the same on every rank."""
+        """Describe them, for ranks to compare."""
         described = describe_params(zip(self.names, self.params, strict=True))
         return [f"sparse: {sorted(self.sparse)}", *described]
 
@@ -116,8 +116,8 @@ class ReducedParams:
 class BucketAssignment:
     """Where the gradient of each parameter travels; the same on every rank.
 
-    Buckets are in the order of reduction. A place is a parameter's bucket, that bucket's number, and the
-    parameter's slot there. Labels name the buckets in messages.
+    Buckets are in the order of reduction. A place is a parameter's bucket, its number, and the slot there.
+    Labels name the buckets in messages.
     """
 
     names: Sequence[str] = ()
@@ -127,7 +127,7 @@ class BucketAssignment:
 
     @classmethod
     def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
-        """Find the places of the parameters; each is in one bucket."""
+        """Each parameter is in one bucket."""
         places = {
             index: (bucket, number, slot)
             for number, bucket in enumerate(buckets)
@@ -146,10 +146,9 @@ def assign(
     order: Sequence[int] | None = None,
     members: Members | None = None,
 ) -> BucketAssignment:
-    """Make the buckets. A sparse gradient travels alone. The order of gradients may not be known yet.
+    """Make the buckets, in the order of gradients if it is known. A sparse gradient is alone.
 
-    Members of buckets that a comm hook names are not used unless each parameter is in one of them: Note
-    [Buckets in rows].
+    ``members`` are those of buckets that a comm hook names: Note [Buckets in rows].
     """
     params = reduced.params
     listed = [] if members is None else indices_of_members(reduced, members, order)
@@ -189,10 +188,10 @@ def _pytorchs_buckets(
 def indices_of_members(
     reduced: ReducedParams, members: Members, order: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Find the parameters of given buckets, in the order in which the buckets become full.
+    """Return the places of the parameters of each bucket, in the order in which the buckets become full.
 
     Parameters that are not reduced are left out. A sparse gradient has a bucket of its own. Without an order
-    of gradients the last parameter comes first, which is about right.
+    of gradients the last parameter comes first.
     """
     listed: list[list[int]] = []
     for of_bucket in members:
@@ -226,7 +225,7 @@ def _name_params(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> lis
 
 
 def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Describe parameters as they have to be the same on every rank."""
+    """Describe parameters, for ranks to compare."""
     return [
         f"{name} {tuple(param.shape)} {param.dtype}, strides {dense_strides(param)}, "
         f"{'trainable' if param.requires_grad else 'frozen'}"

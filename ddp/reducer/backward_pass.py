@@ -20,7 +20,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import record_use
 from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment
-from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.reduction import BucketReductions, Launch
 from zero_optim.ddp.reducer.report import FailureReport, PassTroubles
@@ -61,7 +61,7 @@ class PassTerms:
         return self.kind in ("some", "learning")
 
     def report(self, group: RankGroup, failure: str | None, used: Sequence[bool]) -> FailureReport:
-        """Have ranks tell each other what went wrong and what was used, after the last bucket; all call."""
+        """Report to the other ranks, after the last bucket; all call."""
         used = used if self.asks_for_use else ()
         return FailureReport(group, failure, used, in_last_bucket=self.failure_word_in_last_bucket)
 
@@ -95,31 +95,31 @@ class BackwardPass:
     # ------------------------------------------------------------------ phases
 
     def break_off(self) -> None:
-        """Take note that an exception has ended the pass; does nothing if that is known."""
+        """Note that an exception has ended the pass; does nothing if that is known."""
         if self.phase is not Phase.RUNNING:
             return
         self.phase = Phase.BROKEN_OFF
-        self._troubles.fail("a backward pass ended with an exception before its gradients were reduced")
+        self._troubles.note(report.BROKE_OFF)
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def end(self) -> None:
-        """Take note that no more gradients come; `launch_rest`, `report` and `give` follow, in this order."""
+        """Note that no more gradients come; `launch_rest`, `report` and `give` follow, in this order."""
         assert self.phase is not Phase.ENDING, f"{Phase.ENDING} cannot follow {self.phase}"
         self.phase = Phase.ENDING
 
     def give_back(self, *, drops: bool) -> None:
-        """Have buckets give back what they put aside for this pass; see `ReducerBucket.give_back`."""
+        """See `ReducerBucket.give_back`."""
         for bucket in self._assignment.buckets:
             bucket.give_back(drops=drops)
 
     # ------------------------------------------------------------------ gradients come
 
-    def note(self, explain: Callable[[Sequence[str]], str], index: int) -> None:
-        """Note something wrong with a parameter's gradient."""
-        self._troubles.note(explain, self._assignment.names[index])
+    def note(self, text: str, index: int) -> None:
+        """Note something wrong with a parameter's gradient; see `report`."""
+        self._troubles.note(text, self._assignment.names[index])
 
     def arrived(self, index: int) -> None:
-        """Take note of a parameter's gradient; called by its hook, hence quick."""
+        """Note a parameter's gradient; called by its hook, hence quick."""
         calls = self.calls
         calls[index] += 1
         if calls[index] != self._expected[index]:
@@ -157,11 +157,11 @@ class BackwardPass:
                 self.order.append(index)
         elif self.terms.kind == "learnt":
             if self.calls[index] > self._expected[index]:
-                self.note(report.more, index)
+                self.note(report.MORE, index)
         elif self._expected[index] or self.calls[index] > 1:
-            self.note(report.twice, index)
+            self.note(report.TWICE, index)
         elif number < self.reductions.num_passed:
-            self.note(report.late_gradient, index)
+            self.note(report.LATE_GRADIENT, index)
         else:
             bucket.pending.append(slot)
 
@@ -214,12 +214,9 @@ class BackwardPass:
             return
         if self._streams is not None and self._streams.join(number):
             bucket.record_use(range(len(bucket.params)))
-        if bucket.is_sparse:
-            bucket.take_sparse(self.terms.divisor)
-        else:
-            self._take_rest(bucket, used)
+        self._take_rest(bucket, used)
         for slot in bucket.pop_misfits():
-            self.note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
+            self.note(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
         if number == self._num_early and self._troubles:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
         self.reductions.launch_next()
@@ -252,17 +249,17 @@ class BackwardPass:
         if self.calls != self._expected:
             for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
                 if calls < expected and not self.terms.carried[index]:
-                    self.note(report.fewer if self.terms.kind == "learnt" else report.no_gradient, index)
+                    self.note(report.FEWER if self.terms.kind == "learnt" else report.NO_GRADIENT, index)
         for index in self.terms.undefined:  # would be handed out as it came, not reduced
             if self._has_gradient(index):
-                self.note(report.more, index)
+                self.note(report.MORE, index)
 
     def _has_gradient(self, index: int) -> bool:
         bucket, _, slot = self._assignment.places[index]
         return bucket.has_gradient(slot)
 
     def report(self, group: RankGroup) -> FailureReport:
-        """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""
+        """Report what went wrong and what was used to the other ranks, after the last bucket; all call."""
         used: list[bool] = []
         if self.terms.asks_for_use:
             used = [
@@ -282,10 +279,7 @@ class BackwardPass:
             raise
 
     def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
-        """Wait for every bucket in order, and make the reduced gradients the parameters' own.
-
-        The gradient of a parameter that no rank used is left as it was.
-        """
+        """Wait for every bucket, and make reduced gradients the parameters' own, but for unused ones."""
         for bucket, reduced in self.reductions.results(report_to_come):
             bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
@@ -306,5 +300,5 @@ class PassWithGraph(BackwardPass):
 
     @torch.no_grad()
     def arrived(self, index: int) -> None:
-        """Take note of a parameter's gradient."""
+        """See `BackwardPass.arrived`."""
         super().arrived(index)

@@ -16,7 +16,7 @@ from zero_optim.compat.engine import in_distributed_autograd, runs_distributed_b
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Find the tensors in an output: containers of any nesting and dataclasses are looked into.
+    """Yield the tensors in an output, in containers of any nesting and dataclasses.
 
     Other objects are not: a tensor hidden in one is an output that nobody can see.
     """
@@ -67,7 +67,7 @@ def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN
 
 
 def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
-    """Find the node that accumulates into one of some leaves, by id; by few steps if there is one near."""
+    """Return the nearest node that accumulates into one of some leaves, by id."""
     assert output.grad_fn is not None  # asked for by the caller
     seen = {output.grad_fn}
     queue = deque(seen)
@@ -83,12 +83,12 @@ def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Tell, from a hook of a backward pass, whether that pass gives a leaf a gradient."""
+    """Whether a backward pass gives a leaf a gradient; called from one of its hooks."""
     return leaf.requires_grad and will_run(get_gradient_edge(leaf).node)
 
 
 def reaches(node: Node) -> bool:
-    """Tell, from a hook of a backward pass, whether a node that `nearest` found gives its leaf a gradient."""
+    """As `accumulates`, for a node that `nearest` has returned."""
     untyped: Any = node
     return untyped.variable.requires_grad and will_run(node)
 
@@ -102,7 +102,7 @@ def refuse_distributed_autograd() -> None:
 def refuse_distributed_backward() -> None:
     """Raise RuntimeError, from a hook, in a pass of ``torch.distributed.autograd``.
 
-    PyTorch drops the text of an error in one, so a warning says it first.
+    PyTorch drops the text of an error in one, so a warning has it too.
     """
     if runs_distributed_backward():
         warnings.warn(_ON_DISTRIBUTED_AUTOGRAD, stacklevel=2)
@@ -177,10 +177,10 @@ class UnusedSearch:
         self._reached = now if before is None else before | now
 
     def pop_unused(self, params: Sequence[Tensor]) -> list[int]:
-        """Find the parameters that get no gradient in the pass that runs; from one of its hooks, once."""
-        found, self._reached = self._reached, None
-        if found is None or not found.is_complete:
+        """Return the parameters that get no gradient in the pass that runs; from one of its hooks, once."""
+        reached, self._reached = self._reached, None
+        if reached is None or not reached.is_complete:
             return []
-        doubtful = [index for index, param in enumerate(params) if id(param) not in found.leaves]
+        doubtful = [index for index, param in enumerate(params) if id(param) not in reached.leaves]
         # The loss may depend on more than the output shows; the engine knows, but only of its own pass.
         return [index for index in doubtful if not accumulates(params[index])]

@@ -23,17 +23,10 @@ P = ParamSpec("P")
 
 
 class Inbox:
-    """Where the parameters' hooks, which keep it, find who takes their gradients.
+    """The parameters' hooks, which keep it, and the backward pass that takes their gradients.
 
-    Args:
-        params: these get hooks.
-        take_first: takes the gradient of a parameter, by its place, when no backward pass is under way;
-            made by `weakly`.
-
-    Attributes:
-        current: the backward pass that is running, or has broken off and was not ended yet.
-        handles: of the hooks.
-        follower: told of each gradient, by its parameter's place, when it was taken; made by `weakly`.
+    ``current``: it is running, or has broken off and was not ended yet. ``take_first`` takes the gradient of
+    a parameter, by its place, if no pass runs; ``follower`` is called afterwards. Both are made by `weakly`.
     """
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
@@ -48,16 +41,13 @@ class Inbox:
             self.handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
 
     def announce(self, coming: Callable[[int], None]) -> None:
-        """Have a parameter's place told before autograd adds a gradient, while no backward pass is under way.
-
-        ``torch.autograd.grad`` tells too. The function is made by `weakly`.
-        """
+        """Call a function, made by `weakly`, before autograd adds a first gradient, or computes it alone."""
         for index, param in enumerate(self._params):
             untyped: Any = param
             self.handles.append(untyped.register_hook(self._early_hook_of(index, coming)))
 
     def swapped(self, calls: Sequence[int]) -> list[int]:
-        """List parameters that got no gradient and are other tensors by now: a swap took their hooks away."""
+        """Return the places of parameters without a gradient whose hooks went when tensors were swapped."""
         if all(calls):
             return []
         pairs = enumerate(zip(self._params, self._tensors, calls, strict=True))
@@ -100,7 +90,7 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def _tensor_of(param: Tensor) -> int:
-    """Tell the tensor behind a Python object."""
+    """Return the address of the tensor behind a Python object."""
     untyped: Any = param
     address: int = untyped._cdata
     return address
@@ -109,7 +99,7 @@ def _tensor_of(param: Tensor) -> int:
 def announce_backward(
     outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
-    """Have told that a backward pass goes through an output to one of some parameters, by id."""
+    """Call `reached` when a backward pass goes through an output to one of some parameters, by id."""
     for output in outputs:
         if output.grad_fn is not None:
             untyped: Any = output
@@ -126,10 +116,7 @@ def _tell_of_output(reached: Callable[[], None], witness: Node | None, _: Tensor
 
 
 class _Token:
-    """Calls a function when it dies, unless that was set to None: when the engine lets go of it.
-
-    `weakref.finalize` would do the same, but each of them takes as long as the hooks of ten gradients.
-    """
+    """Calls a function when it dies, unless that was set to None; cheaper than `weakref.finalize`."""
 
     __slots__ = ("broke_off",)
 
@@ -142,10 +129,9 @@ class _Token:
 
 
 def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]) -> None:
-    """Have one of two functions called when the backward pass under way is over; from one of its hooks.
+    """From a hook of a backward pass: call ``finish`` at its end, or ``broke_off`` if that never comes.
 
-    ``finish`` when every gradient has been computed, ``broke_off`` if it never comes to that: see
-    Note [Passes that break off].
+    See Note [Passes that break off].
     """
     after_backward(partial(_end, _Token(broke_off), finish))
 
@@ -156,9 +142,9 @@ def _end(token: _Token, finish: Callable[[], None]) -> None:
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """Give a method that does not keep its object, and does nothing once that has gone.
+    """Return a method that does not keep its object, and does nothing once that has gone.
 
-    Parameters and outputs, which hold the hooks, may live longer than what reduces.
+    Parameters and outputs, which hold the hooks, may live longer than the reducer.
     """
     return partial(_call_if_there, WeakMethod(method))
 

@@ -1,14 +1,14 @@
 """`Reducer`: averages gradients over ranks, bucket by bucket, while the backward pass still runs.
 
+It behaves as PyTorch's (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 2020).
+
 Note [One backward pass]
     A hook on the output of the forward pass, or the first gradient, makes a `BackwardPass` and asks the
     autograd engine to be called when the pass has ended. A full bucket is launched if all before it were, so
     that every rank launches in the same order. At the end the rest is launched, and the results become the
     parameters' gradients. An element of the last bucket tells other ranks of a failure; or a small sum of its
     own where there is a comm hook, or where parameters may be unused.
-
-The behaviour is that of PyTorch's reducer (Li et al., "PyTorch Distributed: Experiences on Accelerating
-Data Parallel Training", VLDB 2020).
 """
 
 import weakref
@@ -37,7 +37,7 @@ from zero_optim.ddp.reducer.graph import (
 from zero_optim.ddp.reducer.history import History, UpcomingPass
 from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import BucketReductions, Hook, HookSlot, Launch
-from zero_optim.ddp.reducer.report import swapped
+from zero_optim.ddp.reducer.report import SWAPPED
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
 
@@ -47,7 +47,7 @@ class Reducer:
 
     Usable without any wrapper: after ``reducer = Reducer(model.named_parameters())`` each
     ``loss.backward()`` leaves averaged gradients. All ranks construct it, and run backward passes together,
-    each giving a gradient to every parameter unless the options say otherwise. Its hooks go when it goes, or
+    each with a gradient for every parameter unless the options say otherwise. Its hooks go when it goes, or
     with `close`.
 
     Args:
@@ -55,16 +55,16 @@ class Reducer:
         process_group: ranks to average over; None for the default group.
         options: see `ReducerOptions`.
         sparse: names of the parameters whose gradients are sparse.
-        wanted: asked when a backward pass begins whether it is to be reduced, and told whether the pass goes
-            through an output given to `prepare`, or was expected, see `expect`; None for always.
-        checks: make sure, by a small collective, that all ranks were given the same parameters and options.
+        wanted: called when a backward pass begins; returns whether to reduce it. Its argument is whether the
+            pass goes through an output given to `prepare`, or was expected, see `expect`. None for always.
+        checks: compare the parameters and options of all ranks by a small collective.
 
     Attributes:
-        group: the ranks averaged over.
+        group: the ranks.
         history: what the passes so far have taught.
         assignment: the buckets as they are now.
-        defers_reports: read one pass later what other ranks found wrong in a pass, where the CPU would have
-            to wait for the device. See Note [Late reports] in `report`.
+        defers_reports: where the CPU would have to wait for the device, failures of other ranks are read one
+            pass later: Note [Late reports] in `report`.
 
     Raises:
         ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
@@ -125,12 +125,17 @@ class Reducer:
         """The parameters."""
         return self._reduced.params
 
-    # ------------------------------------------------------------------ buckets
-
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks averaged over."""
+        """The ranks."""
         return self.group.process_group
+
+    @property
+    def hook_name(self) -> str:
+        """The name of the comm hook; empty without one."""
+        return self._slot.name
+
+    # ------------------------------------------------------------------ buckets
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
@@ -141,28 +146,27 @@ class Reducer:
         watch(self, group, self.options.on_stall)
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
+        """See `DistributedDataParallel.metrics`."""
         return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
     def _assign(self, order: Sequence[int] | None) -> None:
-        """Make buckets. The old ones go first, but for what gradients that are views of them still use."""
+        """Make buckets. The old ones go first."""
         self.assignment = BucketAssignment()
         self.assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         return assign(self._reduced, self.options, order, self._slot.members())
 
+    @torch.no_grad()
     def rebuild(self) -> bool:
         """Make buckets anew in the order in which gradients came on rank 0, once that is known.
 
-        Or if the comm hook names other buckets than before. All ranks call; communicates when it is due.
-        Returns whether buckets were rebuilt in that order.
+        All ranks call; communicates when it is due. Returns whether buckets were rebuilt in that order.
         """
         history = self.history
         if self._inbox.is_running:
             return False
-        if self._slot.members_changed:
-            self._name_buckets()
+        self._name_buckets()
         if not history.rebuild_is_due:
             return False
         history.rebuild_is_due = False
@@ -171,36 +175,29 @@ class Reducer:
         for work in self.group.during("order").broadcast_rows([(0, agreed)], "gradients"):
             work.wait()
         self._assign(self.group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
+        for bucket in self.assignment.buckets:
+            bucket.adopt()
         history.has_rebuilt = True
         return True
 
     def _name_buckets(self) -> None:
-        """Make the buckets that the hook names: at once, or at the next pass if gradients have an order."""
-        if self.history.has_rebuilt:
+        """Make other buckets that the hook names: at once, or at the next pass if gradients have an order."""
+        if self._slot.members_changed and self.history.has_rebuilt:
             self.history.rebuild_is_due = True
-        else:
+        elif self._slot.members_changed:
             self._assign(None)
 
     # ------------------------------------------------------------------ what users set
 
-    @property
-    def hook_name(self) -> str:
-        """Names the comm hook; empty without one."""
-        return self._slot.name
-
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the ranks' number.
 
-        Raises:
-            RuntimeError: there is one already, or a backward pass is under way.
-            TypeError: it cannot be called as a hook.
-            ValueError: it is annotated to take or return something else.
+        Raises as `DistributedDataParallel.register_comm_hook`, on this rank.
         """
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self._slot.register(state, hook)
-        if self._slot.members_changed:
-            self._name_buckets()
+        self._name_buckets()
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by another number than that of the ranks."""
@@ -228,11 +225,8 @@ class Reducer:
         """Look at a forward pass's output before it goes to the user. Optional in ordinary loops.
 
         It makes a difference where parameters may be unused, so that buckets need not wait for the end, and
-        where checkpointing is reentrant. Every rank calls it after the same forward passes. Tensors in
-        containers and dataclasses are found. Does not communicate.
-
-        Raises:
-            RuntimeError: inside a context of ``torch.distributed.autograd``.
+        where checkpointing is reentrant. Every rank calls it after the same forward passes; no communication.
+        Finds tensors in containers and dataclasses. RuntimeError inside ``torch.distributed.autograd``.
         """
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -245,15 +239,11 @@ class Reducer:
             self._begin()
 
     def check_finished(self, *, waits: bool = True) -> None:
-        """Raise, on every rank, if the last backward pass broke off; all ranks call.
+        """Raise ReductionError, on every rank, if a backward pass or comm hook failed on any; all ranks call.
 
         On a CPU it is free if all is well. On a GPU what went wrong is known one pass later, see Note [Late
         reports] in `report`: call it after the last pass, or before a checkpoint is written. Without
         ``waits`` the last pass, which a device may still be at, is left out.
-
-        Raises:
-            ReductionError: a backward pass ended by an exception, or a comm hook failed, here or on another
-                rank; or a report that was still to be read had something to say.
         """
         if self._slot.failure is not None:
             raise ReductionError(self._slot.failure)
@@ -281,8 +271,9 @@ class Reducer:
             told = self._upcoming.divisor
             divisor = self.group.size if told is None else told()
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
+        launch = self._open()
         self.activity.begin("backward pass")
-        current = kind(self.assignment, self._terms(divisor), self._launcher(), self._held_up())
+        current = kind(self.assignment, self._terms(divisor), launch, self._held_up())
         current.is_held = self._holds()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
@@ -292,17 +283,18 @@ class Reducer:
                 current.presume_unused(unused)
         return current
 
+    def _open(self) -> Launch:
+        """Prepare the buckets for a pass; returns what starts the reduction of each."""
+        all_used = self.options.wants_all_used
+        return self._slot.launching(self._summing, self.assignment.labels, all_used=all_used)
+
     def _holds(self) -> bool:
-        """Tell whether full buckets are not launched at once, but when somebody says so."""
+        """Whether full buckets wait until somebody launches them."""
         return False
 
     def _terms(self, divisor: float) -> PassTerms:
         can_carry_word = self._slot.is_empty and self.assignment.buckets[-1].can_carry_failure_word
         return self.history.terms(self.options, divisor, can_carry_word)
-
-    def _launcher(self) -> Launch:
-        all_used = self.options.wants_all_used
-        return self._slot.launching(self._summing, self.assignment.labels, all_used=all_used)
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
@@ -311,11 +303,15 @@ class Reducer:
         try:
             with self._held_up():
                 self._conclude(current)
+        except BaseException:
+            current.give_back(drops=True)
+            raise
         finally:
             self.activity.end("backward pass")
+        current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
     def _held_up(self) -> AbstractContextManager[None]:
-        """Give what counts the time that gradients take, see Note [Exposed seconds] in `comm.traffic`."""
+        """Return a context that counts the time, see Note [Exposed seconds] in `comm.traffic`."""
         return nullcontext() if self.defers_reports else self._summing.phase.held_up()
 
     def _conclude(self, current: BackwardPass) -> None:
@@ -323,7 +319,7 @@ class Reducer:
         current.end()
         lost = self._inbox.swapped(current.calls)
         for index in lost:
-            current.note(swapped, index)
+            current.note(SWAPPED, index)
         if not (any(current.calls) or terms.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
@@ -359,8 +355,8 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in the reductions of one backward pass of the others, with zeros; for ``Join``.
 
-        This rank's gradients are left alone. Raises `ReductionError` with what every rank that failed has to
-        say; or as this rank had no pass to learn from, and buckets that are not used are left out.
+        Raises ReductionError if a rank failed; or if this rank had no pass to learn from, and unused buckets
+        are left out.
         """
         self.check_finished()
         self.rebuild()
@@ -371,8 +367,8 @@ class Reducer:
                 "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
                 "parameters are used: give every rank a batch, or leave the option out inside Join"
             )
-        buckets = [bucket.zeros_like() for bucket in self.assignment.buckets]
-        reductions = BucketReductions(buckets, self._launcher())
+        buckets = [bucket.shadow() for bucket in self.assignment.buckets]
+        reductions = BucketReductions(buckets, self._open())
         for bucket in buckets:  # the others use what this rank used in its last pass
             if terms.skips_unused and last_used.isdisjoint(bucket.indices):
                 reductions.leave_out_next()
@@ -380,12 +376,14 @@ class Reducer:
                 reductions.launch_next()
         self._slot.await_all(reductions)
         report = terms.report(self.group, None, [False] * len(self.params))
-        reductions.drain(report)
+        results = list(reductions.results(report))
         report.check()
         used = report.used()
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
         unused = [not flag for flag in used]
-        for bucket in buckets:
-            bucket.give_joined(unused or self.history.unused)
+        for bucket, reduced in results:
+            if not bucket.is_shadow:
+                bucket.give(reduced, unused or self.history.unused)
+                bucket.give_back(drops=False)
         self.history.num_buckets_reduced = reductions.num_launched
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)

@@ -13,7 +13,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.ddp.reducer.assignment import Members
-from zero_optim.ddp.reducer.bucket import GradBucket, ReducerBucket, tensor_of
+from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket, tensor_of
 from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.errors import message_of
 
@@ -22,23 +22,20 @@ Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contra
 
 @runtime_checkable
 class NamesBuckets(Protocol):
-    """What stands in ``hook.buckets`` where a comm hook names its buckets; the same on every rank.
-
-    See Note [Buckets in rows] in `assignment`. The methods do not communicate.
-    """
+    """What ``hook.buckets`` is if a hook names its buckets: Note [Buckets in rows] in `assignment`."""
 
     def version(self) -> object:
-        """Tell what `members` depends on: where it is equal, `members` is."""
+        """Return what `members` depends on: where it is equal, `members` is."""
 
     def members(self) -> Members | None:
-        """Give the parameters of each bucket, in its order; None for PyTorch's buckets."""
+        """Return the parameters of each bucket, in its order; None for PyTorch's buckets."""
 
 
 class Reduction(Protocol):
     """A reduction that was launched."""
 
     def wait(self) -> Tensor:
-        """Wait for it, and give the reduced gradients: one tensor of the bucket's length, or a sparse one."""
+        """Wait for it; returns the gradients: one tensor of the bucket's length, or a sparse one."""
         ...
 
 
@@ -74,7 +71,7 @@ class BucketReductions:
         self._launched.append(None)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        """Wait for each launched bucket, and give it with its gradients; a report may read the last one."""
+        """Wait for each launched bucket, and yield it with its gradients; a report reads the last one."""
         for bucket, reduction in zip(self.buckets, self._launched, strict=True):
             if reduction is not None:
                 reduced = reduction.wait()
@@ -152,8 +149,7 @@ class HookReduction:
 class HookSlot:
     """The comm hook, at most one.
 
-    ``failure`` says what it failed with. It is not called again then, as nobody knows which collectives it
-    has issued.
+    After a ``failure`` it is not called again, as nobody knows which collectives it has issued.
     """
 
     def __init__(self) -> None:
@@ -169,7 +165,7 @@ class HookSlot:
 
     @property
     def name(self) -> str:
-        """Names the hook; empty without one."""
+        """Its name; empty without one."""
         return "" if self._hook is None else hook_name(self._hook[0])
 
     def register(self, state: object, hook: Hook) -> None:
@@ -187,21 +183,21 @@ class HookSlot:
 
     @property
     def members_changed(self) -> bool:
-        """Whether `members` has something else to give than the last time, or gives buckets at last."""
+        """Whether `members` would return something else than the last time."""
         return self._names is not None and self._names.version() != self._version
 
     def members(self) -> Members | None:
-        """Give the parameters of the buckets that the hook names; None if it names none."""
+        """Return the parameters of the buckets that the hook names; None if it names none."""
         if self._names is None:
             return None
         self._version = self._names.version()
         return self._names.members()
 
     def launching(self, group: RankGroup, labels: Sequence[str], *, all_used: bool) -> Launch:
-        """Make what starts a bucket's reduction: the comm hook, or a sum where there is none.
+        """Return what starts a bucket's reduction: the comm hook, or a sum where there is none.
 
-        It does not keep this object, which the reducer holds: a hook's state may hold the model, whose
-        parameters hold a pass that broke off.
+        It holds a weak reference: a hook's state may hold the model, whose parameters hold a pass that broke
+        off.
         """
         reference = weakref.ref(self)
 
@@ -224,7 +220,7 @@ class HookSlot:
 
     @contextmanager
     def minding(self) -> Iterator[None]:
-        """Remember it if what the hook does, or began, fails here."""
+        """Note a failure of the hook, or of what it began."""
         try:
             yield
         except Exception as error:
@@ -235,7 +231,7 @@ class HookSlot:
 def _check_hook(hook: object) -> None:
     """Refuse what cannot be called as ``hook(state, bucket)``, or is annotated as something else.
 
-    Where PyTorch says what is wrong, its sentence comes first, as users match on it.
+    PyTorch's sentences come first, as users match on them.
     """
     if not callable(hook):
         raise TypeError(
@@ -265,5 +261,5 @@ def _check_hook(hook: object) -> None:
 
 
 def hook_name(hook: object) -> str:
-    """Name a hook in messages and statistics."""
+    """Return the name of a hook in messages and statistics."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -17,7 +17,7 @@ Note [Late reports]
     waits in the pass for what the others used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,8 +36,7 @@ class FailureReport:
     """How many ranks failed in a backward pass, and which parameters were used; all ranks make and read one.
 
     ``in_last_bucket``: an element of the last bucket says whether a rank failed, and `read_word` must be
-    called before the report is read. Otherwise the report launches a small sum, which on gloo over loopback
-    takes 1 to 7 ms.
+    called before the report is read. Otherwise the report starts a small sum.
     """
 
     def __init__(
@@ -122,27 +121,22 @@ class PassTroubles:
     """What went wrong on this rank in one backward pass. Parameters with one trouble are listed together."""
 
     def __init__(self) -> None:
-        self._failures: list[str] = []
-        self._explained: dict[Callable[[Sequence[str]], str], list[str]] = {}
+        self._names: dict[str, list[str]] = {}  # by text
 
     def __bool__(self) -> bool:
         """Whether there is any."""
-        return bool(self._failures or self._explained)
+        return bool(self._names)
 
-    def fail(self, message: str) -> None:
-        """Note something that makes the gradients useless."""
-        self._failures.append(message)
-
-    def note(self, explain: Callable[[Sequence[str]], str], name: str) -> None:
-        """Note something wrong with a parameter's gradient, which one of the functions below explains."""
-        names = self._explained.setdefault(explain, [])
+    def note(self, text: str, name: str = "") -> None:
+        """Note one of the texts below, with the name of a parameter that it speaks of."""
+        names = self._names.setdefault(text, [])
         if name not in names:
             names.append(name)
 
     def message(self) -> str | None:
         """Say everything, or None if there is nothing."""
-        explained = [explain(names) for explain, names in self._explained.items()]
-        return "; ".join(self._failures + explained) or None
+        texts = sorted(self._names, key=lambda text: text != BROKE_OFF)  # that comes first
+        return "; ".join(text.format(names_text(self._names[text])) for text in texts) or None
 
 
 def names_text(names: Sequence[str], most: int = 10) -> str:
@@ -151,83 +145,47 @@ def names_text(names: Sequence[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + more
 
 
-def no_gradient(names: Sequence[str]) -> str:
-    """Explain parameters that a backward pass did not reach."""
-    return (
-        f"no gradient for {names_text(names)}. Every parameter that requires a gradient must take part in "
-        "computing the loss. If that is meant, pass find_unused_parameters=True, or static_graph=True where "
-        "the same ones are unused each time; or set requires_grad=False on them before wrapping. If several "
-        "losses of one forward pass are backpropagated one by one, put all but the last backward() under "
-        "no_sync()"
-    )
-
-
-def swapped(names: Sequence[str]) -> str:
-    """Explain parameters that are other tensors than those that have hooks."""
-    return (
-        f"{names_text(names)} became another tensor after the model was wrapped, so nobody saw its gradient. "
-        "torch.utils.swap_tensors does that, as do conversions and moves of a module with "
-        "torch.__future__.set_swap_module_params_on_conversion(True): do them before wrapping"
-    )
-
-
-def twice(names: Sequence[str]) -> str:
-    """Explain second gradients in one backward pass."""
-    return (
-        "Expected to mark a variable ready only once. A second gradient came in one backward pass, after the "
-        "first was handed to be reduced, for "
-        f"{names_text(names)}. "
-        "Likely causes: reentrant activation checkpointing (use_reentrant=True) of parts that share the "
-        "parameter, or that run twice; loss.backward() called inside another backward pass. Use "
-        "use_reentrant=False, or static_graph=True if each iteration does the same"
-    )
-
-
-def more(names: Sequence[str]) -> str:
-    """Explain gradients that the first iteration of a static graph did not have."""
-    return (
-        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
-        f"iteration, but then got used in the second iteration. {_not_static('more', names)}"
-    )
-
-
-def fewer(names: Sequence[str]) -> str:
-    """Explain gradients that the first iteration of a static graph had."""
-    return (
-        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
-        "used in first iteration, but then got unused in the second iteration. "
-        f"{_not_static('fewer', names)}"
-    )
-
-
-def _not_static(how: str, names: Sequence[str]) -> str:
-    return (
-        f"this is not compatible with static_graph set to True. There were {how} gradients than in the first "
-        f"iteration for {names_text(names)}. "
-        "Leave static_graph out, or keep the graph the same in every iteration"
-    )
-
-
-def late_gradient(names: Sequence[str]) -> str:
-    """Explain gradients for parameters that were taken for unused."""
-    return (
-        f"a gradient came for {names_text(names)} after that was taken for unused and reduced. The loss "
-        "depends on it in a way that the output of forward() does not show: return every tensor that the "
-        "loss is computed from"
-    )
-
-
-def sparse(names: Sequence[str]) -> str:
-    """Explain sparse gradients in the place of dense ones."""
-    return f"a sparse gradient where a dense one was expected, for {names_text(names)}. {_ON_SPARSE}"
-
-
-def dense(names: Sequence[str]) -> str:
-    """Explain dense gradients in the place of sparse ones."""
-    return f"a dense gradient where a sparse one was expected, for {names_text(names)}. {_ON_SPARSE}"
-
-
+# Each text names parameters.
+BROKE_OFF = "a backward pass ended with an exception before its gradients were reduced"
+NO_GRADIENT = (
+    "no gradient for {}. Every parameter that requires a gradient must take part in "
+    "computing the loss. If that is meant, pass find_unused_parameters=True, or static_graph=True where "
+    "the same ones are unused each time; or set requires_grad=False on them before wrapping. If several "
+    "losses of one forward pass are backpropagated one by one, put all but the last backward() under "
+    "no_sync()"
+)
+SWAPPED = (
+    "{} became another tensor after the model was wrapped, so nobody saw its gradient. "
+    "torch.utils.swap_tensors does that, as do conversions and moves of a module with "
+    "torch.__future__.set_swap_module_params_on_conversion(True): do them before wrapping"
+)
+TWICE = (
+    "Expected to mark a variable ready only once. A second gradient came in one backward pass, after the "
+    "first was handed to be reduced, for {}. "
+    "Likely causes: reentrant activation checkpointing (use_reentrant=True) of parts that share the "
+    "parameter, or that run twice; loss.backward() called inside another backward pass. Use "
+    "use_reentrant=False, or static_graph=True if each iteration does the same"
+)
+_NOT_STATIC = (
+    "this is not compatible with static_graph set to True. There were {how} gradients than in the first "
+    "iteration for {{}}. Leave static_graph out, or keep the graph the same in every iteration"
+)
+MORE = (
+    "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+    "iteration, but then got used in the second iteration. " + _NOT_STATIC.format(how="more")
+)
+FEWER = (
+    "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
+    "used in first iteration, but then got unused in the second iteration. " + _NOT_STATIC.format(how="fewer")
+)
+LATE_GRADIENT = (
+    "a gradient came for {} after that was taken for unused and reduced. The loss "
+    "depends on it in a way that the output of forward() does not show: return every tensor that the "
+    "loss is computed from"
+)
 _ON_SPARSE = (
     "Sparse gradients are known by their module, nn.Embedding or nn.EmbeddingBag with sparse=True: use one "
     "of these, and do not change its sparse"
 )
+SPARSE = "a sparse gradient where a dense one was expected, for {}. " + _ON_SPARSE
+DENSE = "a dense gradient where a sparse one was expected, for {}. " + _ON_SPARSE

@@ -21,13 +21,12 @@ import test_fully_sharded_precision as precision
 import test_mesh as mesh
 import test_overlap_training as overlap
 import test_sharded_accumulation as accumulation
-import test_sharded_cuts as cuts
 import test_sharded_training as gradients
 from gpu.setting import Here, need_futures
 from on_device import on_device
 from parity import assert_row
 from parity_runs import Row
-from sharded import Setting
+from sharded import Setting, cut_adamw
 from sync_calls import cpu_as_accelerator
 from test_fully_sharded_forms import trains_as_optimizer_first
 from test_fully_sharded_worlds import trains_alone
@@ -109,7 +108,7 @@ WITH_FUTURES: dict[str, Run] = {
 ONE_RANK: dict[str, Run] = {"parameters: save, load, evaluate": (trains_alone, FOLDER)}
 
 TWO_RANKS: dict[str, Run] = {
-    "gradients: cut": (gradients.trains_alike, Setting(optimizer=cuts.cut_adamw)),
+    "gradients: cut": (gradients.trains_alike, Setting(optimizer=cut_adamw)),
     "parameters: bf16, cut": (precision.test_cut_parameters_keep_the_bits,),
     "parameters: units on their way": (parameters.test_only_what_is_used_or_next_is_there, True, 0),
     "parameters: bf16, built later": (trains_as_optimizer_first, ["wrapper", "dtypes"], FOLDER, "AdamW"),

@@ -320,6 +320,14 @@ class StreamBeside:
             self._streams[device] = new_stream(device)
         return using_stream(device, self._streams[device])
 
+    @contextmanager
+    def behind(self, device: torch.device) -> Iterator[None]:
+        """As `using`, after the extra stream waits for the current one's present work."""
+        here = recorded_event(device)
+        with self.using(device):
+            wait_for_event(device, here)
+            yield
+
     def join(self) -> None:
         """Let the current stream of each device wait for the extra one's present work."""
         for device, stream in self._streams.items():

@@ -44,7 +44,7 @@ class Flow:
         self._most = most
         self._entries: deque[_Entry] = deque()
         self._by_key: dict[Hashable, list[_Entry]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # waiting for work may start more
 
     def __reduce__(self) -> "tuple[type[Flow], tuple[float]]":
         """Copy and pickle without the work, which uses the original's memory."""

@@ -1,7 +1,8 @@
-"""Started collectives of one gather. No communication."""
+"""Started collectives, and what follows when somebody waits. No communication."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,18 @@ class Pending:
         elif self._behind is not None:
             wait_for_event(*self._behind)
         return self._behind is None
+
+
+@dataclass(slots=True)
+class Then:
+    """Started work, and what takes the results after the only wait."""
+
+    works: Sequence[Waitable]
+    then: Callable[[list[Any]], None]
+
+    def wait(self) -> None:
+        """Wait for all."""
+        self.then([work.wait() for work in self.works])
 
 
 def _nothing() -> None:

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor, sent by ``owner``."""
+    """Elements ``[start, stop)`` of a flat tensor or a parameter, owned or sent by ``owner``."""
 
     owner: int
     start: int
@@ -185,6 +185,23 @@ def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> L
             offset += aligned(numels[param], alignment)
         rows.append(Row(owner, start, offset, tuple(extents)))
     return Layout(tuple(numels), tuple(rows))
+
+
+def spans_of(pieces: Pieces, numel: int) -> list[Span]:
+    """Return the elements of a parameter that each rank owns, from its pieces."""
+    in_row = numel // max(1, pieces[-1].stop)
+    return [Span(owner, start * in_row, stop * in_row) for owner, start, stop in pieces]
+
+
+def rows_apart(spans: Iterable[Sequence[Span]], num_ranks: int, alignment: int = 1) -> list[Row]:
+    """Lay out a row for each rank, which begins at 0, from the spans of each parameter, in their order."""
+    by_rank: list[list[Extent]] = [[] for _ in range(num_ranks)]
+    for param, of_param in enumerate(spans):
+        for owner, start, stop in of_param:
+            row = by_rank[owner]
+            offset = aligned(row[-1].end, alignment) if row else 0
+            row.append(Extent(param, start, stop, offset))
+    return [Row(rank, 0, row[-1].end if row else 0, tuple(row)) for rank, row in enumerate(by_rank)]
 
 
 def aligned_offsets(numels: Iterable[int], alignment: int = 1) -> list[int]:

@@ -32,6 +32,14 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
     return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
 
 
+def in_order_of_memory(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """View a tensor as 1-D, in the order of memory that dense strides give; a copy if it has others."""
+    if tensor.stride() != strides:
+        made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = made.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
 def strides_of_rows(strides: Sequence[int], num_rows: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Return dense strides for a shape, in the dimension order of a dense tensor with ``num_rows`` rows."""
     row = max(1, math.prod(shape[1:]))

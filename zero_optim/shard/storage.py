@@ -11,7 +11,7 @@ Note [Moving parameters]
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -64,8 +64,8 @@ class ParamBucket(Protocol):
         """
         ...
 
-    def settle(self, flat: Tensor) -> None:
-        """Copy other ranks' rows of ``flat`` to the parameters."""
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+        """Copy other ranks' rows of ``flat`` to the parameters; ``changed``: to these alone."""
         ...
 
 
@@ -184,12 +184,14 @@ class Bucket:
         self._copy(flat, self._own, into_params=False)
         return flat
 
-    def settle(self, flat: Tensor) -> None:
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """See `ParamBucket`; tells autograd about values that changed in place."""
         others = self._others
+        if changed is not None:
+            others = [part for part in others if self.params[part[0]] in changed]
         if self._memory is not None:
-            changed = dict.fromkeys(index for index, _ in others)
-            torch.autograd.graph.increment_version([self.params[index] for index in changed])
+            indices = dict.fromkeys(index for index, _ in others)
+            torch.autograd.graph.increment_version([self.params[index] for index in indices])
             shared = [part for part in others if part[0] in self._memory.shared]
             others = [part for part in shared if self._forms[part[0]].fits(self.params[part[0]])]
         self._copy(flat, others, into_params=True)

@@ -24,7 +24,7 @@ Note [Freed one by one]
     new bucket needs no second copy of its unit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -252,7 +252,7 @@ class UnitBucket(Uncopied):
                 self._own.read(self._flat.own)
         return self._flat.tensor
 
-    def settle(self, flat: Tensor) -> None:
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Make the parameters whole after all rows have come."""
         assert flat is self._flat.tensor
         self._show(self._flat.views)
@@ -310,7 +310,7 @@ class WideBucket:
         self._flat = self._bucket.flat_as_kept()
         return self._flat
 
-    def settle(self, flat: Tensor) -> None:
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Set `values` after all rows have come."""
         self.values = dict(zip(self.params, self._bucket.views(flat), strict=True))
 

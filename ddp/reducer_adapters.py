@@ -109,7 +109,7 @@ class TorchLoggerAdapter:
 
 
 def logging_data(reducer: Reducer) -> dict[str, int | str]:
-    """Tell about comm hook and buckets under the names of PyTorch's logger; does not communicate."""
+    """Return facts about comm hook and buckets under the names of PyTorch's logger."""
     history = reducer.history
     sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
     rebuilt = {"rebuilt_bucket_sizes": sizes} if history.has_rebuilt else {}

@@ -7,10 +7,9 @@ Note [Rows in place]
     In another DDP's a rank's parts are packed to be sent, and the sum is copied back.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,12 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import RowExchange, RowSum
 from zero_optim.compat.streams import HostCopy, record_use, to_device
-from zero_optim.hooks.bucket import GradBucket, Hook, real_buffer
+from zero_optim.hooks.bucket import GradBucket, real_buffer
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.pieces import Pieces
+from zero_optim.plan.groups import param_names
+from zero_optim.plan.pieces import Pieces, piece_of
+from zero_optim.step.gradients import rows_of
+from zero_optim.step.partial import Agree, PartialGradient, owned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +69,9 @@ class OwnerReduction:
         lanes: Sequence[RankGroup],
         bucket: GradBucket,
         ownership: BucketOwnership,
+        *,
         joined: bool,
-        all_used: bool = False,
+        all_used: bool,
     ) -> None:
         self._group = group
         self._ownership = ownership
@@ -112,41 +115,89 @@ class OwnerReduction:
         return {slot for slot, count in zip(slots, counts, strict=True) if count}
 
 
-class BucketsToOwners:
-    """Starts one hook's reductions to owners.
+class OwnerGradients:
+    """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements.
 
-    ``pieces_of`` returns pieces by parameter, and raises if one has no owner.
+    ``no_owner``: the error for parameters that the optimizer lacks, with their ``{number}`` and the first
+    ``{shape}``. ``agree``: see Note [Infinities in sharded gradients] in `zero_optim.step.partial`.
+    ``reduced``: parameters and buffer of each bucket of the pass.
     """
 
-    def __init__(self, lanes: Lease, pieces_of: Callable[[Sequence[Tensor]], Sequence[Pieces]]) -> None:
+    def __init__(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        lanes: Lease,
+        no_owner: str,
+        agree: Agree | None = None,
+    ) -> None:
         self.lanes = lanes
-        self._pieces_of = pieces_of
-        self._plans: dict[int, BucketOwnership] = {}
+        self.has_one_owner = False
+        self.reduced: list[tuple[Sequence[Tensor], Tensor]] = []
+        self._optimizer = optimizer
+        self._no_owner = no_owner
+        self._agree = agree
+        self._known: dict[int, BucketOwnership] = {}  # by number of DDP's bucket
+        self._names: dict[Tensor, str] = {}
+        self._num_buckets = 0  # of the optimizer, when owners were looked at
 
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters of all buckets so far."""
-        return [param for ownership in self._plans.values() for param in ownership.params]
+    def begin(self, *, joined: bool) -> None:
+        """Begin a pass; RuntimeError, on every rank, if gradients of the last one are left."""
+        core, self.reduced = self._optimizer.core, []
+        if self._num_buckets != core.num_buckets:
+            self._num_buckets = core.num_buckets
+            self._names = dict(zip(core.params, param_names(core.groups), strict=True))
+            owners = {piece.owner for pieces in core.piece_list() for piece in pieces}
+            self.has_one_owner = core.ranks.size > 1 and len(owners) == 1
+        known = () if joined else (param for each in self._known.values() for param in each.params)
+        left = next((param for param in known if isinstance(param.grad, PartialGradient)), None)
+        if left is not None:
+            raise RuntimeError(
+                f"the gradient of {self._names[left]} has been reduced to its owners: a second backward "
+                "pass cannot add to it. Call zero_grad() after each step, and put all but the last backward "
+                "pass of a step under no_sync()"
+            )
 
-    def plan(self, bucket: GradBucket, size: int) -> BucketOwnership:
+    def start(self, group: RankGroup, bucket: GradBucket, *, joined: bool, all_used: bool) -> OwnerReduction:
+        """Start a bucket's reduction; all ranks call, in bucket order."""
+        ownership = self.ownership(bucket)
+        self.reduced.append((ownership.params, bucket.buffer()))
+        lanes = self.lanes.groups
+        return OwnerReduction(group, lanes, bucket, ownership, joined=joined, all_used=all_used)
+
+    def ownership(self, bucket: GradBucket) -> BucketOwnership:
         """Return a bucket's ownership; cached until DDP rebuilds its buckets."""
         number, params = bucket.index(), bucket.parameters()
-        known = self._plans.get(number)
+        known = self._known.get(number)
         if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
-            known = self._plans[number] = BucketOwnership.of(params, self._pieces_of(params), size)
+            pieces = self._optimizer.pieces()
+            lacking = [param for param in params if param not in pieces]
+            if lacking:
+                shape = tuple(lacking[0].shape)
+                raise ValueError(self._no_owner.format(number=len(lacking), shape=shape))
+            size = self._optimizer.ranks.size
+            known = self._known[number] = BucketOwnership.of(params, [pieces[p] for p in params], size)
         return known
 
-    def launch(
-        self,
-        group: RankGroup,
-        bucket: GradBucket,
-        ownership: BucketOwnership,
-        *,
-        joined: bool,
-        all_used: bool,
-    ) -> OwnerReduction:
-        """Start a bucket's reduction; all ranks call, in bucket order."""
-        return OwnerReduction(group, self.lanes.groups, bucket, ownership, joined, all_used)
+    def set_partial(self) -> None:
+        """Replace gradients of other owners by partial ones, after DDP has assigned the whole ones."""
+        pieces, rank = self._optimizer.pieces(), self._optimizer.ranks.rank
+        reduced, self.reduced = self.reduced, []
+        for param, buffer in ((param, buffer) for params, buffer in reduced for param in params):
+            grad, of_param = param.grad, pieces[param]
+            piece = piece_of(of_param, rank)
+            if grad is None or isinstance(grad, PartialGradient):
+                continue
+            if piece is not None and len(of_param) == 1:
+                owned(grad, self._agree)
+                continue
+            rows = None if piece is None else rows_of(grad, piece)
+            if rows is not None and not _is_in(rows, buffer):
+                rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
+            param.grad = PartialGradient(param, of_param, rows, self._names[param], agree=self._agree)
+
+
+def _is_in(view: Tensor, buffer: Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 class NamedBuckets:
@@ -162,7 +213,7 @@ class NamedBuckets:
     def members(self) -> list[list[Tensor]] | None:
         """Return each bucket's parameters in the order of owners; None if one rank owns all."""
         pieces = self._optimizer.pieces()
-        if has_one_owner(pieces.values()):
+        if len({piece.owner for of_param in pieces.values() for piece in of_param}) == 1:
             return None
 
         def owners(param: Tensor) -> tuple[int, int]:
@@ -172,15 +223,3 @@ class NamedBuckets:
             sorted(filter(pieces.__contains__, members), key=owners)
             for members in self._optimizer.core.bucket_members()
         ]
-
-
-def has_one_owner(pieces: Iterable[Pieces]) -> bool:
-    """Whether one rank owns all of some parameters."""
-    return len({piece.owner for of_param in pieces for piece in of_param}) == 1
-
-
-def naming_buckets(hook: Hook, optimizer: ZeroRedundancyOptimizer) -> Hook:
-    """Set ``hook.buckets`` to the optimizer's buckets; return the hook."""
-    named: Any = hook
-    named.buckets = NamedBuckets(optimizer)
-    return hook

@@ -14,23 +14,16 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Makes calls, and tells other ranks and replicas what happened in them.
-
-    Args:
-        core: the parts of the optimizer.
-    """
+    """Makes calls, and tells other ranks and replicas what happened in them."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._tell_replicas: Callable[[BaseException], None] | None = None
 
-    def run(self, name: str, work: Callable[[], T], settle: Callable[[], None] | None = None) -> T:
-        """Prepare, have the local optimizer change this rank's parameters, then gather.
+    def make(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
+        """Prepare, have the local optimizer change this rank's parameters in ``work``, then gather.
 
-        Args:
-            name: of the call, such as ``step()``.
-            work: changes the leaves, and the parameters with them.
-            settle: called after it, also if it was not reached.
+        ``name``: of the call, such as ``step()``. ``at_end`` comes before the gather, also after an error.
         """
         core = self._core
         core.check_attached()
@@ -45,13 +38,13 @@ class Calls:
                 core.check_sparse(core.sparse_cut_params())
                 return work()
             finally:
-                if settle is not None:
-                    settle()
+                if at_end is not None:
+                    at_end()
 
     @contextmanager
     def whatever_happens(self, name: str, end: Callable[[Call], None]) -> Iterator[None]:
-        """End a call when the body has ended, also where it raises: the other ranks wait for this one."""
-        call = self._call(name)
+        """Call ``end`` after the body, also where it raises: the other ranks wait for this one."""
+        call = Call(name, self._origins, None)
         try:
             yield
         except BaseException as error:
@@ -63,7 +56,7 @@ class Calls:
 
     @contextmanager
     def mirrored(self) -> Iterator[None]:
-        """Mirror the state when the body has ended, also where it raises: on other ranks it may not."""
+        """Mirror the state after the body, also where it raises: on other ranks it may not."""
         try:
             yield
         except BaseException:
@@ -73,7 +66,7 @@ class Calls:
         self._core.mirror_state()
 
     def prepare(self) -> None:
-        """Get ready for a step: look at the parameters, and at what was changed from outside."""
+        """Check the parameters before a step, and take over what the user changed."""
         core = self._core
         core.check_weights()
         if core.is_mirrored and core.mirror.tells_of != core.snapshot.age:
@@ -83,21 +76,19 @@ class Calls:
         core.check_cuts(core.groups)
         core.follow_state()
 
-    # ------------------------------------------------------------------ what others are told
+    def _origins(self, options: Sequence[Mapping[str, Plain]]) -> Origins:
+        return Origins(*self._core.owned.local.origins(options))
 
-    def _call(self, name: str) -> Call:
-        core = self._core
-        return Call(name, lambda options: Origins(*core.owned.local.origins(options)), None)
+    # ------------------------------------------------------------------ replicas of a mesh, and units
 
     def let_go(self) -> None:
         """Forget the replicas of the group that ends."""
         self._tell_replicas = None
 
     def tell_replicas_by(self, tell: Callable[[BaseException], None]) -> None:
-        """Have the other replicas of a mesh told what all ranks of this one raise, as a step has failed.
+        """Have ``tell`` called with the error of a failed step, for the other replicas of a mesh.
 
-        Args:
-            tell: tells them; does not keep the optimizer.
+        ``tell`` must not hold the optimizer.
         """
         self._tell_replicas = tell
         stamps = self._core.sharding.gathers.stamps
@@ -116,15 +107,15 @@ class Calls:
             raise
 
     def unit_stamps(self) -> UnitStamps:
-        """Return the stamps that gathers of units send. No communication. Holds weak references only."""
-        gathers, known = self._core.sharding.gathers, weakref.ref(self)
+        """Return the stamps that unit gathers send. No communication. Holds weak references only."""
+        gathers, reference = self._core.sharding.gathers, weakref.ref(self)
 
         def origins(options: Sequence[Mapping[str, Plain]]) -> Origins:
-            calls = known()
-            return Origins((), ()) if calls is None else calls._call("").origins(options)
+            calls = reference()
+            return Origins((), ()) if calls is None else calls._origins(options)
 
         def tell(error: Exception) -> None:
-            calls = known()
+            calls = reference()
             if calls is not None and calls._tell_replicas is not None:
                 calls._tell_replicas(error)
 

@@ -19,11 +19,11 @@ LARGE_NBYTES = 2**15
 
 
 class ReducerBucket:
-    """Some parameters' gradients in one flat tensor, whole on every rank. Does not communicate.
+    """The gradients of some parameters in one flat tensor, whole on every rank. Does not communicate.
 
-    Parameters, of one dtype and device, have indices among all, and slots here. Gradients travel in
-    ``dtype``, None for the parameters' own; a single sparse one as it is. They may become views of the flat
-    tensor, or be copied all in one call, when the bucket is full.
+    Parameters, of one dtype and device, have indices among all, and slots here. Gradients are reduced in
+    ``dtype``, None for the parameters' own. They may become views of the flat tensor, or be copied all in one
+    call, when the bucket is full. A sparse gradient is alone, and is the flat tensor itself.
     """
 
     is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
@@ -33,23 +33,24 @@ class ReducerBucket:
         indices: Sequence[int],
         params: Sequence[Tensor],
         *,
-        is_sparse: bool,
-        as_views: bool,
-        batched: bool,
+        is_sparse: bool = False,
+        as_views: bool = False,
+        batched: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.indices = list(indices)
         self.params = list(params)
         self.is_sparse = is_sparse
         dtype = params[0].dtype if dtype is None else dtype
-        self.as_views = as_views and dtype == params[0].dtype
+        self.as_views = as_views and not is_sparse and dtype == params[0].dtype
+        self._batched = batched
         self.pending: list[int] = []  # slots of gradients that have come and were not copied yet
         self.batch_length, self.large_slots = _batches(
             [param.nbytes for param in params], all_at_once=batched or is_sparse
         )
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
         self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
-        self.flat = self._no_gradient(dtype) if is_sparse else self._allocate(dtype)
+        self.flat = _no_gradient(params[0], dtype) if is_sparse else self._allocate(dtype)
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         numel = sum(param.numel() for param in self.params)
@@ -57,23 +58,21 @@ class ReducerBucket:
         self.views = self.views_of(flat)
         return flat
 
-    def zeros_like(self) -> "ReducerBucket":
-        """Make another bucket for the same parameters, of zeros, or without entries if it is sparse."""
-        like = ReducerBucket(
-            self.indices,
-            self.params,
-            is_sparse=self.is_sparse,
-            as_views=False,
-            batched=True,
-            dtype=self.dtype,
-        )
+    def shadow(self) -> "ReducerBucket":
+        """Return a bucket of zeros for the same parameters, for a pass without gradients of this rank."""
+        like = ReducerBucket(self.indices, self.params, is_sparse=self.is_sparse, dtype=self.dtype)
         like.is_shadow = True
         return like
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the gradients travel."""
+        """The dtype in which the gradients are reduced."""
         return self.flat.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all gradients, dense, in bytes."""
+        return sum(param.numel() for param in self.params) * self.dtype.itemsize
 
     @property
     def can_carry_failure_word(self) -> bool:
@@ -83,11 +82,6 @@ class ReducerBucket:
     def write_failure_word(self) -> None:
         """Make the first element NaN, and with it the sum of all ranks; see Note [Word of a failure]."""
         self.flat[:1].fill_(float("nan"))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all gradients, dense, in bytes."""
-        return sum(param.numel() for param in self.params) * self.dtype.itemsize
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """View another flat tensor of as many elements as this bucket views its own."""
@@ -99,15 +93,20 @@ class ReducerBucket:
 
     def is_inside(self, slot: int) -> bool:
         """Whether a parameter's gradient is its view of this bucket."""
-        return self.params[slot].grad is self.views[slot]
+        return self.as_views and self.params[slot].grad is self.views[slot]
+
+    def adopt(self) -> None:
+        """Make gradients that are there views of this bucket, if gradients become that."""
+        for param, view in zip(self.params, self.views, strict=True) if self.as_views else ():
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = view.copy_(param.grad)
 
     # ------------------------------------------------------------------ gradients come
 
     def take_pending(self, divisor: float) -> None:
         """Copy what has come and was not copied yet, divided; the divisor is 1 where a comm hook divides."""
         slots, self.pending = self.pending, []
-        if not self.is_sparse:  # a sparse gradient travels as it is
-            self.take(slots, divisor)
+        self.take(slots, divisor)
 
     def record_use(self, slots: Iterable[int]) -> None:
         """Keep the memory of gradients until the current stream has read them; they came on other streams."""
@@ -128,32 +127,37 @@ class ReducerBucket:
                 self.take_one(slot, divisor)
             return
         if divisor != 1:
-            self._scale(slots, 1 / divisor)
+            self._divide(slots, divisor)
         if self.as_views:
             for param, view in zip(params, views, strict=True):
                 param.grad = view
 
-    def _scale(self, slots: Sequence[int], factor: float) -> None:
+    def _divide(self, slots: Sequence[int], divisor: float) -> None:
+        """Divide gradients, or multiply them by the inverse, exactly where PyTorch's reducer does that."""
         low, high = min(slots), max(slots)
         if high - low + 1 == len(slots):  # neighbours, in whatever order they came
             start = self.views[low].storage_offset()
             stop = self.views[high].storage_offset() + self.views[high].numel()
-            self.flat[start:stop].mul_(factor)
+            part = self.flat[start:stop]
+            if self._batched:
+                part.div_(divisor)
+            else:
+                part.mul_(1 / divisor)
         else:
-            scale_each([self.views[slot] for slot in slots], factor)
+            scale_each([self.views[slot] for slot in slots], 1 / divisor)
 
     def take_one(self, slot: int, divisor: float) -> None:
         """Copy one gradient in, divided, or zeros if there is none."""
-        param, view = self.params[slot], self.views[slot]
-        grad = param.grad
+        grad = self._gradient(slot)
+        if self.is_sparse:
+            dtype = self.dtype
+            self.flat = _no_gradient(self.params[0], dtype) if grad is None else grad.to(dtype) / divisor
+            return
+        view = self.views[slot]
+        # As PyTorch's reducer does, see `_divide`.
         if grad is None:
             view.zero_()
             return
-        if grad.is_sparse:
-            self._misfits.append(slot)
-            param.grad = None
-            return
-        # Divided, or multiplied by the inverse, exactly where PyTorch's reducer does the one or the other.
         if grad is view:
             if divisor != 1:
                 view.div_(divisor)
@@ -165,26 +169,18 @@ class ReducerBucket:
         else:
             torch.mul(grad, 1 / divisor, out=view)
         if self.as_views:
-            param.grad = view
+            self.params[slot].grad = view
 
-    def _no_gradient(self, dtype: torch.dtype) -> Tensor:
-        """Make a sparse gradient without entries."""
-        param = self.params[0]
-        indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
-        values = param.new_empty(0, *param.shape[1:], dtype=dtype)
-        return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
-
-    def take_sparse(self, divisor: float) -> None:
-        """Make the parameter's sparse gradient, divided, the one that travels; without one, an empty one."""
-        self.pending = []
-        grad = self.params[0].grad
-        if grad is not None and not grad.is_sparse:
-            self._misfits.append(0)
-            self.params[0].grad = grad = None
-        self.flat = self._no_gradient(self.dtype) if grad is None else grad.to(self.dtype) / divisor
+    def _gradient(self, slot: int) -> Tensor | None:
+        """Return a parameter's gradient; one of the wrong layout is noted and dropped."""
+        param = self.params[slot]
+        if param.grad is not None and param.grad.is_sparse != self.is_sparse:
+            self._misfits.append(slot)
+            param.grad = None
+        return param.grad
 
     def pop_misfits(self) -> list[int]:
-        """Tell, once, which slots got a gradient of the wrong layout; these gradients are gone."""
+        """Return, once, which slots got a gradient of the wrong layout; these gradients are gone."""
         misfits, self._misfits = self._misfits, []
         return misfits
 
@@ -196,7 +192,7 @@ class ReducerBucket:
             self.flat.zero_()
 
     def give_back(self, *, drops: bool) -> None:
-        """Give parameters back the gradients of passes before, and drop others if asked to. Here: nothing."""
+        """Put gradients of earlier passes back, and drop others if asked to. Does nothing here."""
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Make the result of a reduction the parameters' gradients, but for those skipped, by index."""
@@ -210,9 +206,6 @@ class ReducerBucket:
         elif result is not self.flat:
             views = self.views_of(result.reshape(-1))
         self._give_views(views, skipped)
-
-    def give_joined(self, unused: Sequence[bool]) -> None:
-        """Do nothing with what was reduced in a pass of the other ranks: gradients here are left alone."""
 
     def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
         if self.as_views and all(map(is_, [param.grad for param in self.params], views)):
@@ -233,6 +226,13 @@ class ReducerBucket:
                 sources.append(view)
         if targets:
             copy_each(targets, sources)
+
+
+def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a sparse gradient without entries."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+    values = param.new_empty(0, *param.shape[1:], dtype=dtype)
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
 
 def _batches(nbytes: Sequence[int], *, all_at_once: bool) -> tuple[int, frozenset[int]]:
@@ -308,7 +308,7 @@ class GradBucket:
 
 
 def tensor_of(value: Any) -> Tensor | None:  # noqa: ANN401 - whatever a hook's future holds
-    """Find the tensor in what a reduction's future holds: it itself, or the only one of a list."""
+    """Return the tensor in a reduction's result: it itself, or the only one of a list."""
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     return value if isinstance(value, Tensor) else None

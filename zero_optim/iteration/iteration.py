@@ -9,39 +9,78 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import SharedCall
+from zero_optim.comm.agreement import SharedCall, failing_together
+from zero_optim.iteration.calls import Calls
+from zero_optim.iteration.joins import Joins, ShadowHook
+from zero_optim.iteration.overlap import Overlap
 from zero_optim.state.core import Core
-from zero_optim.step.amp import Scaling, is_skipped_by_all
+from zero_optim.step.amp import Scaling, drop_scale, is_skipped_by_all
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.join import Status, exchange, lend_to, ranks_that
-from zero_optim.step.overlap import Overlap
 from zero_optim.step.unreduced import unreduced_among
-from zero_optim.stepping.backward import BackwardSteps
-from zero_optim.stepping.calls import Calls
-from zero_optim.stepping.joins import Joins, ShadowHook
 
 
-class Stepping:
+class Iteration:
     """Steps what a rank owns, then gathers. All ranks call its methods together.
 
-    Args:
-        core: the parts of the optimizer.
-
-    Attributes:
-        calls: makes the calls that change parameters.
-        joins: what is known of ``Join``.
-        backward: steps during the backward pass.
+    ``calls`` makes the calls that change parameters; ``joins`` is the optimizer's side of ``Join``.
     """
 
     def __init__(self, core: Core) -> None:
-        self._core = core
         self.calls = Calls(core)
         self.joins = Joins(core)
-        self.backward = BackwardSteps(core, self.calls, self.joins)
+        self._core = core
+        self._overlap: Overlap | None = None
+
+    # ------------------------------------------------------------------ during the backward pass
 
     def overlap(self) -> Overlap:
-        """See `BackwardSteps.overlap`."""
-        return self.backward.overlap()
+        """Return what steps during the backward pass, for hooks of `zero_optim.hooks`.
+
+        All ranks call; the first call makes process groups. Raises on every rank if a class cannot be stepped
+        in parts.
+        """
+        if self._overlap is None:
+            with failing_together(self._core.group):
+                self._core.owned.local.check_parts()
+            self._overlap = Overlap(self._core, self.calls, self.joins)
+        return self._overlap
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was begun in a backward pass, and not finished."""
+        return self._overlap is not None and self._overlap.current is not None
+
+    def wait_for_steps(self) -> None:
+        """Wait for steps on another thread or stream."""
+        if self._overlap is not None:
+            self._overlap.wait_for_steps()
+
+    def end_overlap(self, *, waits: bool) -> None:
+        """Release the process groups of overlapped steps; note if one of these was half way."""
+        core, overlap, self._overlap = self._core, self._overlap, None
+        if overlap is not None and overlap.let_go(waits=waits):
+            core.snapshot.is_torn = core.snapshot.age > 0  # else it broke off before anything was stepped
+
+    def _finish_overlapped(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+        """Finish a step that was begun during the backward pass; False if none was."""
+        if self._overlap is None:
+            return False
+        if self._overlap.current is None:
+            if self._core.inputs.options.overlap_with_ddp:
+                raise RuntimeError(
+                    "overlap_with_ddp=True, but no step was taken during the backward pass: register the "
+                    "hook, ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, "
+                    "optimizer)), and run backward() outside no_sync() before step()"
+                )
+            return False
+        late = ", ".join(kwargs)
+        if drop_scale(optimizer):
+            late = late or "GradScaler, whose factor was not taken out of the gradients"
+        self._overlap.finish(late, joined=False)
+        return True
+
+    # ------------------------------------------------------------------ step()
 
     def step(
         self, optimizer: Optimizer, closure: Callable[[], float] | None, kwargs: dict[str, Any]
@@ -51,25 +90,24 @@ class Stepping:
         self.joins.announce(steps=True)
         core.snapshot.steps += 1
         loss, left, failure = self._evaluate(closure)
-        if self.backward.finish(optimizer, kwargs):
+        if self._finish_overlapped(optimizer, kwargs):
             return loss
         with self.calls.telling_replicas():
             if self._is_skipped(optimizer, kwargs.pop("grad_scaler", None), failure):
                 return loss
         core.group.phase.traffic.count_step()
-        settle = None if left is None else left.settle
-        result = self.calls.run("step()", partial(core.owned.step, core.groups, left, **kwargs), settle)
+        at_end = None if left is None else left.settle
+        result = self.calls.make("step()", partial(core.owned.step, core.groups, left, **kwargs), at_end)
         self.joins.end_step()
         return loss if result is None else result
 
     def _evaluate(
         self, closure: Callable[[], float] | None
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
-        """Evaluate the model before a step, unless that is left to the class's own step; all ranks call.
+        """Evaluate the model before a step; all ranks call.
 
-        Returns:
-            The loss; the closure if it is left; and inside ``Join`` what it has raised, of which the others
-            hear in the exchange that every step there begins with.
+        Returns the loss; the closure if the class's own step evaluates it; and inside ``Join`` its error, of
+        which the others hear in the exchange that every step there begins with.
         """
         if closure is None:
             return None, None, None
@@ -81,30 +119,26 @@ class Stepping:
             with torch.enable_grad():  # the gradients are needed before the class's own step begins
                 return (closure() if in_join else shared()), None, None
         except Exception as error:
-            if not in_join or self.backward.is_used:
+            if not in_join or self._overlap is not None:
                 raise
             return None, None, error
 
     @property
     def _leaves_closure(self) -> bool:
-        """Whether a closure may be left to the class's own step: leaves apart need its gradients before."""
+        """Whether the class's own step may evaluate a closure: leaves apart need its gradients before."""
         sharding = self._core.sharding
-        if self.backward.is_used or self.joins.under_way or sharding.has_cuts:
+        if self._overlap is not None or self.joins.under_way or sharding.has_cuts:
             return False
         if unreduced_among(sharding.pieces):  # gradients are compared before the step
             return False
         return self._core.owned.takes_closures
 
     def _is_skipped(self, optimizer: Optimizer, scaler: object, failure: Exception | None) -> bool:
-        """Tell whether the ranks skip a step; if they do not, gradients are as it needs them; all ranks call.
+        """Return whether the ranks skip a step; if not, gradients are unscaled and lent; all ranks call.
 
-        Communicates only if a scaler is at work, or inside ``Join``: one collective of a byte. The CPU waits
-        for that, once.
-
-        Args:
-            optimizer: of which scalers know.
-            scaler: one that was given to ``step()``; None if there is none, or it has set attributes.
-            failure: raised here already; inside ``Join`` alone, where the others hear of it.
+        Communicates only with a scaler, or inside ``Join``: one collective of a byte, for which the CPU
+        waits. ``scaler``: given to ``step()``; None if there is none, or it has set attributes. ``failure``:
+        inside ``Join`` alone, where the others hear of it.
         """
         core, in_join = self._core, self.joins.under_way
         scaling = None
@@ -129,14 +163,13 @@ class Stepping:
         lend_to(core.group, ranks_that(words, Status.JOINED), *self.joins.lendable(core.params))
         return False
 
+    # ------------------------------------------------------------------ beside a step
+
     def agree_on_infinity(self, found_inf: Tensor) -> None:
-        """Tell all scalers what any has found in gradients that are sharded; all ranks call as these look.
+        """Tell all scalers of an infinity in sharded gradients that any has seen; all ranks call.
 
-        One collective of 4 bytes; the CPU waits as for a sum of gradients. Inside ``Join`` it is one of a
-        byte, and the CPU waits for it.
-
-        Args:
-            found_inf: 0-d or of one element, above zero on a rank that found one; afterwards on all ranks.
+        One collective of 4 bytes, inside ``Join`` of a byte; the CPU waits. ``found_inf``: 0-d or of one
+        element, above zero on a rank with an infinity; afterwards on all ranks.
         """
         group = self._core.group
         with group.doing("GradScaler.unscale_()"):
@@ -149,7 +182,7 @@ class Stepping:
 
     def clip(self, asked: ClipArguments) -> Tensor:
         """Clip all gradients by their global norm; all ranks call, but those that have joined."""
-        if self.backward.is_begun:
+        if self.has_begun:
             failure = RuntimeError(
                 "the step was taken during the backward pass, too early to clip: leave out "
                 "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
@@ -168,7 +201,7 @@ class Stepping:
             return clip_together(core.group, params, pieces, asked, core.inputs.forms.files)
 
     def join_hook(self) -> JoinHook:
-        """Give ``Join`` what shadows the steps of the active ranks."""
+        """Return the hook of ``Join`` that shadows the steps of the active ranks."""
         self.joins.join_hook()
         return ShadowHook(self.shadow)
 
@@ -176,9 +209,8 @@ class Stepping:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
         core = self._core
         with self.joins.borrowing():
-            if self.backward.is_begun:
-                # The comm hook began the step: joined ranks run it too.
-                self.backward.step_rest("", joined=True)
+            if self.has_begun:  # by the comm hook: joined ranks run it too
+                self.overlap().finish("", joined=True)
                 return
             group, lendable = core.group, self.joins.lendable(core.params)
             words = exchange(group, Status.JOINED)
@@ -191,5 +223,5 @@ class Stepping:
                 return
             lend_to(group, ranks_that(words, Status.JOINED), *lendable)
             group.phase.traffic.count_step()
-            self.calls.run("step()", partial(core.owned.step, core.groups, None))
+            self.calls.make("step()", partial(core.owned.step, core.groups, None))
         self.joins.end_step()

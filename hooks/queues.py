@@ -1,4 +1,4 @@
-"""The queue of buckets to be stepped, by a thread or by the next bucket's hook.
+"""Queues of buckets to be stepped, by a thread or by the next bucket's hook.
 
 Note [A thread or none]
     On gloo, whose groups have own threads, a thread waits for each reduction, steps, and gathers on its own
@@ -35,70 +35,59 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from zero_optim.compat.streams import StreamBeside, recorded_event, wait_for_event
-from zero_optim.hooks.overlap.passes import Task
-from zero_optim.step.overlap import Overlap
-
-
-class Line(Protocol):
-    """A queue of DDP's buckets, stepped one by one."""
-
-    def put(self, tasks: Sequence[Task]) -> None:
-        """Append one pass's buckets in order; `Overlap.wait_for_steps` waits for them."""
-        ...
-
-
-def line_of(overlap: Overlap) -> Line:
-    """Return a queue: Note [A thread or none]."""
-    return ThreadLine(overlap) if overlap.takes_thread else InlineLine(overlap)
-
+from zero_optim.compat.streams import StreamBeside
+from zero_optim.flow.flow import Flow
+from zero_optim.hooks.passes import Task
+from zero_optim.iteration.overlap import Overlap
 
 _END_TIMEOUT = 10.0  # seconds
-_Queue: TypeAlias = "queue.SimpleQueue[Task | None]"
+_Tasks: TypeAlias = "queue.SimpleQueue[Task | None]"
 
-# Stepping threads and their queues. Global, as the process waits at exit even for threads without a
-# `ThreadLine`; weak, so that ended threads leave.
-_THREADS: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
+# Stepping threads and their tasks. Global, as the process waits at exit even for threads without a
+# `ThreadQueue`; weak, so that ended threads leave.
+_THREADS: weakref.WeakKeyDictionary[threading.Thread, _Tasks] = weakref.WeakKeyDictionary()
 
 
-class ThreadLine:
+class ThreadQueue:
     """A queue with a thread, which ends with this object."""
 
     def __init__(self, overlap: Overlap) -> None:
         self._overlap = overlap
-        self._queue: _Queue = queue.SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._queue,), name="zero_step", daemon=True)
+        self._tasks: _Tasks = queue.SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self._tasks,), name="zero_step", daemon=True)
         thread.start()
-        _THREADS[thread] = self._queue
+        _THREADS[thread] = self._tasks
         # Does not join the thread, which may wait for another rank: a finalizer can run anywhere.
-        weakref.finalize(self, self._queue.put, None).atexit = False
+        weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """See `Line`."""
+        """Append a pass's buckets in order; `Overlap.wait_for_steps` waits for them."""
         for task in tasks:
-            self._overlap.announce(task.done.wait)
-            self._queue.put(task)
+            self._overlap.under_way.start(lambda done=task.done: done)  # type: ignore[misc]
+            self._tasks.put(task)
 
 
 @atexit.register
 def _end_threads() -> None:
     """End all threads before one deadline; an exit while a thread is inside PyTorch aborts the process."""
     threads = list(_THREADS.items())
-    for _, line in threads:
-        line.put(None)
+    for _, tasks in threads:
+        tasks.put(None)
     deadline = time.monotonic() + _END_TIMEOUT
     for thread, _ in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(line: "_Queue") -> None:
+def _work(tasks: _Tasks) -> None:
     """Run the thread, which keeps nothing alive while idle; a failure completes the future, or DDP hangs."""
-    while (task := line.get()) is not None:
+    while (task := tasks.get()) is not None:
         result, gradients = task.buffer, None
         try:
             with torch.no_grad():
@@ -110,7 +99,20 @@ def _work(line: "_Queue") -> None:
         del task, result, gradients
 
 
-class InlineLine:
+@dataclass(slots=True, eq=False)
+class _Received:
+    """A reduced bucket, to be stepped on the side stream."""
+
+    task: Task
+    gradients: Sequence[Tensor] | None
+    streams: StreamBeside
+
+    def wait(self) -> None:
+        with self.task.of.storing_errors(), torch.no_grad(), self.streams.using(self.task.buffer.device):
+            self.task.step(self.gradients)
+
+
+class InlineQueue:
     """A queue without a thread: each bucket's hook steps the one before.
 
     A bucket's future completes in its own hook, as a later one may not come; with NCCL only the stream waits.
@@ -119,39 +121,30 @@ class InlineLine:
     def __init__(self, overlap: Overlap) -> None:
         self._overlap = overlap
         self._streams = StreamBeside()
-        self._received: list[tuple[Task, Sequence[Tensor] | None]] = []  # reduced, not stepped; gradients
+        self._received = Flow(1)
+        self._device = torch.device("cpu")  # of the bucket received last
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """See `Line`."""
+        """Append a pass's buckets in order; `Overlap.wait_for_steps` steps and waits for the rest."""
         for task in tasks:
-            self._overlap.announce(self._finish)
-            self._step_received()
-            self._receive(task)
+            if not self._overlap.under_way:
+                self._overlap.under_way.start(lambda: self)
+            self._received.start(partial(self._receive, task))
         if tasks and tasks[-1].of.is_complete:
-            self._step_received()
+            self._received.wait()
 
-    def _finish(self) -> None:
+    def wait(self) -> None:
         """Step what a broken pass, or an unused last bucket, left; make the current stream wait."""
-        for device in {task.buffer.device for task, _ in self._received}:
-            here = recorded_event(device)
-            with self._streams.using(device):
-                wait_for_event(device, here)
-        self._step_received()
+        if self._received:
+            with self._streams.behind(self._device):
+                self._received.wait()
         self._streams.join()
 
-    def _receive(self, task: Task) -> None:
-        gradients, device = None, task.buffer.device
-        here = recorded_event(device)
-        with task.of.minding(), torch.no_grad(), self._streams.using(device):
-            wait_for_event(device, here)
+    def _receive(self, task: Task) -> _Received:
+        gradients, self._device = None, task.buffer.device
+        with task.of.storing_errors(), torch.no_grad(), self._streams.behind(self._device):
             result, gradients = task.receive()
             task.complete(result)  # on this stream, which waits for the reduction
         if not task.done.done():
             task.complete(task.buffer)
-        self._received.append((task, gradients))
-
-    def _step_received(self) -> None:
-        received, self._received = self._received, []
-        for task, gradients in received:
-            with task.of.minding(), torch.no_grad(), self._streams.using(task.buffer.device):
-                task.step(gradients)
+        return _Received(task, gradients, self._streams)

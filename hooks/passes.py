@@ -2,8 +2,8 @@
 
 Note [Buckets of the optimizer]
     DDP's buckets decide what is reduced together, the optimizer's what is stepped and gathered together: when
-    all their parameters are reduced, counted alike on every rank. A bucket with a parameter outside DDP is
-    stepped after the backward pass.
+    all their trained parameters are reduced, in the same order on every rank. A bucket with a trained
+    parameter outside DDP is stepped after the backward pass.
 
 Note [Gradients that are all zero]
     Unused parameters are zeros in DDP's buckets, but an optimizer skips only those without a gradient. So a
@@ -25,9 +25,8 @@ from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
 from zero_optim.hooks.bucket import TensorFuture, gradients_in
-from zero_optim.hooks.overlap.owners import OwnerReduction
-from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.step.overlap import Overlap
+from zero_optim.hooks.owners import OwnerReduction
+from zero_optim.iteration.overlap import Overlap
 
 Gradients = dict[Tensor, Tensor | None]
 
@@ -41,7 +40,6 @@ class SteppedPass:
     ``error``, the first failure, after DDP has ended the pass.
     """
 
-    optimizer: ZeroRedundancyOptimizer
     overlap: Overlap
     leases: Sequence[Lease]
     joined: bool
@@ -58,7 +56,7 @@ class SteppedPass:
             lease.abandon()
 
     @contextmanager
-    def minding(self) -> Iterator[None]:
+    def storing_errors(self) -> Iterator[None]:
         """Store the body's exception as the pass's error, raised when backward has ended."""
         try:
             yield
@@ -76,7 +74,7 @@ class SteppedPass:
                 touched[number] = self.reduced.setdefault(number, {})
                 touched[number][param] = gradient
         for number, members in touched.items():
-            if len(members) == self.overlap.num_params(number) and self.unsure.isdisjoint(members):
+            if self.overlap.trained(number) <= members.keys() and self.unsure.isdisjoint(members):
                 self.step(self.reduced.pop(number))
 
     def step_late(self, *, leaves_unsure: bool, has_grads: bool) -> None:
@@ -101,9 +99,8 @@ class SteppedPass:
 
     def step(self, gradients: Gradients) -> None:
         """Step parameters and gather their buckets; after a failure only gather, as others wait."""
-        with self.minding():
-            known = gradients if self.error is None else dict.fromkeys(gradients)
-            self.overlap.step(self.optimizer.param_groups, known, self.error)
+        with self.storing_errors():
+            self.overlap.step(gradients if self.error is None else dict.fromkeys(gradients), self.error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,9 +117,9 @@ class Task:
     def receive(self) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Wait for the reduction; return DDP's result and the gradients, None if it failed."""
         result, gradients = self.buffer, None
-        with self.of.minding():
+        with self.of.storing_errors():
             reduced = _tensor(self.reduced.wait())
-            record_use(reduced)  # made on another stream; Note [Streams of a step] in `line`
+            record_use(reduced)  # made on another stream; Note [Streams of a step] in `queues`
             gradients = _gradients(reduced, self.params)
             result = reduced
         return result, gradients
@@ -131,7 +128,7 @@ class Task:
         """Step full buckets with the gradients that `receive` returned."""
         known: list[Tensor | None] = [None] * len(self.params)
         unsure: set[int] = set()
-        with self.of.minding():
+        with self.of.storing_errors():
             if gradients is not None and isinstance(self.reduced, OwnerReduction):
                 used = self.reduced.used()
                 known = [gradient if place in used else None for place, gradient in enumerate(gradients)]

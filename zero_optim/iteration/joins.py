@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,7 @@ from zero_optim.step.join import Status, exchange
 
 
 class ShadowHook(JoinHook):
-    """Answers each step of the active ranks, which must step once an iteration.
-
-    Args:
-        shadow: takes part in one step.
-    """
+    """Calls ``shadow`` for each step of the active ranks, which must step once an iteration."""
 
     def __init__(self, shadow: Callable[[], None]) -> None:
         self._shadow = shadow
@@ -31,31 +26,18 @@ class ShadowHook(JoinHook):
 
 
 class Joins(Joinable):
-    """What ``Join`` and the optimizer know of each other.
-
-    Args:
-        core: the parts of the optimizer.
-    """
+    """The optimizer's side of ``Join``."""
 
     def __init__(self, core: Core) -> None:
         super().__init__()
         self._core = core
         self._is_announced = False  # Join knows that this rank is active in this iteration
-        self._given: list[Tensor] = []  # whose gradients came with a backward pass that this rank shadowed
+        self._shadowed: list[Tensor] = []  # have gradients of a backward pass that this rank shadowed
 
     def let_go(self) -> None:
         """Begin anew: ranks that are new to the next group were in no ``Join``."""
         Joinable.__init__(self)  # PyTorch leaves the configuration as the last Join set it
-        self._is_announced, self._given = False, []
-
-    @property
-    def config(self) -> Any:  # noqa: ANN401 - a private type of PyTorch
-        """What ``Join`` sets on the optimizer while it is under way."""
-        return self._join_config
-
-    @config.setter
-    def config(self, config: Any) -> None:  # noqa: ANN401 - as above
-        self._join_config = config
+        self._is_announced, self._shadowed = False, []
 
     @property
     def under_way(self) -> bool:
@@ -80,10 +62,8 @@ class Joins(Joinable):
     def announce(self, *, steps: bool) -> None:
         """Tell ``Join``, once in each iteration, that this rank has not run out of inputs.
 
-        Communicates inside ``Join`` alone, and only if this is the first object there.
-
-        Args:
-            steps: the call that ends the iteration is ``step()``; a norm may be taken before it.
+        Communicates inside ``Join`` alone, and only if this is the first object there. ``steps``: the call
+        ends the iteration; a norm may be taken before.
         """
         if not self._is_announced:
             Join.notify_join_context(self)
@@ -95,36 +75,33 @@ class Joins(Joinable):
             self._core.sharding.under_way.wait()
 
     def refuse(self, failure: Exception) -> None:
-        """Raise on every rank of ``Join``, where those that joined wait for a step; all active ranks call.
-
-        Does nothing where the optimizer is not given to ``Join``, or no ``Join`` is under way.
-        """
+        """Raise inside ``Join`` on every rank; joined ranks wait for a step. All active ranks call."""
         if self.under_way:
             exchange(self._core.group, Status.NOTHING, failure=failure)
 
     def lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
-        """Return what lending gradients of some parameters takes."""
+        """Return the arguments with which `step.join` lends the gradients of some parameters."""
         return params, [self._core.sharding.pieces[param] for param in params], self._core.groups
 
     def drop_after_shadow(self, params: Sequence[Tensor]) -> None:
-        """Have the gradients that a shadowed backward pass gave dropped after the next step shadowed."""
-        self._given += params
+        """Drop, after the next shadowed step, gradients that a shadowed backward pass has set."""
+        self._shadowed += params
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Have the gradients of other ranks in the body, on a rank that has joined; does not communicate.
+        """Use gradients of other ranks in the body, on a joined rank; no communication.
 
-        Afterwards those are gone that were not there before. The others are zeros, in place, as they may be
-        views of DDP's: they were zeros before, or are old, and the loop drops them before it uses them.
+        Afterwards new gradients are dropped. The others are zeroed in place, as they may be views of DDP's:
+        they were zeros before, or are old, and the loop drops them before it uses them.
         """
-        params, given = self._core.params, set(self._given)
-        before = {param for param in params if param.grad is not None and param not in given}
+        params, shadowed = self._core.params, set(self._shadowed)
+        before = {param for param in params if param.grad is not None and param not in shadowed}
         try:
             yield
         finally:
-            self._given = []
+            self._shadowed = []
             with torch.no_grad():
-                for param in {*params, *given}:
+                for param in {*params, *shadowed}:
                     if param.grad is not None and param in before:
                         param.grad.zero_()
                     else:

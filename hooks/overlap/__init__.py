@@ -1,1 +1,0 @@
-"""Hooks that reduce to owners, and step the optimizer during the backward pass."""

@@ -1,0 +1,341 @@
+"""`zero_step`, a comm hook that steps a sharded optimizer during the backward pass.
+
+Note [Who does what]
+    The hook of a full bucket starts the reduction and queues the bucket (`queues`). A thread, or the next
+    hook, waits for it, then steps and gathers the optimizer's full buckets. Collectives have one order on
+    every rank. The first hook begins the step and takes over the user's changes, while nothing else reads
+    parameters. DDP waits for the futures at the end of backward; a callback behind DDP's does the rest.
+
+Note [Backward passes within backward passes]
+    Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Whether DDP
+    has assigned gradients by then depends on the DDP. So ``step()`` handles all-zero gradients, and late
+    changes of gradients are not noticed. The outermost pass sets partial gradients.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together
+from zero_optim.comm.works import Work
+from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
+from zero_optim.compat.streams import future_on
+from zero_optim.hooks.allreduce import mean_hook
+from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, name_of
+from zero_optim.hooks.owners import NamedBuckets, OwnerGradients, OwnerReduction
+from zero_optim.hooks.passes import SteppedPass, Task
+from zero_optim.hooks.queues import InlineQueue, ThreadQueue
+from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+from zero_optim.plan.description import describe
+
+_NO_OWNER = (
+    "{number} parameters of the model are not in the optimizer, so they have no owner to reduce their "
+    'gradients to: add them to it, or reduce gradients "everywhere"'
+)
+
+
+def zero_step(
+    optimizer: ZeroRedundancyOptimizer,
+    hook: Hook | None = None,
+    *,
+    interleave: bool = True,
+    gradients: Literal["everywhere", "owners"] = "everywhere",
+    ddp: DistributedDataParallel | None = None,
+) -> Hook:
+    """Return a comm hook that steps ``optimizer`` during the backward pass.
+
+    Use ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours, with the
+    state of ``hook``. All ranks call it before the first backward pass. When all trained parameters of an
+    optimizer's bucket (``bucket_cap_mb``) are reduced, the bucket is stepped and gathered: by a thread on
+    gloo with CPU parameters, which may create process groups, else by hooks on a side stream. There ``hook``
+    must complete a bucket's future without a later call, unless ``interleave=False``.
+
+    Parameters equal, bit for bit, those of ``hook`` alone; with None those without a hook, but for the last
+    bits where DDP divides (``gradient_as_bucket_view=True`` with ``zero_grad(set_to_none=False)``, ranks no
+    power of two). ``optimizer.step()`` steps the rest; a loop may omit it if DDP holds all parameters. The
+    learning rate is read during backward. Clipping and GradScaler come too late and raise. Uneven inputs need
+    ``Join([ddp, optimizer])``. After a failed ``backward()`` call ``optimizer.wait_for_gathers()``. Autograd
+    raises if backward reads a parameter after its gradient is complete. With error feedback an unused
+    parameter may get a gradient, and is stepped.
+
+    Args:
+        optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
+        hook: reduces the gradients; None for DDP's mean.
+        interleave: False delays all steps until the last bucket's reduction has started.
+        gradients: "owners" reduces as `reduce_to_owners`, and leaves in ``param.grad`` what that leaves. So
+            the next backward pass raises unless ``zero_grad()`` was called.
+        ddp: the hook's wrapper; not needed for `zero_optim.ddp`. If it allows unused parameters, or is None,
+            all-zero gradients are searched (on an accelerator the CPU waits) and stepped after backward.
+
+    Raises:
+        TypeError: on every rank, if an argument is of the wrong kind on any.
+        ValueError: on every rank, if a class cannot be stepped in parts, or ``interleave=False`` with DDP's
+            ``skip_all_reduce_unused_params``.
+        RankMismatchError: on every rank, if arguments or hook code differ.
+    """
+    require_ours(optimizer)
+    all_used = _agreed(optimizer, hook, interleave, gradients, ddp)
+    to_owners = gradients == "owners"
+    return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
+
+
+def hook_with_zero_step(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """Return `zero_step` with ``interleave=False``, under PyTorch's name.
+
+    Args:
+        hook: reduces the gradients.
+        ddp: the hook's wrapper.
+        zero: the optimizer to step.
+        shard_buckets: ignored; every rank steps the parameters that it owns.
+
+    Raises:
+        TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.
+        ValueError: a class cannot be stepped in parts, or ``ddp`` has ``skip_all_reduce_unused_params``.
+    """
+    _require_wrapper(ddp)
+    return zero_step(zero, hook, interleave=False, ddp=ddp)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """Return `zero_step`, which steps buckets as they are reduced, under PyTorch's name.
+
+    The arguments are those of `hook_with_zero_step`.
+    """
+    _require_wrapper(ddp)
+    return zero_step(zero, hook, ddp=ddp)
+
+
+def _agreed(
+    optimizer: ZeroRedundancyOptimizer,
+    hook: Hook | None,
+    interleave: bool,
+    gradients: str,
+    ddp: DistributedDataParallel | None,
+) -> Callable[[], bool]:
+    """Check `zero_step`'s arguments on all ranks; return `_all_used` of the wrapper."""
+    with failing_together(optimizer.ranks):
+        check_flags(interleave=interleave)
+        _check_reduction(hook, gradients)
+        if ddp is not None:
+            _check_wrapper(ddp, interleave)
+    all_used = _all_used(ddp)
+    items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
+    items.append(f"ddp={'None' if ddp is None else f'a wrapper whose parameters are all used: {all_used()}'}")
+    agree(optimizer.ranks, items, "the arguments of zero_step")
+    return all_used
+
+
+def _check_reduction(hook: object, gradients: object) -> None:
+    if hook is not None and not callable(hook):
+        raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
+    if gradients not in ("everywhere", "owners"):
+        raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
+    if gradients == "owners" and hook is not None:
+        name = name_of(hook)
+        raise ValueError(
+            f'gradients="owners" has a reduction of its own: leave out {name}, or reduce "everywhere"'
+        )
+
+
+def _check_wrapper(ddp: object, interleave: bool) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"expected a DistributedDataParallel, got {type(ddp).__name__}")
+    # PyTorch's wrapper of older versions does not have the option.
+    skips = getattr(ddp, "skip_all_reduce_unused_params", False) and ddp.find_unused_parameters
+    if skips and not interleave:
+        raise ValueError(
+            "the wrapper has skip_all_reduce_unused_params=True and may leave out the last bucket, which "
+            "starts the step here: leave the option out, or use zero_step or hook_with_zero_step_interleaved"
+        )
+
+
+def _require_wrapper(ddp: object) -> None:
+    try:
+        _check_wrapper(ddp, interleave=True)
+    except TypeError as error:
+        raise_together(error)
+
+
+def _all_used(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
+    """Return a function that says whether some rank uses every parameter of a wrapper in each backward pass.
+
+    Without DDP's options for unused parameters, a bucket is full only when all its gradients have come.
+    """
+    if ddp is None:
+        return lambda: False
+    reference = weakref.ref(ddp)  # the wrapper holds the hook
+
+    def all_used() -> bool:
+        wrapper = reference()
+        return wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
+
+    return all_used
+
+
+class ZeroStep:
+    """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass.
+
+    ``to_owners`` replaces ``hook``; all ranks then construct this, which may create process groups.
+    ``all_used`` is called for each bucket, with the same result on all ranks. ``buckets``: those that our DDP
+    takes, None for its own.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        hook: Hook | None,
+        *,
+        interleave: bool,
+        to_owners: bool,
+        all_used: Callable[[], bool],
+    ) -> None:
+        self._hook: Hook = mean_hook if hook is None else hook
+        self.__name__ = self.__qualname__ = f"zero_step({name_of(self._hook)})"  # which DDP logs
+        self.buckets = NamedBuckets(optimizer) if to_owners else None
+        self._optimizer = optimizer
+        self._overlap = overlap = optimizer.iteration.overlap()
+        self._to_owners: OwnerGradients | None = None
+        if to_owners:
+            self._to_owners = OwnerGradients(optimizer, overlap.new_lanes(), _NO_OWNER)
+        self._interleave = interleave
+        self._all_used = all_used
+        self._pass: SteppedPass | None = None
+        self._held: list[Task] = []  # came, and are not queued yet
+        self._ending: set[int] = set()  # the engine's numbers of the passes that will call `_end`
+        self._queue = ThreadQueue(overlap) if overlap.takes_thread else InlineQueue(overlap)
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start a bucket's reduction and queue it."""
+        number, joined, params = bucket.index(), not in_backward(), bucket.parameters()
+        of = self._pass
+        if of is None or number <= of.number:  # the pass before may have broken off
+            of = self._new_pass(joined)
+        of.number, of.is_complete = number, bucket.is_last()
+        if not joined and backward_number() not in self._ending:
+            self._ending.add(backward_number())
+            after_backward(self._before_end)
+        buffer = bucket.buffer()
+        all_used = getattr(bucket, "all_used", False) or self._all_used()
+        reduced = self._reduction(state, bucket, joined, all_used)
+        if buffer.is_sparse:
+            # On this thread: to try a class is no work for a thread beside the backward pass, which may draw
+            # random numbers. Every rank sees the same buckets, so all fail.
+            with of.storing_errors():
+                self._optimizer.core.check_sparse(params)
+        done: TensorFuture = future_on(buffer.device)
+        self._held.append(Task(of, params, buffer, reduced, all_used, done))
+        if self._interleave or of.is_complete:
+            self._put_held(of)
+        if joined and of.is_complete:  # there is no backward pass to end
+            self._end_joined(of)
+        return done
+
+    def _new_pass(self, joined: bool) -> SteppedPass:
+        self._overlap.check_attached()
+        self._held, self._ending = [], set()
+        leases = [self._overlap.lanes]
+        if self._to_owners is not None:
+            self._to_owners.begin(joined=joined)
+            leases.append(self._to_owners.lanes)
+        self._pass = SteppedPass(self._overlap, leases, joined)
+        return self._pass
+
+    def _reduction(
+        self, state: object, bucket: GradBucket, joined: bool, all_used: bool
+    ) -> Work | OwnerReduction:
+        ranks = self._overlap.group.during("reduce", is_exposed=not self._overlap.takes_thread)
+        if self._to_owners is not None:
+            self._to_owners.ownership(bucket)  # raises for parameters without an owner
+            if not self._to_owners.has_one_owner:
+                return self._to_owners.start(ranks, bucket, joined=joined, all_used=all_used)
+            state = ranks.process_group
+        # A record, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
+        watched = ranks.during("reduce", is_exposed=False)
+        record = watched.begin_work(f"bucket {bucket.index()}")
+        record.runs_hook = True
+        with record.starting():
+            reduced = self._hook(state, bucket)
+        if self._hook is mean_hook:  # what other hooks send is not known
+            ranks.count_sum(bucket.buffer())
+        return Work(reduced, watched.phase, record)
+
+    def _put_held(self, of: SteppedPass) -> None:
+        """Queue the buckets that came."""
+        if not of.has_begun:
+            self._begin(of)
+        tasks, self._held = self._held, []
+        for task in tasks:
+            # From here on any moment may change them. Autograd has to refuse to read old values, and on this
+            # thread it does so whatever the timing.
+            known = [param for param in task.params if self._overlap.bucket_of(param) is not None]
+            torch.autograd.graph.increment_version(known)
+        self._queue.put(tasks)
+
+    def _begin(self, of: SteppedPass) -> None:
+        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.storage`."""
+        of.has_begun = True
+        with of.storing_errors(), torch.no_grad():
+            self._overlap.wait_for_steps()  # of a pass that broke off
+            self._optimizer.begin_overlapped_step(joined=of.joined)
+        if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
+            with of.storing_errors():
+                self._overlap.take_over()
+
+    # ------------------------------------------------------------------ at the end of the backward pass
+
+    def _before_end(self) -> None:
+        """Queue `_end` behind DDP's callback.
+
+        Waiting for the thread here measures the wait, which PyTorch's DDP would not.
+        """
+        after_backward(self._end)
+        of = self._pass
+        if self._overlap.takes_thread and of is not None and (of.is_complete or not in_outer_backward()):
+            self._overlap.wait_for_steps()
+
+    def _end(self) -> None:
+        """Step late buckets after DDP has assigned the gradients; raise what failed."""
+        of, is_inner = self._pass, in_outer_backward()
+        if of is None or (is_inner and not of.is_complete):  # it has ended already, or more is to come
+            self._set_partial(is_inner)
+            return
+        self._pass = None
+        try:
+            self._overlap.wait_for_steps()
+            if self._overlap.current is not None:  # None: the step could not even begin
+                self._end_step(of, is_inner)
+        except BaseException:
+            of.abandon()
+            raise
+        if of.error is not None:
+            raise of.error
+
+    def _end_step(self, of: SteppedPass, is_inner: bool) -> None:
+        current = self._overlap.current
+        assert current is not None  # asked by the caller
+        try:
+            of.step_late(leaves_unsure=is_inner or current.lends, has_grads=True)
+            self._set_partial(is_inner)
+        finally:
+            self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
+
+    def _set_partial(self, is_inner: bool) -> None:
+        if self._to_owners is not None and not is_inner:
+            self._to_owners.set_partial()
+
+    def _end_joined(self, of: SteppedPass) -> None:
+        """Take part in the same gathers."""
+        self._pass = None
+        self._overlap.wait_for_steps()
+        current = self._overlap.current
+        lends = current is None or current.lends  # step() lends owners the gradients
+        of.step_late(leaves_unsure=lends, has_grads=False)
+        if of.error is not None:
+            raise of.error

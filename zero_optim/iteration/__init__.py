@@ -1,0 +1,5 @@
+"""What an optimizer does in one iteration: steps, clipping, steps during the backward pass, ``Join``."""
+
+from zero_optim.iteration.iteration import Iteration
+
+__all__ = ["Iteration"]

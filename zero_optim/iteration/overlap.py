@@ -1,0 +1,315 @@
+"""The overlapped step: buckets are stepped while the backward pass still runs.
+
+Note [Overlap is no mode]
+    A comm hook steps a bucket once its gradients are reduced and starts its gather; ``step()`` steps the
+    rest. The optimizer's owners and buckets never change, so DDP may rebuild its buckets at any time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from zero_optim.comm.collectives import LET_GO, RankGroup
+from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
+from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.flow.flow import Flow
+from zero_optim.health.stamps import Call
+from zero_optim.iteration.calls import Calls
+from zero_optim.iteration.joins import Joins
+from zero_optim.plan.groups import ParamGroup, params_of
+from zero_optim.shard.gathers import start_gather
+from zero_optim.state.core import Core
+from zero_optim.step.gradients import is_sparse
+from zero_optim.step.join import lend_gradients
+
+
+@dataclass(slots=True, eq=False)
+class OverlappedStep:
+    """One step that is taken during a backward pass, from its first bucket to ``step()`` or the next pass.
+
+    ``num_passes``: since ``step()``, this one included. ``lends``: ``step()`` lends joined ranks gradients.
+    ``stepped``: parameters stepped by any owner. ``seen``: parameter, identity and version of each gradient
+    at the end of the pass. ``earlier``: the previous step's error, raised when this pass ends.
+    """
+
+    num_passes: int
+    lends: bool
+    in_backward: bool = True
+    has_failed: bool = False
+    stepped: dict[Tensor, None] = field(default_factory=dict)
+    seen: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    earlier: Exception | None = None
+
+    def end_backward(self, *, is_final: bool, failed: bool) -> None:
+        """Record the end of the backward pass; if ``is_final``, ``step()`` refuses later changes."""
+        self.in_backward = False
+        if failed:
+            self.fail()
+        if is_final:
+            self.seen = [(p, id(p.grad), p.grad._version) for p in self.stepped if p.grad is not None]
+
+    def fail(self) -> None:
+        """Record that the backward pass raises, here or on another rank."""
+        self.num_passes -= not self.has_failed
+        self.has_failed = True
+
+    def check_asked(self, late: str) -> None:
+        """Raise for a call (``late``) that came too late, for several passes, or for changed gradients."""
+        if late:
+            raise RuntimeError(
+                f"the step was taken during the backward pass, too early for {late}: leave it out, or "
+                "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
+            )
+        self.check_passes()
+        self._check_gradients()
+
+    def check_passes(self) -> None:
+        """Raise RuntimeError for a second backward pass before ``step()``."""
+        if self.num_passes > 1:
+            raise RuntimeError(
+                f"{self.num_passes} backward passes were reduced before step(), and each was stepped with "
+                "the gradients added up so far. Put all but the last backward pass of a step under no_sync()"
+            )
+
+    def _check_gradients(self) -> None:
+        """Raise RuntimeError if used gradients changed or some are gone; all gone means ``zero_grad()``."""
+        num_gone = sum(param.grad is None for param, _, _ in self.seen)
+        is_changed = any(
+            param.grad is not None and (id(param.grad) != identity or param.grad._version != version)
+            for param, identity, version in self.seen
+        )
+        if is_changed or 0 < num_gone < len(self.seen):
+            what = "changed, clipped or unscaled perhaps," if is_changed else "taken from some parameters"
+            raise RuntimeError(
+                f"gradients were {what} after the step had been taken with them during the backward pass. "
+                "That cannot have an effect: leave it out, or leave out zero_step (overlap_with_ddp)"
+            )
+
+    def rest(self, groups: Sequence[ParamGroup]) -> list[Tensor]:
+        """Return what ``step()`` must still step: what trains or has a gradient; equal on every rank."""
+        left = [param for param in params_of(groups) if param not in self.stepped]
+        return [param for param in left if param.requires_grad or param.grad is not None]
+
+
+class Overlap:
+    """Steps an optimizer bucket by bucket during the backward pass, and starts the gather of each bucket.
+
+    All ranks construct it, which takes process groups (``lanes``), and call its methods in one order with
+    equal parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or
+    none] in `zero_optim.hooks.queues`. ``current``: the unfinished step. ``under_way``: buckets that another
+    thread or stream steps.
+    """
+
+    def __init__(self, core: Core, calls: Calls, joins: Joins) -> None:
+        self.group = core.group
+        self.takes_thread = may_run_beside(core.group, core.sharding.pieces)
+        self.lanes = self.new_lanes()
+        self.current: OverlappedStep | None = None
+        self.under_way = Flow()
+        self._core = core
+        self._calls = calls
+        self._joins = joins
+        self._trained: list[frozenset[Tensor]] = []
+        self._loop_calls_step = False
+
+    def new_lanes(self) -> Lease:
+        """Take process groups for a thread, or ``group`` without one. All ranks call."""
+        group = self.group.during("gather")
+        return lanes_beside(group) if self.takes_thread else Lease.of(group)
+
+    def let_go(self, *, waits: bool) -> bool:
+        """Release the process groups; return whether some, but not all, parameters were stepped.
+
+        With ``waits`` it first waits for steps on another thread or stream, and ignores their failures.
+        """
+        try:
+            if waits:
+                self.wait_for_steps()
+        except RuntimeError:  # of the backend
+            self.lanes.abandon()
+        is_left = bool(self.under_way)
+        self.under_way.abandon()
+        current, self.current = self.current, None
+        self.group = self.group.let_go()
+        self.lanes = Lease.of(self.group)
+        if current is None:
+            return is_left
+        return is_left or current.has_failed or current.in_backward or bool(current.rest(self._core.groups))
+
+    def check_attached(self) -> None:
+        """Raise RuntimeError if the process groups were released."""
+        if self.group.is_let_go:
+            raise RuntimeError(LET_GO)
+
+    # ------------------------------------------------------------------ during the backward pass
+
+    def begin(self, *, joined: bool) -> None:
+        """Begin a step, on the thread of the backward pass: Note [Moving parameters] in `shard.storage`.
+
+        Communicates inside ``Join`` only, on the process group of the gathers; there the CPU waits.
+        ``joined``: this rank has no inputs left, and gets the options of the others. Raises if the last
+        backward pass broke off, or if a loop that called ``step()`` no longer does.
+        """
+        core, lends = self._core, self._joins.under_way
+        core.group.phase.traffic.count_step()
+        lane, has_begun = self.lanes.groups[0], False
+
+        def end(call: Call) -> None:
+            if lends:
+                lend_gradients(lane, joined, [], [], core.groups)
+            if has_begun:  # else gathers may be under way to parameters that this pass has read
+                core.sharding.begin_call(core.groups, call)
+                assert self.current is not None  # it has begun
+                self.current.earlier = self._error_of_last_step(lane, call)
+
+        with self._calls.whatever_happens("backward()", end):
+            self._begin(joined=joined, lends=lends)
+            has_begun = True
+            self._calls.prepare()
+
+    def _begin(self, *, joined: bool, lends: bool) -> None:
+        last = self.current
+        broke_off = last is not None and last.in_backward
+        self.current = OverlappedStep((last.num_passes if last else 0) + (not broke_off), lends)
+        if self._loop_calls_step:
+            self.current.check_passes()
+        under_way = self._core.sharding.under_way
+        if broke_off and under_way.is_unclaimed and not joined:
+            raise RuntimeError(
+                "the last backward pass broke off after part of its step had been taken, and the "
+                "forward pass since may have read parameters half way: call optimizer.wait_for_gathers() "
+                "before going on"
+            )
+        under_way.wait()
+
+    def _error_of_last_step(self, lane: RankGroup, call: Call) -> Exception | None:
+        """Return what stamps say of the last step, now that its gathers are over.
+
+        It is raised when this pass has ended: the other ranks reduce its buckets, and wait for this one.
+        """
+        try:
+            self._core.sharding.settle(lane.during("agree"), call, with_last=False)
+        except (RemoteRankError, RankMismatchError) as error:
+            return error
+        return None
+
+    def take_over(self) -> None:
+        """Apply the user's changes of parameters; see `Sharding.take_over`."""
+        self._core.sharding.take_over()
+
+    def wait_for_steps(self) -> None:
+        """Wait for buckets that another thread or stream steps, with the current stream."""
+        # Without a thread these calls do the work themselves, and the waits in it are counted there.
+        exposed = bool(self.under_way) and self.takes_thread
+        with self.group.during("reduce", is_exposed=exposed).phase.held_up():
+            self.under_way.wait()
+
+    def bucket_of(self, param: Tensor) -> int | None:
+        """Return the number of a parameter's bucket; None without one."""
+        return self._core.sharding.number_of(param)
+
+    def trained(self, number: int) -> frozenset[Tensor]:
+        """Return the parameters of a bucket that were not frozen when it was first used."""
+        for bucket in self._core.sharding.buckets[len(self._trained) :]:
+            self._trained.append(frozenset(param for param in bucket.params if param.requires_grad))
+        return self._trained[number]
+
+    def step(self, gradients: Mapping[Tensor, Tensor | None], failure: BaseException | None = None) -> None:
+        """Step some parameters, and start the gathers of their buckets; all ranks call.
+
+        ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: an error of this
+        rank so far, which the other ranks are told.
+        """
+        sharding, owned, groups = self._core.sharding, self._core.owned, self._core.groups
+        own = {
+            param: gradient
+            for param, gradient in gradients.items()
+            if gradient is not None and sharding.piece_here(param) is not None
+        }
+        buckets = sharding.buckets_of(gradients)
+        # Gathers of the pass may be under way.
+        if self.current is not None and not self.current.in_backward:
+            sharding.under_way.wait_for(param for bucket in buckets for param in bucket.params)
+        try:
+            if own:
+                with self.group.doing(OVERLAPPED_STEP):
+                    owned.step_some(groups, own)
+            if failure is None:  # of all, as an ordinary step does, also of those without a gradient
+                owned.average.update(gradients)
+        except BaseException as error:
+            failure = failure or error
+            raise
+        finally:  # the others wait for it, even if the class's own step fails
+            if self.current is not None:
+                self.current.stepped.update(dict.fromkeys(gradients))
+            gathers = sharding.gathers
+            if gathers.stamps is not None and failure is not None:
+                gathers.stamps.fail(failure)
+            lanes, changed = self.lanes.groups, frozenset(gradients)  # frozen ones are read by the pass still
+            for bucket in buckets:
+                begin = partial(start_gather, lanes, bucket, gathers.stamps, changed=changed)
+                gathers.under_way.start(begin, keys=bucket.params)
+
+    def end_backward(self, *, is_final: bool, failed: bool) -> None:
+        """End a backward pass: wait for the gathers that no forward pass waits for."""
+        assert self.current is not None  # begun by the first bucket of the pass
+        self.current.end_backward(is_final=is_final, failed=failed)
+        earlier, self.current.earlier = self.current.earlier, None
+        try:
+            self._core.sharding.end_step()
+        except RemoteRankError:
+            self.current.fail()  # as on the rank that failed
+            raise
+        if earlier is not None and not failed:
+            self.current.fail()
+            raise earlier
+
+    # ------------------------------------------------------------------ in step()
+
+    def finish(self, late: str, *, joined: bool) -> None:
+        """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call.
+
+        ``late`` names a call that came too late, which is refused.
+        """
+        sharding = self._core.sharding
+        with self._calls.mirrored():
+            self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
+            lane = self.lanes.groups[0].during("agree")
+            check = partial(sharding.settle, lane, with_last=not sharding.gathers.readers)
+            with self._calls.whatever_happens("step()", check):
+                try:
+                    self._step_rest(late, joined=joined)
+                finally:
+                    self._loop_calls_step = True
+                    self.current = None
+                sharding.end_step()
+        self._joins.end_step()
+
+    def _step_rest(self, late: str, *, joined: bool) -> None:
+        core, in_join, current = self._core, self._joins.under_way, self.current
+        assert current is not None  # asked for by the caller
+        # What was put into a group by hand is in no bucket; the next pass refuses it.
+        rest = [param for param in current.rest(core.groups) if self.bucket_of(param) is not None]
+        failure: Exception | None = None
+        try:
+            if not joined:
+                current.check_asked(late)
+        except RuntimeError as error:
+            if not in_join:
+                raise
+            failure = error
+        if failure is None and not joined:
+            try:
+                core.check_sparse([param for param in rest if is_sparse(param.grad)])
+                core.check_unreduced(in_join=in_join)
+            except (ValueError, RuntimeError) as error:
+                failure = error
+        if in_join:  # ranks that joined wait for this; if one rank fails all raise
+            lend_gradients(core.group, joined, *self._joins.lendable(rest), failure=failure)
+        if rest:
+            self.step({param: None if failure is not None else param.grad for param in rest}, failure)
+        if failure is not None:
+            raise failure
