@@ -112,7 +112,8 @@ class Verdicts:
             if seen is None:
                 seen = self._ask_all(works, self._status(works.whole, record), {})
             found = _verdict_in(seen)
-            if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
+            lower = (what for rank, what in seen.items() if rank < me)
+            if found is None and any(isinstance(what, Status) and what.is_deciding for what in lower):
                 found = _verdict_within(works, 2 * ANSWER_LIMIT)
             if found is None:
                 found, tells = self._kept(works, _judged(works, seen, me, seconds), seen), True
@@ -214,10 +215,6 @@ def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
 def _verdict_in(seen: Seen) -> Verdict | None:
     told = (what.verdict for what in seen.values() if isinstance(what, Status))
     return next((Verdict(each[0], tuple(each[1])) for each in told if each is not None), None)
-
-
-def _is_deciding(what: Status | Presence) -> bool:
-    return isinstance(what, Status) and what.is_deciding
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread:
