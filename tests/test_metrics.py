@@ -121,6 +121,7 @@ def test_gradients_sent_to_owners_are_counted(wrapper: type[nn.Module]) -> None:
         optimizer.metrics()
         if ours:
             model.metrics()
+        optimizer.zero_grad()
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
         others = [param for param, owner in optimizer.owners().items() if owner != rank]
