@@ -70,7 +70,7 @@ ROWS_WITH_HOOKS = (
     Row("overlap", "tower", "ordinary", "plain"),
     Row("overlap, torch's DDP", "gpt", "no_sync", "plain"),
     Row("overlap, owners", "unused", "closure", "plain"),
-    Row("overlap, lazy", "convolutions", "ordinary", "masters, averages"),
+    Row("overlap, lazy", "convolutions", "ordinary", "masters"),
     Row("to owners", "tower", "clipped", "plain"),
 )
 
