@@ -44,14 +44,13 @@ class BucketOwnership:
         slots: list[list[int]] = [[] for _ in range(size)]
         start = 0
         for slot, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
-            in_row = param.numel() * (1 + param.is_complex()) // max(1, of_param[-1].stop)
-            for piece in of_param:
-                stop, mine = start + in_row * (piece.stop - piece.start), spans[piece.owner]
+            for owner, begin, end in spans_of(of_param, param.numel() * (1 + param.is_complex())):
+                stop, mine = start + end - begin, spans[owner]
                 if mine and mine[-1][1] == start:
                     mine[-1] = (mine[-1][0], stop)
                 else:
                     mine.append((start, stop))
-                slots[piece.owner].append(slot)
+                slots[owner].append(slot)
                 start = stop
         return cls(tuple(params), tuple(map(tuple, spans)), tuple(map(tuple, slots)))
 
