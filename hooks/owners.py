@@ -21,6 +21,7 @@ from zero_optim.compat.streams import HostCopy, record_use, to_device
 from zero_optim.hooks.bucket import GradBucket, real_buffer
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import param_names
+from zero_optim.plan.layout import spans_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
