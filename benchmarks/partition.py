@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.cuts import Planned, choose_rows, cut_step
 from zero_optim.plan.layout import whole
-from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.partition import RankLoads, assign_owners
 from zero_optim.plan.plan import Plan, make_plan
 
 CAP_NBYTES = 32 * 2**20
@@ -72,11 +72,13 @@ def balance(numels: Sequence[int], num_ranks: int) -> tuple[float, float]:
     The bound: of the ``k * num_ranks + 1`` largest items, some rank has ``k + 1``, each at least as large as
     the smallest of them.
     """
-    loads = rank_loads(numels, assign_owners([numels], num_ranks)[0], num_ranks)
+    ranks = RankLoads([0] * num_ranks)
+    ranks.assign_group(numels)
+    fullest = ranks.fullest()
     mean = sum(numels) / num_ranks
     smallest = sorted(numels, reverse=True)[::num_ranks]
     crowded = max(number * numel for number, numel in enumerate(smallest, start=1))
-    return max(loads) / mean, max(loads) / max(mean, crowded)
+    return fullest / mean, fullest / max(mean, crowded)
 
 
 def time_even(numels: Sequence[int], num_ranks: int) -> dict[str, float]:

@@ -87,7 +87,7 @@ class FullyShardedDataParallel(nn.Module):
         mesh: as in `ShardedDataParallel`; units are gathered inside each replica. The optimizer is built over
             one row of it, so that each replica has all state; or over all its ranks: then state is there
             once, and a rank holds copies of rows that other replicas own, see Note [Held by a replica] in
-            `zero_optim.shard.unit_gathers`.
+            `zero_optim.units.gathers`.
         mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
             is the dtype to compute with, and owners keep and step the parameters as they were.
         device: where parameters and buffers that are on the meta device are to be; None for the default one.
@@ -176,9 +176,9 @@ class FullyShardedDataParallel(nn.Module):
         self._make_reducer()
         self._optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
         self._optimizer.begin_averages_anew()  # from the weights that the ranks have by now
-        built.claim.is_open = built.stands_in
-        built.claim.everyone = None if self._mesh is None else everyone
-        refuse_conversions(module, built.claim.units)
+        built.registration.is_open = built.stands_in
+        built.registration.everyone = None if self._mesh is None else everyone
+        refuse_conversions(module, built.registration.units)
         PassHooks(self).hang_on(module)
 
     def _make_reducer(self) -> None:

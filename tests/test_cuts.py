@@ -14,7 +14,7 @@ from drawn import draw_the_same
 from zero_optim.plan import cuts
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, cut_step, even_rows, longest_row
 from zero_optim.plan.layout import Extent, Layout, Row, aligned_offsets, rows_in_order
-from zero_optim.plan.partition import RankLoads, assign_owners, fullest_row, rank_loads
+from zero_optim.plan.partition import RankLoads, assign_owners, fullest_row
 from zero_optim.plan.pieces import Piece, num_rows
 from zero_optim.plan.plan import Plan, make_plan
 
@@ -254,4 +254,7 @@ def test_without_flags_owners_are_those_of_the_whole_model() -> None:
     costs = [p.numel() for p in params]
     (owners,) = assign_owners([costs], 3)
     assert [pieces[0].owner for pieces in plan.pieces] == owners
-    assert plan.loads(3) == rank_loads(costs, owners, 3)
+    loads = [0] * 3
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    assert plan.loads(3) == loads

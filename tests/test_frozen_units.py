@@ -1,42 +1,26 @@
 """Units with frozen parameters train with the same bits, and are freed in the backward pass as others are."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pool import Ranks
-from test_fully_sharded_models import both, loss_of, train
-from zero_optim.ddp import FullyShardedDataParallel, unsharded
+from fully import assert_alike, both, train
+from pool import on_ranks
+from test_fully_sharded import Adapted
+from zero_optim.ddp import FullyShardedDataParallel
 
 WIDTH, NUM_BLOCKS = 24, 8
 
 
-class Adapted(nn.Module):
-    """A frozen weight with a trained product of two small ones beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
-        for param in self.base.parameters():
-            param.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 class Block(nn.Module):
-    """Begins with a frozen layer, which the backward pass reads last."""
+    """Begins with a frozen layer, which the backward pass reads last; ends with one that is adapted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, 2 * WIDTH)
-        self.last = nn.Linear(2 * WIDTH, WIDTH)
-        self.adapted = Adapted()
-        for param in (*self.first.parameters(), *self.last.parameters()):
-            param.requires_grad_(False)
+        self.first, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.adapted = Adapted(nn.Linear(WIDTH, WIDTH))
+        self.first.requires_grad_(False)
+        self.last.requires_grad_(False)
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         return x + scale * self.adapted(self.last(torch.tanh(self.first(x))))
@@ -99,34 +83,25 @@ class Live:
         self.most = max(self.most, sum(live))
 
 
-def trains(kind: str) -> int:
-    (whole, one), (fully, other) = both(Tower(kind))
-    live = Live(fully)
-    assert train(fully, other, loss_of) == train(whole, one, loss_of)
-    with unsharded(fully):
-        for (name, param), want in zip(
-            fully.module.named_parameters(), whole.module.parameters(), strict=True
-        ):
-            assert torch.equal(param, want), name
-    assert fully.units.nbytes_live() == 0
-    return live.most
+KINDS = [
+    "plain",
+    "by name",
+    "in place",
+    "frozen",
+    "frozen first",
+    "twice",
+    "checkpointed",
+    "reentrant",
+    "pairs",
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "most"),
-    [
-        ("plain", 2),
-        ("by name", 2),
-        ("in place", 2),
-        ("frozen", 2),
-        ("frozen first", 2),
-        ("twice", 2),
-        ("checkpointed", 2),
-        ("pairs", 3),
-        ("reentrant", 2),
-    ],
-)
-def test_units_with_frozen_parameters_are_freed_when_their_inputs_have_gradients(
-    ranks2: Ranks, kind: str, most: int
-) -> None:
-    assert max(ranks2.run(trains, kind)) <= most
+@on_ranks(2)
+def test_units_with_frozen_parameters_are_freed_when_their_inputs_have_gradients() -> None:
+    for kind in KINDS:
+        (whole, one), (fully, other) = both(Tower(kind))
+        live = Live(fully)
+        assert train(fully, other, 2) == train(whole, one, 2), kind
+        assert_alike(fully, whole)
+        assert fully.units.nbytes_live() == 0
+        assert live.most <= 2 + (kind == "pairs"), kind

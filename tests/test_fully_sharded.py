@@ -1,88 +1,43 @@
 """With parameters on their owners alone, a loop trains as with whole ones."""
 
-import copy
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from fully import (
+    Block,
+    Tower,
+    assert_alike,
+    assert_equal,
+    batch,
+    both,
+    fully,
+    state_of,
+    train,
+    trains_alike,
+)
 from pool import Ranks, on_ranks
-from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, unsharded
+from zero_optim.ddp import unsharded
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Tower(nn.Module):
-    """Blocks between a first and a last layer; ``how`` is the kind of activation checkpointing."""
-
-    def __init__(self, width: int = 24, depth: int = 3, how: str = "") -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
-        self.last = nn.Linear(width, 3)
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.how == "reentrant") if self.how else block(x)
-        return self.last(x)
+def keeps_units(how: str, reshards: bool | int) -> None:
+    (whole, one), (sharded, other) = both(Tower(how=how), of_fully={"reshard_after_forward": reshards})
+    for _ in range(2):
+        assert all(param.isnan().all() for param in sharded.parameters())
+        assert train(sharded, other, most=0.5) == train(whole, one, most=0.5)
+    assert_alike(sharded, whole)
+    assert sharded.units.nbytes_live() == 0
 
 
-def batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
-    return torch.randn(4, 8, generator=generator)
-
-
-def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: int = 4) -> list[float]:
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-
-
-def trains_alike(how: str, reshards: bool | int) -> None:
-    model = Tower(how=how)
-    whole = DistributedDataParallel(copy.deepcopy(model))
-    one = adamw(whole)
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(
-        model, optimizer, units=[*model.blocks], reshard_after_forward=reshards
-    )
-    assert all(param.isnan().all() for param in model.parameters())
-    assert train(wrapped, optimizer) == train(whole, one)
-    assert all(param.isnan().all() for param in model.parameters())
-    with unsharded(model):
-        for param, want in zip(model.parameters(), whole.module.parameters(), strict=True):
-            assert torch.equal(param, want)
-    assert wrapped.units.nbytes_live() == 0
-
-
-@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("reshards", [True, False, 2])
-def test_training_gives_the_bits_of_whole_parameters(ranks2: Ranks, how: str, reshards: bool | int) -> None:
-    ranks2.run(trains_alike, how, reshards)
+# The table of `test_parity` has models that keep no unit.
+@on_ranks(2)
+def test_models_that_keep_units_until_the_backward_pass_have_the_bits_of_whole_parameters() -> None:
+    for how, reshards in (("", False), ("reentrant", 2), ("not reentrant", False), ("not reentrant", 1)):
+        keeps_units(how, reshards)
 
 
 @on_ranks(2)
@@ -90,10 +45,7 @@ def test_training_gives_the_bits_of_whole_parameters(ranks2: Ranks, how: str, re
 def test_only_what_is_used_or_next_is_there(reshards: bool | int, kept: int) -> None:
     """One unit is whole at a time, and the next one on its way; the outermost stays in training."""
     model = Tower()
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(
-        model, optimizer, units=[*model.blocks], reshard_after_forward=reshards
-    )
+    wrapped, optimizer = fully(model, reshard_after_forward=reshards)
     units = wrapped.units
     sizes = [sum(bucket.nbytes for bucket in unit.buckets) for unit in units.units]
     seen: list[tuple[str, list[bool]]] = []
@@ -136,16 +88,14 @@ def test_only_what_is_used_or_next_is_there(reshards: bool | int, kept: int) -> 
 @on_ranks(2)
 def test_parameters_are_read_and_written_where_they_are_whole() -> None:
     model = Tower()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
+    before = state_of(model)
+    wrapped, optimizer = fully(model)
     weight = model.blocks[0].up.weight
     assert weight.shape == (96, 24)
     assert weight.isnan().all()
     with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
         weight.add_(1)
-    for name, tensor in wrapped.module.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+    assert_equal(state_of(wrapped), before)
     assert wrapped.units.nbytes_live() == 0
     with unsharded(model.blocks[0]), torch.no_grad():
         weight.fill_(torch.distributed.get_rank() + 1)
@@ -156,10 +106,7 @@ def test_parameters_are_read_and_written_where_they_are_whole() -> None:
             assert (weight[piece.start : piece.stop] == piece.owner + 1).all()
     wrapped.load_state_dict({f"module.{name}": 2 * tensor for name, tensor in before.items()})
     assert weight.isnan().all()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, 2 * before[name]), name
-    with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
-        copy.deepcopy(wrapped)
+    assert_equal(state_of(model), {name: 2 * tensor for name, tensor in before.items()})
 
 
 class Failing(nn.Module):
@@ -178,8 +125,7 @@ class Failing(nn.Module):
 @on_ranks(2)
 def test_it_goes_on_after_a_forward_pass_that_raised() -> None:
     model = nn.Sequential(nn.Linear(8, 24), Failing(), nn.Linear(24, 3))
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(model, optimizer, units=[model[1]])
+    wrapped, optimizer = fully(model, units=[model[1]])
     model[1].fails = True
     with pytest.raises(ArithmeticError):
         wrapped(batch(0))
@@ -194,45 +140,137 @@ def test_it_goes_on_after_a_forward_pass_that_raised() -> None:
     train(wrapped, optimizer)
 
 
-# torch.compile warns of its own innards here and there.
+# ---------------------------------------------------------------------- models that the table does not have
+
+
+class Positions(nn.Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 24))
+
+    def forward(self, count: int) -> Tensor:
+        return self.weight[:count]
+
+
+class Kinds(Tower):
+    """Has a tied weight, and reads positions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        first, second, _ = self.blocks
+        if kind == "tied nested":
+            second.up.weight = first.up.weight
+        if kind == "positions":
+            first.place = Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, first = self.first(x), self.blocks[0]
+        if hasattr(first, "place"):
+            x = x + first.place(4)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def nested(model: Any) -> list[nn.Module]:
+    return [*model.blocks, *(block.up for block in model.blocks), model.first]
+
+
+CASES: dict[str, Callable[[Any], list[nn.Module]]] = {
+    "tied nested": nested,
+    "nested": nested,
+    "positions": lambda model: [*model.blocks, model.blocks[0].place],
+}
+
+
+def uses_blocks(kind: str) -> None:
+    trains_alike(Kinds(kind), units=CASES[kind])
+
+
 @on_ranks(2)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_compiled_units_train_alike() -> None:
-    torch._dynamo.reset()
-    model = Tower()
-    whole = DistributedDataParallel(copy.deepcopy(model))
-    one = adamw(whole)
+def test_blocks_are_used_in_any_way() -> None:
+    for kind in CASES:
+        uses_blocks(kind)
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen layer, and two small ones beside it that train."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def trained(model: nn.Module) -> Iterator[Tensor]:
+    return (param for param in model.parameters() if param.requires_grad)
+
+
+def trains_adapters(inside: bool, how: str = "") -> None:
+    """The optimizer has the frozen base or not; it stays as it was."""
+    model = Tower(how=how).requires_grad_(False)
     for block in model.blocks:
-        block.compile(backend="aot_eager")
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
-    assert train(wrapped, optimizer) == train(whole, one)
-    with unsharded(model):
-        for param, want in zip(model.parameters(), whole.module.parameters(), strict=True):
-            assert torch.equal(param, want)
+        block.up, block.down = Adapted(block.up), Adapted(block.down)
+    (whole, one), (sharded, other) = both(model, owned=nn.Module.parameters if inside else trained)
+    assert train(sharded, other) == train(whole, one)
+    assert sharded.module.blocks[0].up.base.weight.isnan().all() == inside
+    assert_alike(sharded, whole)
+    assert sharded.units.nbytes_live() == 0
+    for block, kept in zip(whole.module.blocks, model.blocks, strict=True):
+        assert torch.equal(block.up.base.weight, kept.up.base.weight)
+        assert not torch.equal(block.up.up.weight, kept.up.up.weight)
+
+
+@pytest.mark.parametrize(("inside", "how"), [(True, "not reentrant"), (False, "")])
+def test_adapters_of_a_frozen_base_train_alike(ranks2: Ranks, inside: bool, how: str) -> None:
+    ranks2.run(trains_adapters, inside, how)
+
+
+class Hidden:
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
+class Wrapping(Block):
+    """Gives its output in another form."""
+
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(super().forward(x))
+
+
+class Forms(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        forms: list[Callable[[Tensor], Any]] = [lambda x: {"out": (x, None)}, lambda x: [3, (x,)], Hidden]
+        self.blocks = nn.ModuleList([Wrapping(form) for form in forms])
+
+    def __deepcopy__(self, memo: object) -> "Forms":
+        return Forms()
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.blocks
+        x = one(self.first(x))["out"][0]
+        return self.last(three(two(x)[1][0]).inside)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}, {"cuts": False}, {"weight_decay": 0.1}], ids=str)
-@pytest.mark.parametrize("optimizer_class", ["AdamW", "SGD", "Adafactor"])
-def test_any_class_steps_its_rows(options: dict[str, object], optimizer_class: str) -> None:
-    model = Tower()
-    whole = DistributedDataParallel(copy.deepcopy(model))
-    build = getattr(torch.optim, optimizer_class)
-    one = ZeroRedundancyOptimizer(whole.parameters(), build, lr=1e-2, **options)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), build, lr=1e-2, **options)
-    wrapped = FullyShardedDataParallel(model, optimizer)
-    assert len(wrapped.units.units) > 1
-    assert train(wrapped, optimizer) == train(whole, one)
-    for each in (optimizer, one):
-        each.consolidate_state_dict(to=None)
-    states = [each.state_dict()["state"] for each in (optimizer, one)]
-    assert states[0].keys() == states[1].keys()
-    for own, other in zip(*(state.values() for state in states), strict=True):
-        assert own.keys() == other.keys()
-        assert all(torch.equal(torch.as_tensor(own[key]), torch.as_tensor(other[key])) for key in other)
-    if "ema_decay" in options:
-        with optimizer.averaged_weights(), one.averaged_weights(), unsharded(model):
-            for param, want in zip(model.parameters(), whole.module.parameters(), strict=True):
-                assert torch.equal(param, want)
+def test_modules_return_anything() -> None:
+    trains_alike(Forms())
+
+
+@on_ranks(2)
+def test_what_is_left_outside_units_may_be_gathered_lazily() -> None:
+    (whole, one), (sharded, other) = both(Tower())
+    other.gather_lazily(sharded)
+    assert train(sharded, other) == train(whole, one)
+    assert_alike(sharded, whole)

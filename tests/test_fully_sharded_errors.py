@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+from fully import Tower, adamw, assert_alike, assert_equal, both, fully, loss_of, state_of, train
 from pool import Ranks, on_ranks
 from stalling import TIMEOUT, outcomes
-from test_fully_sharded import Tower, adamw, batch
-from test_fully_sharded_models import assert_alike, both, loss_of, train
-from zero_optim import ReductionError, RemoteRankError, ZeroRedundancyOptimizer
+from zero_optim import ReductionError, RemoteRankError
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
@@ -52,25 +51,22 @@ class Broken(Tower):
 
 @on_ranks(2)
 def test_it_goes_on_after_a_backward_pass_that_broke_off() -> None:
-    (whole, one), (fully, other) = both(Broken())
-    for wrapped, optimizer in ((whole, one), (fully, other)):
+    (whole, one), (sharded, other) = both(Broken())
+    for wrapped, optimizer in ((whole, one), (sharded, other)):
         Breaking.fails = True
         with pytest.raises(ArithmeticError):
             loss_of(wrapped, 5).backward()
         with pytest.raises(ReductionError, match="every rank: a backward pass ended with an exception"):
             loss_of(wrapped, 6)
         Breaking.fails = False
-        optimizer.zero_grad()
-        train(wrapped, optimizer, loss_of)
-    assert_alike(fully.module, whole.module)
-    assert fully.units.nbytes_live() == 0
+        train(wrapped, optimizer)
+    assert_alike(sharded, whole)
+    assert sharded.units.nbytes_live() == 0
 
 
 def raises_on_one() -> str:
     model = Tower()
-    wrapped = FullyShardedDataParallel(
-        model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=TIMEOUT)
-    )
+    wrapped, _ = fully(model, adamw(model, timeout=TIMEOUT))
     if dist.get_rank() == 1:
 
         def fail(*_: object) -> None:
@@ -105,29 +101,29 @@ def test_wrong_arguments_change_nothing() -> None:
         (ValueError, "never called itself", {"units": [model.blocks]}),
         (TypeError, "expected reshard_after_forward", {"reshard_after_forward": "yes"}),
         (ValueError, "expected accumulate", {"accumulate": "both"}),
+        (Exception, "units", {"units": "auto" if dist.get_rank() else 3}),
+        (ValueError, "mirror=True would have no effect", {"optimizer": adamw(model, mirror=True)}),
     ]
-    before = [param.clone() for param in model.parameters()]
+    before = state_of(model)
     for kind, words, options in wrong:
         with pytest.raises(kind, match=words):
-            FullyShardedDataParallel(model, optimizer, **options)
-    with pytest.raises(Exception, match="units") as told:
-        FullyShardedDataParallel(model, optimizer, units="auto" if dist.get_rank() else 3)  # type: ignore[arg-type]
-    del told
-    for param, want in zip(model.parameters(), before, strict=True):
-        assert torch.equal(param, want)
+            FullyShardedDataParallel(model, **{"optimizer": optimizer, **options})
+    assert_equal(state_of(model), before)
     with pytest.raises(ValueError, match="no parameter of this Tower is sharded"), unsharded(model):
         pass
-    train(FullyShardedDataParallel(model, optimizer), optimizer, loss_of)
+    train(FullyShardedDataParallel(model, optimizer), optimizer)
 
 
 @on_ranks(2)
 def test_what_would_need_parameters_that_are_not_there_is_refused() -> None:
     model = Tower()
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(model, optimizer)
+    wrapped, optimizer = fully(model)
     for build in (FullyShardedDataParallel, ShardedDataParallel):
         with pytest.raises((ValueError, RuntimeError), match="fully sharded"):
             build(model, optimizer)
+    for module in (model, wrapped):
+        with pytest.raises(ValueError, match="the model is fully sharded already"):
+            DistributedDataParallel(module)
     other = nn.Linear(2, 2)
     optimizer.add_param_group({"params": [*other.parameters()]})
     with pytest.raises(RuntimeError, match="fully sharded model already"):
@@ -148,52 +144,15 @@ def test_what_would_need_parameters_that_are_not_there_is_refused() -> None:
         pickle.dumps(model)
     with pytest.raises(RuntimeError, match="create_graph=True is not possible"):
         torch.autograd.grad(loss_of(wrapped, 0), [model.first.weight], create_graph=True)
-
-
-@on_ranks(2)
-def test_parameters_that_are_converted_one_by_one_while_they_are_freed_are_noticed() -> None:
-    model = Tower()
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(model, optimizer)
-    for param in model.parameters():
-        param.data = param.data.double()  # not by model.double(), which would be seen
-    with pytest.raises(RuntimeError, match="given other memory, while it was not whole"):
-        wrapped(batch(0).double())
-    with pytest.raises(RuntimeError, match="given other memory, while it was not whole"):
-        optimizer.step()
-
-
-@on_ranks(2)
-def test_mirrors_are_refused_as_they_would_have_no_effect() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, mirror=True)
-    with pytest.raises(ValueError, match="mirror=True would have no effect"):
-        FullyShardedDataParallel(model, optimizer)
-
-
-@on_ranks(2)
-def test_ddp_around_a_fully_sharded_model_is_refused_by_name() -> None:
-    model = Tower()
-    wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
-    for module in (model, wrapped):
-        with pytest.raises(ValueError, match="the model is fully sharded already"):
-            DistributedDataParallel(module)
-
-
-@on_ranks(2)
-def test_a_part_of_a_unit_is_not_made_whole_by_itself() -> None:
-    model = Tower()
-    FullyShardedDataParallel(model, adamw(model), units=model.blocks)
-    part = model.blocks[0].up
-    message = "this Linear lies inside a unit of a fully sharded model"
+    part, message = model.blocks[0].up, "this Linear lies inside a unit of a fully sharded model"
     with pytest.raises(ValueError, match=message), unsharded(part):
         pass
     with pytest.raises(ValueError, match=message):
         full_state_dict(part)
 
 
-WRONG: dict[str, Callable[[FullyShardedDataParallel, bool], object]] = {
-    "load_state_dict": lambda model, bad: model.load_state_dict(3 if bad else {}),  # type: ignore[arg-type]
+WRONG: dict[str, Callable[[Any, bool], object]] = {
+    "load_state_dict": lambda model, bad: model.load_state_dict(3 if bad else {}),
     "full_state_dict": lambda model, bad: full_state_dict(3 if bad else model),  # type: ignore[arg-type]
     "full_state_dict of another": lambda model, bad: full_state_dict(Tower() if bad else model),
     "full_state_dict on none": lambda model, bad: full_state_dict(model, ranks=3 if bad else (0,)),  # type: ignore[arg-type]
@@ -204,38 +163,34 @@ WRONG: dict[str, Callable[[FullyShardedDataParallel, bool], object]] = {
 }
 
 
-def calls_wrongly(name: str) -> str:
-    torch.manual_seed(0)
-    model = Tower()
-    wrapped = FullyShardedDataParallel(model, adamw(model))
+def calls_wrongly() -> dict[str, str]:
+    """Give what each call raises."""
+    wrapped, _ = fully()
     loss_of(wrapped, 0).backward()  # before that, calls agree on conversions first
-    before = full_state_dict(wrapped, ranks=(0, 1))
-    with pytest.raises((TypeError, ValueError)) as caught:
-        WRONG[name](wrapped, dist.get_rank() == 1)
-    after = full_state_dict(wrapped, ranks=(0, 1))
+    before, said = full_state_dict(wrapped, ranks=(0, 1)), {}
     assert before is not None
-    assert after is not None
-    for key, value in before.items():
-        assert torch.equal(after[key], value), key
-    loss_of(wrapped, 0).backward()
-    return str(caught.value)
+    for name, call in WRONG.items():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(wrapped, dist.get_rank() == 1)
+        said[name] = str(caught.value)
+        after = full_state_dict(wrapped, ranks=(0, 1))
+        assert after is not None
+        assert_equal(after, before)
+        loss_of(wrapped, 0).backward()
+    return said
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_state_dict_that_one_rank_asks_for_wrongly_raises_on_all_and_changes_nothing(
-    ranks2: Ranks, name: str
-) -> None:
-    first, _ = ranks2.run(calls_wrongly, name)
-    assert "rank 1: " in first
+def test_a_state_dict_that_one_rank_asks_for_wrongly_raises_on_all_and_changes_nothing(ranks2: Ranks) -> None:
+    for name, said in ranks2.run(calls_wrongly)[0].items():
+        assert "rank 1: " in said, name
 
 
 def makes_a_number_whole() -> str:
     model = Tower()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=TIMEOUT)
-    wrapped = FullyShardedDataParallel(model, optimizer, timeout=TIMEOUT)
+    wrapped, _ = fully(model, adamw(model, timeout=TIMEOUT), timeout=TIMEOUT)
     loss_of(wrapped, 0).backward()
     kind = TypeError if dist.get_rank() else RemoteRankError
-    with pytest.raises(kind) as caught, unsharded(3 if dist.get_rank() else wrapped):  # type: ignore[arg-type]
+    with pytest.raises(kind) as caught, unsharded(3 if dist.get_rank() else wrapped):
         pass
     return str(caught.value)
 

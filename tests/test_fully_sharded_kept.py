@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pool import Ranks, on_ranks
-from test_fully_sharded import Block, Tower, adamw, batch
-from test_fully_sharded_models import assert_alike, both, train, trains_alike
+from fully import Block, Tower, batch, both, fully, loss_of, train, trains_alike
+from pool import on_ranks
 from waiting import wait_until
-from zero_optim.ddp import FullyShardedDataParallel
 
 KEPT: dict[str, Tensor] = {}  # what the modules below keep outside of themselves
 
@@ -22,10 +20,10 @@ KEPT: dict[str, Tensor] = {}  # what the modules below keep outside of themselve
 class Keeping(Block):
     """Keeps a tensor aside: in an attribute, or in a dict that is no module's."""
 
-    def __init__(self, width: int, where: str) -> None:
-        super().__init__(width)
+    def __init__(self, where: str) -> None:
+        super().__init__()
         self.where = where
-        self.gate = nn.Linear(width, 2, bias=False)
+        self.gate = nn.Linear(24, 2, bias=False)
         self.aux = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +39,7 @@ class Keeping(Block):
 class Routed(Tower):
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.blocks[1] = Keeping(24, where)
+        self.blocks[1] = Keeping(where)
 
 
 def kept(model: Any, step: int) -> Tensor:
@@ -55,36 +53,23 @@ def kept_alone(model: Any, step: int) -> Tensor:
     return KEPT["aux"] + 2
 
 
-LOSSES: dict[str, tuple[str, Callable[[Any, int], Tensor], dict[str, Any]]] = {
+CASES: dict[str, tuple[str, Callable[[Any, int], Tensor], dict[str, Any]]] = {
     "in an attribute": ("attribute", kept, {}),
     "elsewhere": ("elsewhere", kept, {}),
     "as the whole loss": ("elsewhere", kept_alone, {"find_unused_parameters": True}),
+    "as the whole loss, units kept": (
+        "elsewhere",
+        kept_alone,
+        {"find_unused_parameters": True, "of_fully": {"reshard_after_forward": 1}},
+    ),
 }
 
 
-def uses_kept(case: str, reshards: bool | int) -> None:
-    KEPT.clear()
-    where, loss_of, options = LOSSES[case]
-    (whole, one), _ = both(Routed(where), **options)
-    want = train(whole, one, loss_of)
-    model = Routed(where)
-    optimizer = adamw(model)
-    fully = FullyShardedDataParallel(
-        model, optimizer, units=model.blocks, reshard_after_forward=reshards, **options
-    )
-    assert train(fully, optimizer, loss_of) == want
-    assert_alike(model, whole.module)
-    assert fully.units.nbytes_live() == 0
-    KEPT.clear()
-
-
-@pytest.mark.parametrize("case", LOSSES)
-def test_a_tensor_that_a_unit_kept_aside_is_used_in_the_loss(ranks2: Ranks, case: str) -> None:
-    ranks2.run(uses_kept, case, True)
-
-
-def test_it_is_with_some_units_kept_whole(ranks2: Ranks) -> None:
-    ranks2.run(uses_kept, "as the whole loss", 1)
+@on_ranks(2)
+def test_a_tensor_that_a_unit_kept_aside_is_used_in_the_loss() -> None:
+    for where, loss, options in CASES.values():
+        trains_alike(Routed(where), loss, **options)
+        KEPT.clear()
 
 
 class Detaching(Block):
@@ -98,7 +83,7 @@ class Detaching(Block):
 class Stopping(Tower):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Detaching(24) for _ in range(2)])
+        self.blocks = nn.ModuleList([Detaching() for _ in range(2)])
 
 
 @on_ranks(2)
@@ -114,7 +99,8 @@ def twice_by_what_is_kept(model: Any, step: int) -> Tensor:
 
 @on_ranks(2)
 def test_what_was_kept_has_a_backward_pass_of_its_own() -> None:
-    trains_alike(Routed("elsewhere"), twice_by_what_is_kept, find_unused_parameters=True, accumulate="owner")
+    of_fully = {"accumulate": "owner"}
+    trains_alike(Routed("elsewhere"), twice_by_what_is_kept, find_unused_parameters=True, of_fully=of_fully)
     KEPT.clear()
 
 
@@ -128,31 +114,19 @@ class Overwriting(Block):
         return out
 
 
-def notices() -> None:
+@on_ranks(2)
+def test_writes_to_what_autograd_saved_are_noticed() -> None:
     model = Tower()
-    model.blocks[0] = Overwriting(24)
-    optimizer = adamw(model)
-    fully = FullyShardedDataParallel(model, optimizer, units=model.blocks)
+    model.blocks[0] = Overwriting()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        fully(batch(0)).sum().backward()
-
-
-def stepped_between() -> None:
-    model = Routed("elsewhere")
-    optimizer = adamw(model)
-    fully = FullyShardedDataParallel(model, optimizer, units=model.blocks, find_unused_parameters=True)
-    kept(fully, 0).backward(retain_graph=True)
+        fully(model)[0](batch(0)).sum().backward()
+    wrapped, optimizer = fully(Routed("elsewhere"), find_unused_parameters=True)
+    kept(wrapped, 0).backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*A step or a load counts"):
         KEPT["aux"].backward()
-    optimizer.zero_grad()
-    train(fully, optimizer, kept)
+    train(wrapped, optimizer, loss_of=kept)
     KEPT.clear()
-
-
-def test_writes_to_what_autograd_saved_are_noticed(ranks2: Ranks) -> None:
-    ranks2.run(notices)
-    ranks2.run(stepped_between)
 
 
 class Deriving(Block):
@@ -166,9 +140,9 @@ class Deriving(Block):
 @on_ranks(2)
 def test_without_the_guard_modules_use_torch_func() -> None:
     model = Tower()
-    model.blocks[1] = Deriving(24)
+    model.blocks[1] = Deriving()
     want = (both(model)[0][0])(batch(0))
-    wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks, guards_reads=False)
+    wrapped, _ = fully(model, guards_reads=False)
     out = wrapped(batch(0))
     assert torch.equal(out, want)
     out.sum().backward()
@@ -182,32 +156,22 @@ def are_gone(objects: Sequence[weakref.ref[Any]]) -> bool:
 @on_ranks(2)
 def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass() -> None:
     for goes_back in (True, False):
-        model = Routed("attribute")
-        optimizer = adamw(model)
-        wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks)
+        wrapped, optimizer = fully(Routed("attribute"))
         buckets = [weakref.ref(bucket) for unit in wrapped.units.units for bucket in unit.buckets]
         loss = kept(wrapped, 0)  # saves what operations have computed themselves, too
         if goes_back:
             loss.backward()
             optimizer.step()
-        del model, optimizer, wrapped, loss
+        del optimizer, wrapped, loss
         # What autograd's nodes held is garbage only when these have gone; and another thread may be about to
         # let go of what it has waited for.
         wait_until(partial(are_gone, buckets))
         assert [bucket() for bucket in buckets] == [None] * len(buckets)
 
 
-def packs(tensor: Tensor) -> Tensor:
-    return tensor.clone()
-
-
-def unpacks(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def with_hooks(model: nn.Module, step: int) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(packs, unpacks):
-        return model(batch(step)).square().mean()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        return loss_of(model, step)
 
 
 def kept_in_checkpoints(model: Any, step: int) -> Tensor:

@@ -1,7 +1,6 @@
 """How a fully sharded model is made: unit by unit, before its optimizer, and from the meta device."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fully import (
+    Tower,
+    adamw,
+    assert_alike,
+    assert_equal,
+    batch,
+    loss_of,
+    on_meta,
+    state_of,
+    train,
+)
 from pool import on_ranks
-from test_fully_sharded import Tower, adamw, batch
-from test_fully_sharded_models import assert_alike, loss_of, train
-from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
@@ -20,7 +28,7 @@ from zero_optim.ddp import (
     fully_sharded,
     unsharded,
 )
-from zero_optim.shard.units import UnitBucket
+from zero_optim.units.bucket import UnitBucket
 
 
 def storages(tensors: list[Tensor]) -> int:
@@ -31,29 +39,11 @@ def storages(tensors: list[Tensor]) -> int:
 # ---------------------------------------------------------------------- an optimizer that comes later
 
 
-def later(model: Any, **options: Any) -> tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer]:
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks], **options)
-    return wrapped, adamw(wrapped)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["", "reentrant"])
-def test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before(how: str) -> None:
-    model = Tower(how=how)
-    whole = DistributedDataParallel(copy.deepcopy(model))
-    one = adamw(whole)
-    wrapped, optimizer = later(model)
-    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
-    assert_alike(model, whole.module)
-    assert wrapped.units.nbytes_live() == 0
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("is_planned_alike", [True, False])
-def test_a_later_optimizer_takes_over_rows_where_they_are_if_owners_are_the_same(
-    is_planned_alike: bool,
-) -> None:
-    model = Tower()
+def test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before(is_planned_alike: bool) -> None:
+    """Rows stay where they are if the owners are the same."""
+    model = Tower(how="reentrant")
     whole = DistributedDataParallel(copy.deepcopy(model))
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
 
@@ -61,12 +51,11 @@ def test_a_later_optimizer_takes_over_rows_where_they_are_if_owners_are_the_same
         return [bucket.row.data_ptr() for unit in wrapped.units.units for bucket in unit.buckets]
 
     before = rows()
-    one, optimizer = (
-        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, cuts=is_planned_alike)
-        for model in (whole, wrapped)
-    )
+    one, optimizer = (adamw(model, cuts=is_planned_alike) for model in (whole, wrapped))
     assert (rows() == before) == is_planned_alike
-    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
+    assert train(wrapped, optimizer) == train(whole, one)
+    assert_alike(model, whole)
+    assert wrapped.units.nbytes_live() == 0
 
 
 class Odd(nn.Module):
@@ -92,52 +81,39 @@ class Odd(nn.Module):
 def test_parameters_of_any_form_become_units(first: bool) -> None:
     model = Odd()
     whole = DistributedDataParallel(copy.deepcopy(model))
-    one = ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW, lr=1e-2, ema_decay=0.5)
-    options: Any = {"optimizer_class": torch.optim.AdamW, "lr": 1e-2, "ema_decay": 0.5}
-    if first:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), **options)
-        wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
-    else:
-        wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), **options)
+    one = adamw(whole, ema_decay=0.5)
+    optimizer = adamw(model, ema_decay=0.5) if first else None
+    wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
+    optimizer = optimizer or adamw(wrapped, ema_decay=0.5)
     turned = model.turned
-    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
-    assert_alike(model, whole.module)
+    assert train(wrapped, optimizer) == train(whole, one)
+    assert_alike(model, whole)
     with unsharded(model):
         assert turned.stride() == whole.module.turned.stride()
         assert model.blocks[0].weight.is_contiguous(memory_format=torch.channels_last)
     with optimizer.averaged_weights(), one.averaged_weights():
-        assert_alike(model, whole.module)
+        assert_alike(model, whole)
 
 
 @on_ranks(2)
-def test_a_model_that_is_wrapped_first_takes_the_values_of_rank_0() -> None:
-    torch.manual_seed(dist.get_rank())
+def test_a_model_without_an_optimizer_takes_the_values_of_rank_0_evaluates_saves_and_loads() -> None:
     model = Tower()
+    want = state_of(model)
+    out = model(batch(0)).detach()
+    for tensor in model.parameters():
+        tensor.data.add_(dist.get_rank())
     model.register_buffer("shift", torch.full((2,), float(dist.get_rank())))
-    wrapped, _ = later(model)
-    torch.manual_seed(0)
-    with unsharded(wrapped):
-        for param, want in zip(model.parameters(), Tower().parameters(), strict=True):
-            assert torch.equal(param, want)
-    assert torch.equal(model.get_buffer("shift"), torch.zeros(2))
-
-
-@on_ranks(2)
-def test_a_model_without_an_optimizer_evaluates_saves_and_loads() -> None:
-    model = Tower()
-    want = copy.deepcopy(model)(batch(0))
+    want["shift"] = torch.zeros(2)
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
     with torch.no_grad():
-        assert torch.equal(wrapped(batch(0)), want)
+        assert torch.equal(wrapped(batch(0)), out)
     assert wrapped.units.nbytes_live() == 0
-    state = wrapped.state_dict()
-    assert all(value.isfinite().all() for value in state.values())
-    wrapped.load_state_dict({name: torch.ones_like(value) for name, value in state.items()})
+    assert_equal(state_of(wrapped), want)
+    ones = {name: torch.ones_like(value) for name, value in want.items()}
+    model.load_state_dict(ones)
     optimizer = adamw(wrapped)  # of the loaded values
-    with unsharded(wrapped):
-        assert all(param.eq(1).all() for param in model.parameters())
-    train(wrapped, optimizer, loss_of)
+    assert_equal(state_of(model), ones)
+    train(wrapped, optimizer)
 
 
 @on_ranks(2)
@@ -146,47 +122,27 @@ def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing() -> No
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
     with pytest.raises(ValueError, match="lacks 2 trainable parameters"):
         ZeroRedundancyOptimizer([*model.parameters()][2:], torch.optim.AdamW)
-    with pytest.raises(ValueError, match="leave it out, and save checkpoints"):
-        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, mirror=True)
-    with pytest.raises(ValueError, match="a fully sharded model takes none"):
-        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
-    with pytest.raises(ValueError, match="Invalid beta"):  # in the class itself, when rows were moved
-        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, betas=(2.0, 2.0))
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("leave it out, and save checkpoints", {"mirror": True}),
+        ("a fully sharded model takes none", {"overlap_with_ddp": True}),
+        ("Invalid beta", {"betas": (2.0, 2.0)}),  # in the class itself, when rows were moved
+        ("another process group", {"process_group": dist.new_group()}),
+    ]
+    for words, options in wrong:
+        with pytest.raises(ValueError, match=words):
+            adamw(wrapped, **options)
     with unsharded(model), pytest.raises(RuntimeError, match="somebody to read or write"):
         adamw(wrapped)
     loss_of(wrapped, 0).backward()
     with pytest.raises(RuntimeError, match="before the first backward pass"):
         adamw(wrapped)
     wrapped.zero_grad()
-    other = dist.new_group()
-    with pytest.raises(ValueError, match="another process group"):
-        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, process_group=other)
     whole = DistributedDataParallel(Tower())
     whole.module.load_state_dict(model.state_dict())
     optimizer = adamw(wrapped)
     with pytest.raises(ValueError, match="has an optimizer already"):
         adamw(wrapped)
-    assert train(wrapped, optimizer, loss_of) == train(whole, adamw(whole), loss_of)
-
-
-@on_ranks(2)
-def test_frozen_parameters_that_a_later_optimizer_lacks_become_whole() -> None:
-    model = Tower()
-    model.blocks[1].requires_grad_(False)
-    whole = DistributedDataParallel(copy.deepcopy(model))
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-    with pytest.raises(ValueError, match="lacks"):
-        ZeroRedundancyOptimizer([*model.blocks.parameters()], torch.optim.AdamW)
-    optimizer = ZeroRedundancyOptimizer(
-        [param for param in wrapped.parameters() if param.requires_grad], torch.optim.AdamW, lr=1e-2
-    )
-    one = ZeroRedundancyOptimizer(
-        [param for param in whole.parameters() if param.requires_grad], torch.optim.AdamW, lr=1e-2
-    )
-    for param, want in zip(model.blocks[1].parameters(), whole.module.blocks[1].parameters(), strict=True):
-        assert torch.equal(param, want)
-    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
-    assert_alike(model, whole.module)
+    assert train(wrapped, optimizer) == train(whole, adamw(whole))
 
 
 PLAIN: list[tuple[Any, dict[str, Any]]] = [
@@ -206,7 +162,7 @@ def test_an_optimizer_that_is_not_sharded_cannot_step_a_fully_sharded_model() ->
         with pytest.raises(RuntimeError, match=f"build ZeroRedundancyOptimizer.*{kind.__name__}"):
             plain.step()
     wrapped.zero_grad()
-    train(wrapped, adamw(wrapped), loss_of)
+    train(wrapped, adamw(wrapped))
     whole = Tower()
     loss_of(whole, 0).backward()
     torch.optim.AdamW(whole.parameters()).step()  # others step as ever
@@ -243,7 +199,7 @@ def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(first: bool) 
     assert type(model) is Written
     if optimizer is None:
         optimizer = adamw(model)
-    assert train(model, optimizer, loss_of) == train(whole, one, loss_of)
+    assert train(model, optimizer) == train(whole, one)
     with pytest.raises(ArithmeticError):
         model(batch(0), fails=True)
     for own, steps, context in ((model, optimizer, fully_sharded(model)), (whole, one, whole)):
@@ -255,7 +211,7 @@ def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(first: bool) 
     with torch.no_grad():
         assert torch.equal(model(batch(3)), whole(batch(3)))
     assert [*model.state_dict()] == names
-    assert_alike(model, whole.module)
+    assert_alike(model, whole)
     assert torch.equal(model.count, whole.module.count)
     controller = fully_sharded(model)
     assert controller.units.nbytes_live() == 0
@@ -266,31 +222,6 @@ def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(first: bool) 
         copy.deepcopy(model)
     with pytest.raises(ValueError, match="was not given to fully_shard"):
         fully_sharded(whole)
-
-
-# ---------------------------------------------------------------------- other memory
-
-
-@on_ranks(2)
-def test_other_memory_is_taken_over_where_parameters_are_whole_and_refused_elsewhere() -> None:
-    model = Tower()
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-    optimizer = adamw(wrapped)
-    want = {name: value.clone() for name, value in model.state_dict().items()}
-    with unsharded(model), torch.no_grad():
-        for param in model.parameters():
-            param.data = param * 2  # other memory
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, want[name] * 2)
-    weight = model.blocks[0].up.weight
-    with pytest.raises(RuntimeError, match=r"became torch\.float64"), unsharded(model):
-        weight.data = weight.double()
-    other = Tower()
-    one = FullyShardedDataParallel(other, units=[*other.blocks])
-    other.last.weight.data = torch.zeros(3, 24)  # nobody sees it before the parameters are needed
-    with pytest.raises(RuntimeError, match=r"write inside zero_optim\.ddp\.unsharded"):
-        one(batch(0))
-    del optimizer
 
 
 # ---------------------------------------------------------------------- memory
@@ -340,11 +271,6 @@ def test_while_a_model_is_wrapped_a_rank_needs_one_unit_more_than_the_model(has_
 
 
 # ---------------------------------------------------------------------- models on the meta device
-
-
-def on_meta(kind: type[nn.Module], *args: Any) -> Any:
-    with torch.device("meta"):
-        return kind(*args)
 
 
 @on_ranks(2)
@@ -401,27 +327,10 @@ def test_a_model_from_the_meta_device_has_the_bits_of_one_made_whole() -> None:
     model = on_meta(Mixed)
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
     assert model.head.weight is model.embed.weight
-    assert_alike(model, whole.module)
-    for buffer, want in zip(model.buffers(), whole.module.buffers(), strict=True):
-        assert torch.equal(buffer, want)
-    assert train(wrapped, adamw(wrapped), loss_of) == train(whole, adamw(whole), loss_of)
-    assert_alike(model, whole.module)
-
-
-@on_ranks(2)
-def test_a_checkpoint_loads_into_a_model_from_the_meta_device(tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    model = Tower()
-    whole = DistributedDataParallel(model)
-    one = adamw(whole)
-    train(whole, one, loss_of)
-    checkpoint.save(folder, model=model, optimizer=one)
-    other = on_meta(Tower)
-    wrapped = FullyShardedDataParallel(other, units=[*other.blocks])
-    optimizer = adamw(wrapped)
-    checkpoint.load(folder, model=other, optimizer=optimizer)
-    assert_alike(other, model)
-    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
+    assert_alike(model, whole)
+    assert_equal(dict(model.named_buffers()), dict(whole.module.named_buffers()))
+    assert train(wrapped, adamw(wrapped)) == train(whole, adamw(whole))
+    assert_alike(model, whole)
 
 
 class Bare(nn.Module):

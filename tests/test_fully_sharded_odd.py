@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -9,47 +10,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fully import Block, Tower, adamw, assert_alike, batch, both, fully, loss_of, train, trains_alike
 from pool import Ranks, on_ranks
-from test_fully_sharded import Block, Tower, adamw, batch
-from test_fully_sharded_models import assert_alike, both, loss_of, train, trains_alike
-from zero_optim.ddp import (
-    DistributedDataParallel,
-    FullyShardedDataParallel,
-    fully_shard,
-    fully_sharded,
-    unsharded,
-)
+from zero_optim.ddp import DistributedDataParallel, fully_shard, fully_sharded, unsharded
+
+CONTAINERS: list[Callable[[Any], nn.Module]] = [
+    nn.ModuleList,
+    lambda blocks: nn.Sequential(*blocks),
+    lambda blocks: nn.ModuleDict({f"block{number}": block for number, block in enumerate(blocks)}),
+]
 
 
-class Named(Tower):
-    """Its blocks are in a container of modules."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        blocks = [*self.blocks]
-        if kind == "dict":
-            self.blocks: Any = nn.ModuleDict({f"block{n}": block for n, block in enumerate(blocks)})
-        elif kind == "sequential":
-            self.blocks = nn.Sequential(*blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-@on_ranks(2)
+@on_ranks(1)
 def test_a_container_of_modules_stands_for_its_members() -> None:
-    for kind in ("list", "dict", "sequential"):
-        model = Named(kind)
-        wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
+    for container in CONTAINERS:
+        model = Tower()
+        model.blocks = container(model.blocks)
+        wrapped, _ = fully(model, units=model.blocks)
         assert [unit.name for unit in wrapped.units.units[1:]] == [
             f"blocks.{name}" for name, _ in model.blocks.named_children()
         ]
     model = Tower()
     with pytest.raises(TypeError, match="got one, Block: put it in a list"):
-        FullyShardedDataParallel(model, adamw(model), units=model.blocks[0])
+        fully(model, units=model.blocks[0])
 
 
 class Attending(nn.Module):
@@ -68,17 +51,15 @@ class Attending(nn.Module):
 
 @on_ranks(2)
 def test_attention_reads_its_projection_without_a_call() -> None:
-    (whole, one), (fully, other) = both(Attending(), units=lambda _: "auto")  # type: ignore[arg-type,return-value]
-    assert len(fully.units.units) > 3
-    assert train(fully, other, loss_of) == train(whole, one, loss_of)
-    for wrapped in (fully, whole):
-        wrapped.eval()
+    (whole, one), (sharded, other) = both(Attending(), units=lambda _: "auto")
+    assert len(sharded.units.units) > 3
+    assert train(sharded, other) == train(whole, one)
     with torch.no_grad():
-        assert torch.equal(fully(batch(1)), whole(batch(1)))
+        assert torch.equal(sharded.eval()(batch(1)), whole.eval()(batch(1)))
     model = Attending()
     inner = model.layers.layers[0].self_attn.out_proj
     with pytest.raises(ValueError, match=r"out_proj is never called itself: the MultiheadAttention"):
-        FullyShardedDataParallel(model, adamw(model), units=[inner])
+        fully(model, units=[inner])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,19 +72,17 @@ class Returning(Block):
     """Returns views of its parameters too, in some form."""
 
     def __init__(self, form: Any) -> None:
-        super().__init__(24)
+        super().__init__()
         self.form = form
 
     def forward(self, x: Tensor) -> Any:
         return self.form(super().forward(x), self.up.weight[:3])
 
 
-class UsingViews(nn.Module):
+class UsingViews(Tower):
     def __init__(self, form: Any) -> None:
         super().__init__()
-        torch.manual_seed(4)
-        self.first = nn.Linear(8, 24)
-        self.blocks = nn.ModuleList([Returning(form)])
+        self.blocks, self.last = nn.ModuleList([Returning(form)]), nn.Identity()
 
     def __deepcopy__(self, memo: object) -> "UsingViews":
         return UsingViews(self.blocks[0].form)
@@ -118,43 +97,33 @@ def in_dict(out: Tensor, weight: Tensor) -> dict[str, Tensor]:
     return {"out": out, "weight": weight}
 
 
-def in_proxy(out: Tensor, weight: Tensor) -> Any:
-    return MappingProxyType({"out": out, "weight": weight})
-
-
 @on_ranks(2)
 def test_a_view_of_a_parameter_is_copied_out_of_any_container_or_refused() -> None:
     for form in (Parts, in_dict):
         trains_alike(UsingViews(form))
-    (fully, _) = both(UsingViews(in_proxy))[1]
+    wrapped, _ = fully(UsingViews(lambda *parts: MappingProxyType(in_dict(*parts))))
     with pytest.raises(RuntimeError, match=r"blocks.0 returned a view of a parameter in a mappingproxy"):
-        loss_of(fully, 0)
-    assert fully.units.nbytes_live() == 0
+        loss_of(wrapped, 0)
+    assert wrapped.units.nbytes_live() == 0
 
 
-class InPlace(nn.Module):
+class Adding(Block):
+    def forward(self, x: Tensor) -> None:
+        x += super().forward(x.clone())
+
+
+class InPlace(Tower):
     """Its units return nothing, and change their input."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(5)
-        self.first = nn.Linear(8, 24)
         self.blocks = nn.ModuleList([Adding(), Adding()])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
             block(x)
-        return x
-
-
-class Adding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
-
-    def forward(self, x: Tensor) -> None:
-        x += self.down(torch.relu(self.up(x.clone())))
+        return self.last(x)
 
 
 @on_ranks(2)
@@ -162,33 +131,24 @@ def test_units_may_change_their_input_and_return_nothing() -> None:
     trains_alike(InPlace())
 
 
+def loss_in_unsharded(wrapped: Any, step: int) -> Tensor:
+    with nullcontext() if isinstance(wrapped, DistributedDataParallel) else unsharded(wrapped):
+        return loss_of(wrapped, step) + 0.1 * wrapped.module.blocks[1].up.weight.square().sum()
+
+
 @on_ranks(2)
 def test_a_loss_computed_in_unsharded_is_backpropagated_outside() -> None:
-    (whole, one), (fully, other) = both(Tower())
-    for wrapped, optimizer in ((whole, one), (fully, other)):
-        for step in range(2):
-            optimizer.zero_grad()
-            if wrapped is fully:
-                with unsharded(fully):
-                    loss = loss_of(wrapped, step) + 0.1 * wrapped.module.blocks[1].up.weight.square().sum()
-            else:
-                loss = loss_of(wrapped, step) + 0.1 * wrapped.module.blocks[1].up.weight.square().sum()
-            loss.backward()
-            optimizer.step()
-    assert_alike(fully.module, whole.module)
+    trains_alike(Tower(), loss_in_unsharded)
 
 
 @on_ranks(2)
 def test_inference_mode_leaves_nothing_behind() -> None:
-    (whole, one), (fully, other) = both(Tower())
-    with torch.inference_mode():
-        for step in range(2):
-            assert torch.equal(fully(batch(step)), whole(batch(step)))
-    assert train(fully, other, loss_of) == train(whole, one, loss_of)
-    with torch.inference_mode():
-        assert torch.equal(fully(batch(5)), whole(batch(5)))
-    assert fully.units.nbytes_live() == 0
-    assert train(fully, other, loss_of) == train(whole, one, loss_of)
+    (whole, one), (sharded, other) = both(Tower())
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(sharded(batch(5)), whole(batch(5)))
+        assert sharded.units.nbytes_live() == 0
+        assert train(sharded, other) == train(whole, one)
 
 
 class Interrupted(Tower):
@@ -201,41 +161,32 @@ class Interrupted(Tower):
         return self.last(self.blocks[1](x))
 
 
-def is_interrupted() -> None:
-    (whole, one), (fully, other) = both(Interrupted(), find_unused_parameters=True)
-    for wrapped, optimizer in ((whole, one), (fully, other)):
-        train(wrapped, optimizer, loss_of, 1)
-        wrapped.module.stops = True
-        with pytest.raises(KeyboardInterrupt):
-            wrapped(batch(3))
-        wrapped.module.stops = False
-        train(wrapped, optimizer, loss_of, 2)
-    assert_alike(fully.module, whole.module)
-    assert fully.units.nbytes_live() == 0
-    with torch.no_grad():
-        fully(batch(1))
-    assert fully.units.nbytes_live() == 0
-
-
-def is_interrupted_in_place() -> None:
+def is_interrupted(in_place: bool) -> None:
     whole, model = Interrupted(), Interrupted()
-    model.load_state_dict(whole.state_dict())
     wrapped = DistributedDataParallel(whole, find_unused_parameters=True)
-    fully_shard(model, units=model.blocks, find_unused_parameters=True)
-    for called, module, optimizer in ((wrapped, whole, adamw(wrapped)), (model, model, adamw(model))):
-        train(called, optimizer, loss_of, 1)
+    if in_place:
+        called: Any = fully_shard(model, units=model.blocks, find_unused_parameters=True)
+        optimizer, controller = adamw(model), fully_sharded(model)
+    else:
+        called, optimizer = fully(model, find_unused_parameters=True)
+        controller = called
+    for each, module, steps in ((wrapped, whole, adamw(wrapped)), (called, model, optimizer)):
+        train(each, steps, 1)
         module.stops = True
         with pytest.raises(KeyboardInterrupt):
-            called(batch(3))
+            each(batch(3))
         module.stops = False
-        train(called, optimizer, loss_of, 2)
+        train(each, steps, 2)
     assert_alike(model, whole)
-    assert fully_sharded(model).units.nbytes_live() == 0
+    assert controller.units.nbytes_live() == 0
+    with torch.no_grad():
+        called(batch(1))
+    assert controller.units.nbytes_live() == 0
 
 
-@pytest.mark.parametrize("check", [is_interrupted, is_interrupted_in_place])
-def test_it_goes_on_after_an_interrupt(ranks2: Ranks, check: Callable[[], None]) -> None:
-    ranks2.run(check)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_it_goes_on_after_an_interrupt(ranks2: Ranks, in_place: bool) -> None:
+    ranks2.run(is_interrupted, in_place)
 
 
 class Tied(Tower):
@@ -248,8 +199,7 @@ class Tied(Tower):
 
 @on_ranks(2)
 def test_a_training_pass_that_reads_a_freed_parameter_raises() -> None:
-    model = Tied()
-    wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
+    wrapped, _ = fully(Tied())
     with pytest.raises(RuntimeError, match=r"blocks.0 of shape \(24, 96\) is used by another module while"):
         loss_of(wrapped, 0)
 
@@ -266,12 +216,12 @@ class Generating(Tower):
 
 @on_ranks(2)
 def test_methods_call_the_model_in_a_loop() -> None:
-    (whole, one), (fully, other) = both(Generating())
+    (whole, one), (sharded, other) = both(Generating())
     for _ in range(2):
         for how in (torch.no_grad, torch.enable_grad):
             with how():
-                got = fully.module.generate(batch(0), 3)
+                got = sharded.module.generate(batch(0), 3)
                 assert torch.equal(got, whole.module.generate(batch(0), 3))
             if how is torch.no_grad:
-                assert fully.units.nbytes_live() == 0
-        assert train(fully, other, loss_of) == train(whole, one, loss_of)
+                assert sharded.units.nbytes_live() == 0
+        assert train(sharded, other) == train(whole, one)

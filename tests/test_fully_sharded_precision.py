@@ -1,6 +1,5 @@
 """Fully sharded models compute in one dtype, reduce in another, and step what owners keep, not rounded."""
 
-import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zero_optim.checkpoint
+from fully import NARROW, Tower, adamw, assert_equal, batch, fully, state_of
 from pool import Ranks, on_ranks
-from test_fully_sharded import Tower, adamw, batch
-from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
@@ -24,47 +22,47 @@ from zero_optim.ddp import (
 from zero_optim.step.leaves import MASTER
 
 BF16, FP32 = torch.bfloat16, torch.float32
-NARROW = PrecisionPolicy(params=BF16, gradients=FP32, outputs=FP32)
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
 )
 
 
 def wrapped(policy: object, how: str = "", **options: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
-    model = Tower(how=how)
-    optimizer = adamw(model)
-    units = [*model.blocks]
-    return FullyShardedDataParallel(
-        model, optimizer, units=units, mixed_precision=policy, **options
-    ), optimizer
+    return fully(Tower(how=how), mixed_precision=policy, **options)
 
 
 def as_kept(model: Any) -> dict[str, Tensor]:
-    state = model.module.state_dict()
+    state = state_of(model)
     assert {tensor.dtype for tensor in state.values()} == {FP32}
     return state
 
 
-def steps(
-    model: nn.Module, optimizer: ZeroRedundancyOptimizer, some: range, passes: int = 1, most: float = 0.5
-) -> None:
+def steps(model: nn.Module, optimizer: Any, some: range, passes: int = 1, most: float = 0.5) -> None:
+    """Train; `ByHand` reduces and clips by itself."""
+    by_hand = model if isinstance(model, ByHand) else None
     for step in some:
         optimizer.zero_grad()
         for number in range(passes):
             model(batch(10 * step + number)).square().mean().backward()
-        optimizer.clip_grad_norm_(most)
+            if by_hand:
+                by_hand.reduce()
+        if by_hand:
+            nn.utils.clip_grad_norm_(by_hand.masters.parameters(), most)
+        else:
+            optimizer.clip_grad_norm_(most)
         optimizer.step()
 
 
-class ByHand:
+class ByHand(nn.Module):
     """The same training, written out: whole parameters in float32, rounded for each pass."""
 
     def __init__(self, dtype: torch.dtype, reduce_dtype: torch.dtype, width: int = 24) -> None:
+        super().__init__()
         self.masters, self.narrow = Tower(width), Tower(width).to(dtype)
         self.dtype, self.reduce_dtype = dtype, reduce_dtype
         self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=1e-2)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             for own, master in zip(self.narrow.parameters(), self.masters.parameters(), strict=True):
                 own.copy_(master)
@@ -83,19 +81,6 @@ class ByHand:
             master.grad = kept if master.grad is None else master.grad + kept
             own.grad = None
 
-    def steps(self, some: range, passes: int = 1, most: float = 0.5) -> None:
-        for step in some:
-            self.optimizer.zero_grad()
-            for number in range(passes):
-                self(batch(10 * step + number)).square().mean().backward()
-                self.reduce()
-            torch.nn.utils.clip_grad_norm_(self.masters.parameters(), most)
-            self.optimizer.step()
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
 
 # ---------------------------------------------------------------------- bits
 
@@ -106,7 +91,7 @@ def test_a_policy_of_the_models_own_dtype_changes_no_bit() -> None:
     (plain, one), (model, other) = wrapped(None), wrapped(policy)
     steps(plain, one, range(3))
     steps(model, other, range(3))
-    assert equal(as_kept(model), as_kept(plain))
+    assert_equal(as_kept(model), as_kept(plain))
 
 
 def follows(policy: PrecisionPolicy, how: str, passes: int, autocast: bool = False) -> None:
@@ -115,17 +100,31 @@ def follows(policy: PrecisionPolicy, how: str, passes: int, autocast: bool = Fal
     assert {param.dtype for param in model.parameters()} == {policy.params}
     for step in range(3):
         with torch.autocast("cpu", dtype=BF16, enabled=autocast):
-            hand.steps(range(step, step + 1), passes)
+            steps(hand, hand.optimizer, range(step, step + 1), passes)
             steps(model, optimizer, range(step, step + 1), passes)
-        assert equal(as_kept(model), hand.masters.state_dict()), step
+        assert_equal(as_kept(model), hand.masters.state_dict())
     assert model.units.nbytes_live() == 0
 
 
-@pytest.mark.parametrize(
-    "how", ["", pytest.param("reentrant", marks=pytest.mark.exhaustive), "not reentrant"]
-)
-def test_bits_are_those_of_rounded_masters_and_sums_in_the_order_of_ranks(ranks2: Ranks, how: str) -> None:
-    ranks2.run(follows, NARROW, how, 1)
+FOLLOWED: Any = [
+    (NARROW, "not reentrant", 1, False),
+    pytest.param(NARROW, "reentrant", 1, False, marks=pytest.mark.exhaustive),
+    (NARROW, "", 3, False),
+    (NARROW, "", 1, True),
+    (PrecisionPolicy(params=BF16, outputs=FP32), "", 2, False),
+]
+
+
+@pytest.mark.parametrize(("policy", "how", "passes", "autocast"), FOLLOWED)
+def test_bits_are_those_of_rounded_masters_and_sums_in_the_order_of_ranks(
+    ranks2: Ranks, policy: PrecisionPolicy, how: str, passes: int, autocast: bool
+) -> None:
+    ranks2.run(follows, policy, how, passes, autocast)
+
+
+@pytest.mark.slow
+def test_the_order_of_sums_holds_on_four_ranks(ranks4: Ranks) -> None:
+    ranks4.run(follows, NARROW, "", 1)
 
 
 # torch.compile warns of its own innards here and there.
@@ -141,39 +140,28 @@ def test_compiled_units_have_the_bits_of_the_same_units_that_are_whole(backend: 
     hand, model = ByHand(BF16, FP32), Tower()
     for block in (*hand.narrow.blocks, *model.blocks):
         block.compile(backend=backend)
-    optimizer = adamw(model)
-    fully = FullyShardedDataParallel(model, optimizer, units=[*model.blocks], mixed_precision=NARROW)
+    sharded, optimizer = fully(model, mixed_precision=NARROW)
     for step in range(3):
-        hand.steps(range(step, step + 1))
-        steps(fully, optimizer, range(step, step + 1))
-        assert equal(as_kept(fully), hand.masters.state_dict()), step
-    assert fully.units.nbytes_live() == 0
+        steps(hand, hand.optimizer, range(step, step + 1))
+        steps(sharded, optimizer, range(step, step + 1))
+        assert_equal(as_kept(sharded), hand.masters.state_dict())
+    assert sharded.units.nbytes_live() == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert not torch._dynamo.utils.counters["graph_break"]
-
-
-def test_passes_add_up_on_the_owners_in_their_dtype(ranks2: Ranks) -> None:
-    ranks2.run(follows, NARROW, "", 3)
-
-
-def test_gradients_are_reduced_in_the_dtype_of_the_parameters_if_none_is_given(ranks2: Ranks) -> None:
-    ranks2.run(follows, PrecisionPolicy(params=BF16, outputs=FP32), "", 2)
 
 
 @on_ranks(2)
 def test_cut_parameters_keep_the_bits() -> None:
     hand, tower = ByHand(BF16, FP32, width=96), Tower(96)
-    optimizer = adamw(tower)
-    units = [block.up for block in tower.blocks]
-    model = FullyShardedDataParallel(tower, optimizer, units=units, mixed_precision=NARROW)
+    model, optimizer = fully(tower, units=[block.up for block in tower.blocks], mixed_precision=NARROW)
     assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
-    norms = []
+    norms = []  # those of cut gradients differ in the last bits
     for step in range(2):
-        hand.steps(range(step, step + 1), most=1e9)  # norms of cut gradients differ in the last bits
+        steps(hand, hand.optimizer, range(step, step + 1), most=1e9)
         steps(model, optimizer, range(step, step + 1), most=1e9)
         norms.append(optimizer.clip_grad_norm_(1e9))
         assert norms[-1].dtype == FP32
-        assert equal(as_kept(model), hand.masters.state_dict()), step
+        assert_equal(as_kept(model), hand.masters.state_dict())
     wanted = torch.nn.utils.clip_grad_norm_(hand.masters.parameters(), 1e9)
     assert torch.allclose(norms[-1], wanted, rtol=1e-5)
 
@@ -182,26 +170,16 @@ def test_cut_parameters_keep_the_bits() -> None:
 def test_averages_are_those_of_what_owners_keep() -> None:
     model = Tower()
     model.blocks[0].requires_grad_(False)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, ema_decay=0.5)
-    wrapper = FullyShardedDataParallel(model, optimizer, units=[*model.blocks], mixed_precision=NARROW)
-    want = {name: value.clone() for name, value in as_kept(wrapper).items()}
-    assert equal(want, Tower().state_dict())  # what is frozen is not rounded either
+    wrapper, optimizer = fully(model, adamw(model, ema_decay=0.5), mixed_precision=NARROW)
+    want = as_kept(wrapper)
+    assert_equal(want, Tower().state_dict())  # what is frozen is not rounded either
     for step in range(2):
         steps(wrapper, optimizer, range(step, step + 1))
         for name, value in as_kept(wrapper).items():
             want[name] = want[name].lerp(value, 0.5)
     with optimizer.averaged_weights():
-        assert equal(as_kept(wrapper), want)
+        assert_equal(as_kept(wrapper), want)
         assert wrapper(batch(0)).isfinite().all()
-
-
-@pytest.mark.slow
-def test_the_order_of_sums_holds_on_four_ranks(ranks4: Ranks) -> None:
-    ranks4.run(follows, NARROW, "", 1)
-
-
-def test_autocast_works_beside_a_policy(ranks2: Ranks) -> None:
-    ranks2.run(follows, NARROW, "", 1, True)
 
 
 # ---------------------------------------------------------------------- what is sent, kept and shown
@@ -275,13 +253,8 @@ class Wide(nn.Module):
 
 @on_ranks(2)
 def test_inputs_of_units_are_cast_where_that_is_asked_for() -> None:
-    casts_inputs = "units"
-    model = Wide()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    policy = PrecisionPolicy(params=BF16, casts_inputs=casts_inputs)
-    wrapper = FullyShardedDataParallel(
-        model, optimizer, units=[model.first, model.last], mixed_precision=policy
-    )
+    model, policy = Wide(), PrecisionPolicy(params=BF16, casts_inputs="units")
+    wrapper, _ = fully(model, units=[model.first, model.last], mixed_precision=policy)
     assert wrapper(torch.ones(2, 4)).dtype == BF16
 
 
@@ -293,11 +266,11 @@ def test_what_is_not_written_to_is_not_rounded() -> None:
     assert not torch.equal(before["first.weight"], before["first.weight"].to(BF16).to(FP32))
     with unsharded(model):
         assert torch.equal(model.module.first.weight, before["first.weight"].to(BF16))
-    assert equal(as_kept(model), before)
+    assert_equal(as_kept(model), before)
     with unsharded(model), torch.no_grad():
         model.module.first.weight[0, 0] = 7
     before["first.weight"][0, 0] = 7
-    assert equal(as_kept(model), before)
+    assert_equal(as_kept(model), before)
     with unsharded(model), pytest.raises(RuntimeError, match="leave unsharded"):
         model.module.state_dict()
     steps(model, optimizer, range(2, 3))
@@ -311,23 +284,23 @@ def test_what_is_not_written_to_is_not_rounded() -> None:
 def test_state_dicts_have_what_owners_keep_and_load_it_exactly(assign: bool) -> None:
     model, optimizer = wrapped(NARROW)
     steps(model, optimizer, range(2))
-    state = copy.deepcopy(dict(as_kept(model)))
+    state = as_kept(model)
     other, another = wrapped(NARROW)
     steps(other, another, range(5, 6))
     loss = other(batch(0)).sum()
     params = list(other.module.parameters())
     other.module.load_state_dict(state, assign=assign)
     assert all(a is b for a, b in zip(params, other.module.parameters(), strict=True))
-    assert equal(as_kept(other), state)
+    assert_equal(as_kept(other), state)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     part = {"first.bias": torch.full((24,), 1 + 2**-20)}
     assert other.module.load_state_dict(part, strict=False).missing_keys
-    assert equal(as_kept(other), {**state, **part})
+    assert_equal(as_kept(other), {**state, **part})
     whole = full_state_dict(other, ranks=[1])
     if dist.get_rank() == 1:
         assert whole is not None
-        assert equal(whole, {**state, **part})
+        assert_equal(whole, {**state, **part})
     assert other.units.nbytes_live() == 0
 
 
@@ -343,37 +316,17 @@ def test_a_state_dict_between_forward_and_backward_changes_nothing() -> None:
                 as_kept(wrapper)
         (losses[0] + losses[1]).backward()
         optimizer.step()
-    assert equal(as_kept(model), as_kept(plain))
+    assert_equal(as_kept(model), as_kept(plain))
 
 
 def built(stage: str) -> tuple[Any, ZeroRedundancyOptimizer]:
     if stage == "narrow":
         return wrapped(NARROW)
-    if stage == "fully":
-        return wrapped(None)
     model = Tower()
     return DistributedDataParallel(model), adamw(model)
 
 
-def saves(folder: str, stage: str) -> dict[str, Tensor]:
-    model, optimizer = built(stage)
-    steps(model, optimizer, range(2))
-    zero_optim.checkpoint.save(folder, model=model, optimizer=optimizer)
-    state = copy.deepcopy(dict(as_kept(model)))
-    steps(model, optimizer, range(2, 4))
-    zero_optim.checkpoint.save(f"{folder}-later", model=model, optimizer=optimizer)
-    return state
-
-
-def goes_on(folder: str, stage: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, optimizer = built(stage)
-    steps(model, optimizer, range(5, 6))
-    zero_optim.checkpoint.load(folder, model=model, optimizer=optimizer)
-    state = copy.deepcopy(dict(as_kept(model)))
-    steps(model, optimizer, range(2, 4))
-    return state, as_kept(model)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -382,13 +335,19 @@ def goes_on(folder: str, stage: str) -> tuple[dict[str, Tensor], dict[str, Tenso
         ("plain", "narrow"),
     ],
 )
-def test_checkpoints_have_what_owners_keep(ranks2: Ranks, tmp_path: Path, saved: str, loaded: str) -> None:
-    wanted, _ = ranks2.run(saves, str(tmp_path / saved), saved)
-    (state, went_on), _ = ranks2.run(goes_on, str(tmp_path / saved), loaded)
-    assert equal(state, wanted)
+def test_checkpoints_have_what_owners_keep(tmp_path: Path, saved: str, loaded: str) -> None:
+    model, optimizer = built(saved)
+    steps(model, optimizer, range(2))
+    checkpoint.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    want = as_kept(model)
+    other, another = built(loaded)
+    steps(other, another, range(5, 6))
+    checkpoint.load(tmp_path / "saved", model=other, optimizer=another)
+    assert_equal(as_kept(other), want)
+    steps(other, another, range(2, 4))
     if saved == loaded:
-        (later, _), _ = ranks2.run(goes_on, str(tmp_path / f"{saved}-later"), loaded)
-        assert equal(later, went_on)
+        steps(model, optimizer, range(2, 4))
+        assert_equal(as_kept(other), as_kept(model))
 
 
 def saves_masters(folder: str) -> dict[str, Tensor]:
@@ -403,7 +362,7 @@ def saves_masters(folder: str) -> dict[str, Tensor]:
         for param in model.parameters():
             dist.all_reduce(param.grad)
         optimizer.step()
-    zero_optim.checkpoint.save(folder, model=model, optimizer=optimizer)
+    checkpoint.save(folder, model=model, optimizer=optimizer)
     state = optimizer.owned_state()
     names = {param: name for name, param in model.named_parameters()}
     return {names[param]: entries[MASTER].clone() for param, entries in state.items()}
@@ -411,8 +370,8 @@ def saves_masters(folder: str) -> dict[str, Tensor]:
 
 def loads_masters(folder: str, masters: dict[str, Tensor]) -> None:
     model, optimizer = wrapped(NARROW)
-    zero_optim.checkpoint.load(folder, model=model, optimizer=optimizer)
-    assert equal(dict(sorted(as_kept(model).items())), dict(sorted(masters.items())))
+    checkpoint.load(folder, model=model, optimizer=optimizer)
+    assert_equal(as_kept(model), masters)
     steps(model, optimizer, range(1))
 
 
@@ -447,7 +406,7 @@ def test_a_scaler_and_half_precision_skip_on_all_ranks_and_keep_the_bits(unscale
             its.step(optimizers)
             its.update()
         assert scaler.get_scale() == own.get_scale(), step
-        assert equal(as_kept(model), hand.masters.state_dict()), step
+        assert_equal(as_kept(model), hand.masters.state_dict())
 
 
 # ---------------------------------------------------------------------- refusals

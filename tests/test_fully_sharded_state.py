@@ -1,18 +1,16 @@
-"""Fully sharded models are saved by the owners of their rows, and load at any stage and number of ranks."""
+"""Fully sharded models are saved by the owners of their rows, and load at any stage."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import zero_optim.checkpoint
-from pool import Ranks, on_ranks
-from test_fully_sharded import Tower, batch
-from zero_optim import ZeroRedundancyOptimizer
+from fully import Tower, adamw, assert_equal, state_of, train
+from pool import on_ranks
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint.offline import consolidate
 from zero_optim.ddp import (
     DistributedDataParallel,
@@ -41,7 +39,7 @@ class Convolved(Tower):
         self.again = nn.Linear(24, 3)
         self.again.weight = self.last.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x.reshape(-1, 2, 2, 2)).reshape(-1, 16)[:, :8] + x
         self.count.add_(1)
         x = self.first(x)
@@ -56,126 +54,67 @@ class Convolved(Tower):
         assert state == "extra"
 
 
-def built(stage: str, **options: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
-    model = Convolved()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **options)
+def built(stage: str, model: nn.Module | None = None, **options: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
+    model = Convolved() if model is None else model
+    optimizer = adamw(model, **options)
     return STAGES[stage](model, optimizer), optimizer
 
 
-def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def saves(folder: str, stage: str) -> dict[str, torch.Tensor]:
+def saved(folder: Path, stage: str) -> dict[str, Any]:
+    """Train, save without a gather, and give the state dict."""
     model, optimizer = built(stage)
-    train(model, optimizer, range(2))
+    train(model, optimizer, 2)
     gathers = optimizer.metrics(reset=False)["collectives/gather"]
-    zero_optim.checkpoint.save(f"{folder}/{stage}", model=model, optimizer=optimizer)
+    checkpoint.save(folder, model=model, optimizer=optimizer)
     assert optimizer.metrics(reset=False)["collectives/gather"] == gathers
     if stage == "fully":
         assert model.units.nbytes_live() == 0
-    return copy.deepcopy(dict(model.module.state_dict()))
+    return state_of(model)
 
 
-def goes_on(folder: str, saved: str, stage: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+def loaded(folder: Path, stage: str) -> tuple[dict[str, Any], list[float]]:
+    """Load, and give the state dict and the losses of what follows."""
     model, optimizer = built(stage)
     train(model, optimizer, range(5, 6))
-    zero_optim.checkpoint.load(f"{folder}/{saved}", model=model, optimizer=optimizer)
-    state = copy.deepcopy(dict(model.module.state_dict()))
-    return state, train(model, optimizer, range(2, 4))
+    checkpoint.load(folder, model=model, optimizer=optimizer)
+    return state_of(model), train(model, optimizer, range(2, 4))
 
 
-MORE: dict[str, Any] = {"master_dtype": torch.float64, "ema_decay": 0.5}  # with rows of their own
-
-
-def content(model: Any, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """The model, the average and the whole state, on rank 0."""
-    with optimizer.averaged_weights():
-        average = copy.deepcopy(dict(model.module.state_dict()))
-    found = copy.deepcopy(dict(model.module.state_dict()))
-    found.update({f"average {name}": tensor for name, tensor in average.items()})
-    optimizer.consolidate_state_dict(to=0)
+@on_ranks(2)
+def test_a_checkpoint_loads_at_another_stage(tmp_path: Path) -> None:
+    """Files are those of whole parameters."""
+    want = saved(tmp_path / "plain", "plain")
+    _, losses = loaded(tmp_path / "plain", "plain")
+    for stage in ("gradients", "fully"):
+        assert_equal(saved(tmp_path / stage, stage), want)
+    for folder, stage in (("fully", "plain"), ("fully", "fully"), ("gradients", "fully")):
+        state, went_on = loaded(tmp_path / folder, stage)
+        assert_equal(state, want)
+        assert went_on == losses
     if torch.distributed.get_rank() == 0:
-        for index, state in optimizer.state_dict()["state"].items():
-            found.update({f"{index} {key}": value for key, value in state.items()})
-    return found
-
-
-def saves_more(folder: str) -> dict[str, Any]:
-    model, optimizer = built("fully", **MORE)
-    train(model, optimizer, range(2))
-    zero_optim.checkpoint.save(folder, model=model, optimizer=optimizer)
-    return content(model, optimizer)
-
-
-def loads_more(folder: str, stage: str, saved: str) -> dict[str, Any]:
-    """Load, tell what there is, and save again."""
-    model, optimizer = built(stage, **MORE)
-    train(model, optimizer, range(5, 6))
-    zero_optim.checkpoint.load(folder, model=model, optimizer=optimizer)
-    zero_optim.checkpoint.save(saved, model=model, optimizer=optimizer)
-    return content(model, optimizer)
-
-
-@pytest.mark.parametrize("stage", ["fully", pytest.param("gradients", marks=pytest.mark.exhaustive)])
-def test_masters_averages_and_state_go_from_two_ranks_to_four_and_back(
-    ranks2: Ranks, ranks4: Ranks, tmp_path: Path, stage: str
-) -> None:
-    want = ranks2.run(saves_more, str(tmp_path / "2"))[0]
-    there = ranks4.run(loads_more, str(tmp_path / "2"), stage, str(tmp_path / "4"))[0]
-    back = ranks2.run(loads_more, str(tmp_path / "4"), "fully", str(tmp_path / "again"))[0]
-    assert len(want) > 40
-    for got in (there, back):
-        assert got.keys() == want.keys()
-        assert equal(got, want)
-
-
-def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    pairs = [(one[name], other[name]) for name in other]
-    return all(torch.equal(a.cpu(), b.cpu()) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("fully", "plain"), ("fully", "fully"), ("gradients", "fully")]
-)
-def test_a_checkpoint_loads_at_another_stage(ranks2: Ranks, tmp_path: Path, saved: str, loaded: str) -> None:
-    (whole, *_) = ranks2.run(saves, str(tmp_path), saved)
-    (state, losses), _ = ranks2.run(goes_on, str(tmp_path), saved, loaded)
-    assert equal(state, whole)
-    (_, wanted), _ = ranks2.run(goes_on, str(tmp_path), saved, "plain")
-    assert losses == wanted
-
-
-def test_files_are_those_of_whole_parameters(ranks2: Ranks, tmp_path: Path) -> None:
-    loaded = []
-    for stage in ("plain", "fully"):
-        ranks2.run(saves, str(tmp_path), stage)
-        consolidate(tmp_path / stage, tmp_path / f"{stage}.pt", weights=True)
-        loaded.append(torch.load(tmp_path / f"{stage}.pt", weights_only=False))
-    one, other = loaded
-    assert equal(one, other)
-    for name, tensor in one.items():
-        assert not isinstance(tensor, torch.Tensor) or tensor.stride() == other[name].stride(), name
+        weights = []
+        for stage in ("plain", "fully"):
+            consolidate(tmp_path / stage, tmp_path / f"{stage}.pt", weights=True)
+            weights.append(torch.load(tmp_path / f"{stage}.pt", weights_only=False))
+        assert_equal(*weights)
+        strides = [
+            {name: value.stride() for name, value in each.items() if isinstance(value, Tensor)}
+            for each in weights
+        ]
+        assert strides[0] == strides[1]
 
 
 @on_ranks(2)
 def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit() -> None:
     model, optimizer = built("fully")
-    train(model, optimizer, range(2))
-    want = model.module.state_dict()
+    train(model, optimizer, 2)
+    want = state_of(model)
     sizes = [sum(bucket.nbytes for bucket in unit.buckets) for unit in model.units.units]
     live: list[int] = []
     for unit in model.units.units:
         take, bucket = unit.buckets[0].settle, unit.buckets[0]
 
-        def look(flat: torch.Tensor, take: Any = take) -> None:
+        def look(flat: Tensor, take: Any = take) -> None:
             take(flat)
             live.append(model.units.nbytes_live())
 
@@ -185,8 +124,7 @@ def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit() -> None:
     assert max(live) <= max(sizes)
     if torch.distributed.get_rank() == 1:
         assert state is not None
-        assert state.keys() == want.keys()
-        assert equal(state, want)
+        assert_equal(state, want)
         assert state["last.weight"] is state["again.weight"]
     else:
         assert state is None
@@ -198,10 +136,12 @@ def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit() -> None:
 def test_what_would_miss_parameters_is_refused() -> None:
     model, optimizer = built("fully")
     with pytest.raises(ValueError, match="give the optimizer too"):
-        zero_optim.checkpoint.save("nowhere", model=model)
+        checkpoint.save("nowhere", model=model)
     with unsharded(model):
-        with pytest.raises(RuntimeError, match="are whole for somebody to read"):
-            zero_optim.checkpoint.save("nowhere", model=model, optimizer=optimizer)
-        with pytest.raises(RuntimeError, match="are whole for somebody to read"):
-            optimizer.step()
-    train(model, optimizer, range(1))
+        for call in (
+            lambda: checkpoint.save("nowhere", model=model, optimizer=optimizer),
+            optimizer.step,
+        ):
+            with pytest.raises(RuntimeError, match="are whole for somebody to read"):
+                call()
+    train(model, optimizer, 1)

@@ -1,4 +1,4 @@
-"""Fully sharded models whose parameters somebody replaces, or writes to by another way than the usual."""
+"""Fully sharded models that somebody converts, or whose parameters are replaced or written to oddly."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,38 +10,83 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from pool import Ranks, on_ranks
-from test_fully_sharded import Tower, adamw, batch
-from test_fully_sharded_models import loss_of, train
-from zero_optim import ReductionError, ZeroRedundancyOptimizer
+from fully import NARROW, Tower, adamw, assert_equal, batch, fully, fully_later, loss_of, state_of, train
+from pool import on_ranks
+from zero_optim import ReductionError
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     PrecisionPolicy,
     full_state_dict,
+    fully_shard,
     unsharded,
 )
 
-NARROW = PrecisionPolicy(params=torch.bfloat16, gradients=torch.float32, outputs=torch.float32)
+AS_KEPT_OR_ROUNDED = pytest.mark.parametrize("policy", [None, NARROW], ids=["as kept", "rounded"])
+
+# ---------------------------------------------------------------------- conversions
+
+CONVERSIONS: list[Callable[[Any], object]] = [
+    lambda model: model.to(torch.bfloat16),
+    nn.Module.half,
+    lambda model: model.to("meta"),
+    lambda model: model.to_empty(device="cpu"),
+    lambda model: model._apply(lambda tensor: tensor * 2),
+]
 
 
-def built(
-    policy: PrecisionPolicy | None, model: nn.Module | None = None
-) -> tuple[Any, ZeroRedundancyOptimizer]:
-    model = Tower() if model is None else model
+@on_ranks(2)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_conversion_raises_before_anything_was_converted(in_place: bool) -> None:
+    model = Tower()
+    model.register_buffer("shift", torch.zeros(2))
     optimizer = adamw(model)
-    units = [*model.blocks]  # type: ignore[arg-type]
-    return FullyShardedDataParallel(model, optimizer, units=units, mixed_precision=policy), optimizer
+    sharded = fully_shard if in_place else FullyShardedDataParallel
+    wrapped: Any = sharded(model, optimizer, units=[*model.blocks])
+    for convert in CONVERSIONS:
+        for of in (wrapped, model):
+            with pytest.raises(RuntimeError, match=r"cannot be converted or moved.*before it is wrapped"):
+                convert(of)
+    with pytest.raises(RuntimeError, match=r"cannot be converted or moved.*before it is wrapped"):
+        model.blocks[1].norm.double()
+    assert model.shift.dtype == torch.float32
+    train(wrapped, optimizer)
 
 
-def state_of(model: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.module.state_dict().items()}
+@on_ranks(1)
+def test_memory_formats_and_other_tensors_in_the_place_of_parameters_are_conversions() -> None:
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4))
+    FullyShardedDataParallel(model, units=[model[1]])
+    with pytest.raises(RuntimeError, match="cannot be converted or moved"):
+        model.to(memory_format=torch.channels_last)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="puts others in their place"):
+            model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
-def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
+@on_ranks(2)
+def test_what_changes_no_parameter_of_a_unit_passes_and_converts_the_rest() -> None:
+    model = Tower()
+    model.register_buffer("shift", torch.zeros(2, dtype=torch.float64))
+    model.first.requires_grad_(False)  # the optimizer does not have it
+    optimizer = adamw(model.blocks)
+    optimizer.add_param_group({"params": [*model.last.parameters()]})
+    wrapped, _ = fully(model, optimizer)
+    assert wrapped.to("cpu").float() is wrapped
+    assert model.shift.dtype == torch.float32
+    assert model.first.double().weight.dtype == torch.float64
+    model.first.float()
+    train(wrapped, optimizer)
+    rounded, _ = fully_later(mixed_precision=PrecisionPolicy(params=torch.bfloat16))
+    rounded.float()
+    with pytest.raises(RuntimeError, match=r"is torch\.float32 on cpu there, and was to become torch\.bf"):
+        rounded.bfloat16()
+
+
+# ---------------------------------------------------------------------- others in the place of parameters
 
 
 @contextmanager
@@ -55,7 +100,7 @@ def swapping(swaps: bool) -> Iterator[None]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", [None, NARROW], ids=["as kept", "rounded"])
+@AS_KEPT_OR_ROUNDED
 @pytest.mark.parametrize(
     ("assign", "swaps"),
     [(True, False), pytest.param(False, True, marks=pytest.mark.exhaustive), (True, True)],
@@ -65,43 +110,36 @@ def test_a_load_that_replaces_parameters_reaches_their_owners(
 ) -> None:
     results = []
     for assigns, swapped in ((False, False), (assign, swaps)):
-        model, optimizer = built(policy)
-        train(model, optimizer, loss_of, 1)
-        params = [*model.parameters()]
-        loaded = {name: value * 0.5 for name, value in state_of(model).items()}
+        wrapped, optimizer = fully(mixed_precision=policy)
+        train(wrapped, optimizer, 1)
+        params = [*wrapped.parameters()]
+        loaded = {name: value * 0.5 for name, value in state_of(wrapped).items()}
         with swapping(swapped):
-            model.module.load_state_dict(loaded, assign=assigns)
-        assert all(map(lambda one, other: one is other, model.parameters(), params))
-        assert model.units.nbytes_live() == 0
-        assert_equal(state_of(model), loaded)
-        train(model, optimizer, loss_of, 2)
-        results.append(state_of(model))
+            wrapped.module.load_state_dict(loaded, assign=assigns)
+        assert all(map(lambda one, other: one is other, wrapped.parameters(), params))
+        assert wrapped.units.nbytes_live() == 0
+        assert_equal(state_of(wrapped), loaded)
+        train(wrapped, optimizer, 2)
+        results.append(state_of(wrapped))
     assert_equal(*results)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_parameters_that_were_swapped_for_others_are_named(find_unused: bool) -> None:
-    for wrap in (DistributedDataParallel, FullyShardedDataParallel):
-        model = Tower()
-        given = () if wrap is DistributedDataParallel else (adamw(model),)
-        wrapped: Any = wrap(model, *given, find_unused_parameters=find_unused)
+    model = Tower()
+    whole = DistributedDataParallel(model, find_unused_parameters=find_unused)
+    for swapped in (model.first, model):
         with swapping(True):
-            if given:
-                for convert in (wrapped.float, model.first.float, model.float):
-                    with pytest.raises(RuntimeError, match="takes the hooks off"):
-                        convert()
-                loss_of(wrapped, 0).backward()  # nothing was swapped
-                return
-            model.first.float()
-        with pytest.raises(
-            ReductionError, match=r"every rank: .*first.weight, first.bias became another tensor"
-        ):
-            loss_of(wrapped, 0).backward()
-        with swapping(True):
-            model.float()
-        with pytest.raises(ReductionError, match=r"first.weight, .* became another tensor after"):
-            loss_of(wrapped, 0).backward()
+            swapped.float()
+        with pytest.raises(ReductionError, match=r"first.weight, .* became another tensor"):
+            loss_of(whole, 0).backward()
+    wrapped, _ = fully(find_unused_parameters=find_unused)
+    with swapping(True):
+        for convert in (wrapped.float, wrapped.module.first.float, wrapped.module.float):
+            with pytest.raises(RuntimeError, match="takes the hooks off"):
+                convert()
+    loss_of(wrapped, 0).backward()  # nothing was swapped
 
 
 def norm_as_before(module: nn.Linear) -> None:
@@ -114,26 +152,20 @@ def assign(module: nn.Linear) -> None:
     module.weight = nn.Parameter(torch.ones(module.weight.shape))
 
 
-REPLACING: dict[str, tuple[Callable[[nn.Linear], object], str]] = {
-    "weight_norm": (nn.utils.parametrizations.weight_norm, r"{0}\.parametrizations\.weight\.original0, "),
-    "the old weight_norm": (norm_as_before, r"{0}\.weight_g, {0}\.weight_v"),
-    "an assignment": (assign, r"{0}\.weight"),
-}
+REPLACING: list[tuple[Callable[[nn.Linear], object], str]] = [
+    (nn.utils.parametrizations.weight_norm, r"{0}\.parametrizations\.weight\.original0, "),
+    (norm_as_before, r"{0}\.weight_g, {0}\.weight_v"),
+    (assign, r"{0}\.weight"),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", REPLACING)
-def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused(how: str) -> None:
-    replace, new = REPLACING[how]
-    for name in ("first", "blocks.1.up"):
-        model = Tower()
-        wrapped = FullyShardedDataParallel(
-            model, adamw(model), units=model.blocks, find_unused_parameters=True
-        )
+def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused() -> None:
+    for number, (replace, new) in enumerate(REPLACING):
+        name = ("first", "blocks.1.up")[number % 2]
+        wrapped, _ = fully(find_unused_parameters=True)
         loss_of(wrapped, 0).backward()
-        module = model.get_submodule(name)
-        assert isinstance(module, nn.Linear)
-        replace(module)
+        replace(wrapped.module.get_submodule(name))
         for _ in range(2):
             with pytest.raises(
                 RuntimeError, match=rf"a parameter of {name} of shape .* has gone, and {new.format(name)}"
@@ -144,15 +176,16 @@ def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused(ho
 
 @on_ranks(2)
 def test_parameters_may_be_taken_out_or_get_other_names() -> None:
-    model = Tower()
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks, find_unused_parameters=True)
-    model.blocks[1].up.bias = None
-    prune.random_unstructured(model.blocks[0].down, "weight", 0.5)
-    train(wrapped, optimizer, loss_of)
+    wrapped, optimizer = fully(find_unused_parameters=True)
+    wrapped.module.blocks[1].up.bias = None
+    prune.random_unstructured(wrapped.module.blocks[0].down, "weight", 0.5)
+    train(wrapped, optimizer)
     loss = loss_of(wrapped, 0)
     assert loss.isfinite()
     loss.backward()
+
+
+# ---------------------------------------------------------------------- state dicts that break off, or inside
 
 
 class Refusing(nn.Linear):
@@ -166,8 +199,7 @@ class Refusing(nn.Linear):
         return 1
 
     def set_extra_state(self, state: object) -> None:
-        if self.refuses:
-            raise ValueError("no extra state today")
+        self.get_extra_state()
 
 
 class Grim(Tower):
@@ -175,126 +207,137 @@ class Grim(Tower):
         super().__init__()
         self.last = Refusing(self.last.in_features, self.last.out_features)
 
-
-def state_of_tensors(model: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in state_of_any(model).items() if isinstance(value, Tensor)}
-
-
-def state_of_any(model: Any) -> dict[str, Any]:
-    state: dict[str, Any] = model.module.state_dict()
-    return state
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Have the body fail."""
+        self.last.refuses = True
+        with pytest.raises((ValueError, RuntimeError), match="no extra state today"):
+            yield
+        self.last.refuses = False
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", [None, NARROW], ids=["as kept", "rounded"])
+@AS_KEPT_OR_ROUNDED
 def test_training_goes_on_after_a_state_dict_that_was_not_finished(policy: PrecisionPolicy | None) -> None:
-    model, optimizer = built(policy, Grim())
-    want, one = built(policy, Grim())
-    before = train(want, one, loss_of, 1)
-    want_state = state_of_tensors(want)
-    want_after = train(want, one, loss_of, 2)
-    assert train(model, optimizer, loss_of, 1) == before
-    model.module.last.refuses = True
-    with pytest.raises(ValueError, match="no extra state today"):
-        model.module.state_dict()
-    model.module.last.refuses = False
-    assert_equal(state_of_tensors(model), want_state)
-    model.module.last.refuses = True
-    with pytest.raises(ValueError, match="no extra state today"):
-        model.module.state_dict()
-    assert train(model, optimizer, loss_of, 2) == want_after
+    (sharded, optimizer), (want, one) = (fully(Grim(), mixed_precision=policy) for _ in range(2))
+    model = sharded.module
+    assert train(sharded, optimizer, 1) == train(want, one, 1)
+    with model.refusing():
+        model.state_dict()
+    assert_equal(state_of(sharded), state_of(want))
+    with model.refusing():
+        model.state_dict()
+    assert train(sharded, optimizer, 2) == train(want, one, 2)
     assert all(param in optimizer.pieces() for param in model.parameters())
-    model.module.last.refuses = False
-    assert_equal(state_of_tensors(model), state_of_tensors(want))
-    model.module.last.refuses = True
-    with pytest.raises((ValueError, RuntimeError), match="no extra state today"):
-        model.module.load_state_dict(want.module.state_dict(), assign=True)
-    assert train(model, optimizer, loss_of, 2) == train(want, one, loss_of, 2)
+    assert_equal(state_of(sharded), state_of(want))
+    with model.refusing():
+        model.load_state_dict(want.module.state_dict(), assign=True)
+    assert train(sharded, optimizer, 2) == train(want, one, 2)
     assert all(param in optimizer.pieces() for param in model.parameters())
-    assert model.units.nbytes_live() == 0
+    assert sharded.units.nbytes_live() == 0
 
 
-def is_asked_inside() -> None:
-    """Inside `unsharded` a state dict shows what is there; what owners keep, rounded or not, stays right."""
-    model, optimizer = built(None)
-    train(model, optimizer, loss_of, 1)
-    want = state_of(model)
-    with unsharded(model):
-        assert_equal(state_of(model), want)
+@on_ranks(2)
+def test_a_state_dict_inside_unsharded_shows_what_is_there() -> None:
+    wrapped, optimizer = fully()
+    train(wrapped, optimizer, 1)
+    want = state_of(wrapped)
+    with unsharded(wrapped):
+        assert_equal(state_of(wrapped), want)
         with torch.no_grad():
-            model.module.blocks[0].up.weight.add_(1)
-        inside = state_of(model)
+            wrapped.module.blocks[0].up.weight.add_(1)
+        inside = state_of(wrapped)
         half = {name: value * 0.5 for name, value in want.items()}
-        found = full_state_dict(model, ranks=[0, 1])
-    assert found is not None
+        everywhere = full_state_dict(wrapped, ranks=[0, 1])
+    assert everywhere is not None
     want["blocks.0.up.weight"] += 1
-    for state in (inside, found, state_of(model)):
+    for state in (inside, everywhere, state_of(wrapped)):
         assert_equal(state, want)
-    with unsharded(model):
-        model.module.load_state_dict(half)
-    assert_equal(state_of(model), half)
-    assert model.units.nbytes_live() == 0
+    with unsharded(wrapped):
+        wrapped.module.load_state_dict(half)
+    assert_equal(state_of(wrapped), half)
+    assert wrapped.units.nbytes_live() == 0
 
 
-def is_refused_inside() -> None:
-    """Where parameters are rounded, a state dict inside is refused, and nothing has changed then."""
-    model, optimizer = built(NARROW)
-    other, one = built(NARROW)
-    train(model, optimizer, loss_of, 1)
-    want = state_of(model)
-    for part in (model, model.module.blocks[1]):
-        with unsharded(part), pytest.raises(RuntimeError, match="leave unsharded"):
-            model.module.state_dict()
-        with unsharded(part), pytest.raises(RuntimeError, match="leave unsharded"):
-            model.module.load_state_dict(want)
-        with unsharded(part), pytest.raises(RuntimeError, match="leave unsharded"):
-            full_state_dict(model)
-    assert_equal(state_of(model), want)
-    train(model, optimizer, loss_of, 2)
-    train(other, one, loss_of, 1)
-    train(other, one, loss_of, 2)
-    assert_equal(state_of(model), state_of(other))
-    assert model.units.nbytes_live() == 0
+@on_ranks(2)
+def test_where_parameters_are_rounded_a_state_dict_inside_is_refused_and_changes_nothing() -> None:
+    (wrapped, optimizer), (other, one) = (fully(mixed_precision=NARROW) for _ in range(2))
+    train(wrapped, optimizer, 1)
+    want = state_of(wrapped)
+    for part in (wrapped, wrapped.module.blocks[1]):
+        for call in (
+            wrapped.module.state_dict,
+            lambda: wrapped.module.load_state_dict(want),
+            lambda: full_state_dict(wrapped),
+        ):
+            with unsharded(part), pytest.raises(RuntimeError, match="leave unsharded"):
+                call()
+    assert_equal(state_of(wrapped), want)
+    train(other, one, 1)
+    assert train(wrapped, optimizer, 2) == train(other, one, 2)
+    assert_equal(state_of(wrapped), state_of(other))
+    assert wrapped.units.nbytes_live() == 0
 
 
-@pytest.mark.parametrize("check", [is_asked_inside, is_refused_inside])
-def test_a_state_dict_inside_unsharded_is_right_or_refused(ranks2: Ranks, check: Callable[[], None]) -> None:
-    ranks2.run(check)
+# ---------------------------------------------------------------------- other memory
 
 
 @on_ranks(2)
 def test_a_write_to_the_data_of_a_freed_parameter_raises_at_the_next_use() -> None:
-    model, optimizer = built(None)
-    train(model, optimizer, loss_of, 1)
-    want = state_of(model)
-    for write in (lambda data: data.fill_(1), lambda data: data.zero_(), lambda data: data[0].fill_(2)):
-        write(model.module.blocks[0].up.bias.data)
+    wrapped, optimizer = fully()
+    model = wrapped.module
+    train(wrapped, optimizer, 1)
+    want = state_of(wrapped)
+    writes: list[Callable[[Tensor], object]] = [torch.Tensor.zero_, lambda data: data[0].fill_(2)]
+    for write in writes:
+        write(model.blocks[0].up.bias.data)
         with pytest.raises(RuntimeError, match=r"written to, or given other memory, while it was not whole"):
-            model(batch(1))
-        assert model.module.blocks[0].up.bias.isnan().all()
-        assert_equal(state_of(model), want)
-    train(model, optimizer, loss_of, 1)
+            wrapped(batch(1))
+        assert model.blocks[0].up.bias.isnan().all()
+        assert_equal(state_of(wrapped), want)
+    train(wrapped, optimizer, 1)
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="other values or other memory"):
-        model.module.to_empty(device="cpu")
-    weight = model.module.blocks[0].up.weight
+        model.to_empty(device="cpu")
+    weight = model.blocks[0].up.weight
     weight.data = torch.empty_like(weight)
-    for use in (model.module.state_dict, lambda: model(batch(1)), optimizer.step):
+    for use in (model.state_dict, lambda: wrapped(batch(1)), optimizer.step):
         with pytest.raises(RuntimeError, match=r"written to, or given other memory, while it was not whole"):
             use()
 
 
 @on_ranks(2)
+def test_parameters_that_are_converted_one_by_one_while_they_are_freed_are_noticed() -> None:
+    wrapped, optimizer = fully()
+    for param in wrapped.parameters():
+        param.data = param.data.double()  # not by model.double(), which would be seen
+    for use in (lambda: wrapped(batch(0).double()), optimizer.step):
+        with pytest.raises(RuntimeError, match="given other memory, while it was not whole"):
+            use()
+
+
+@on_ranks(2)
+def test_other_memory_is_taken_over_where_parameters_are_whole() -> None:
+    wrapped, _ = fully_later()
+    want = state_of(wrapped)
+    with unsharded(wrapped), torch.no_grad():
+        for param in wrapped.parameters():
+            param.data = param * 2  # other memory
+    assert_equal(state_of(wrapped), {name: value * 2 for name, value in want.items()})
+    weight = wrapped.module.blocks[0].up.weight
+    with pytest.raises(RuntimeError, match=r"became torch\.float64"), unsharded(wrapped):
+        weight.data = weight.double()
+
+
+@on_ranks(2)
 def test_shared_memory_is_refused_for_gradients_that_have_none() -> None:
-    model, optimizer = built(None)
-    other, one = built(None)
-    train(model, optimizer, loss_of, 1)
-    loss_of(model, 1).backward()
+    (wrapped, optimizer), (other, one) = fully(), fully()
+    train(wrapped, optimizer, 1)
+    loss_of(wrapped, 1).backward()
     with pytest.raises(RuntimeError, match="share_memory_ of the gradient of"):
-        model.share_memory()
+        wrapped.share_memory()
     optimizer.zero_grad()
-    model.share_memory()
-    train(model, optimizer, loss_of, 2)
-    train(other, one, loss_of, 1)
-    train(other, one, loss_of, 2)
-    assert_equal(state_of(model), state_of(other))
+    wrapped.share_memory()
+    train(other, one, 1)
+    assert train(wrapped, optimizer, 2) == train(other, one, 2)
+    assert_equal(state_of(wrapped), state_of(other))

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import resident
+from fully import Tower, assert_equal, batch, loss_of, state_of, train
 from pool import Ranks
-from test_fully_sharded import Tower, batch
-from test_fully_sharded_state import MORE, STAGES, Convolved, built, content, equal, train
+from test_fully_sharded_state import Convolved, built
 from zero_optim import RemoteRankError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import (
     FullyShardedDataParallel,
@@ -25,22 +25,32 @@ from zero_optim.ddp import (
     unsharded,
 )
 
+MORE: dict[str, Any] = {"master_dtype": torch.float64, "ema_decay": 0.5}  # with rows of their own
+
+
+def content(model: Any, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """The model, the average and the whole state, on rank 0; empty on others."""
+    with optimizer.averaged_weights():
+        average = state_of(model)
+    told = state_of(model)
+    told.update({f"average {name}": tensor for name, tensor in average.items()})
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank():
+        return {}
+    for index, state in optimizer.state_dict()["state"].items():
+        told.update({f"{index} {key}": value for key, value in state.items()})
+    return told
+
+
 # ---------------------------------------------------------------------- one rank
 
 
-def step_both(
-    plain: nn.Module,
-    one: torch.optim.AdamW,
-    fully: nn.Module,
-    other: ZeroRedundancyOptimizer,
-    step: int,
-    most: float = 1e9,
-) -> None:
+def step_both(pairs: Any, step: int, most: float = 1e9) -> None:
     """Take the same step without sharding and with it, with gradients clipped to a norm."""
     losses, norms = [], []
-    for model, optimizer in ((plain, one), (fully, other)):
+    for model, optimizer in pairs:
         optimizer.zero_grad()
-        loss = model(batch(step)).square().mean()
+        loss = loss_of(model, step)
         loss.backward()
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             norms.append(optimizer.clip_grad_norm_(most))
@@ -52,48 +62,41 @@ def step_both(
     assert torch.allclose(norms[0], norms[1]), step
 
 
-def assert_near(plain: nn.Module, fully: FullyShardedDataParallel) -> None:
-    """Clipping adds the norm up in another order, so the last bits may differ."""
-    found = fully.module.state_dict()
-    for name, want in plain.state_dict().items():
-        assert torch.allclose(found[name], want) if isinstance(want, torch.Tensor) else found[name] == want
-
-
 def trains_alone(folder: Path) -> None:
     plain, model = Convolved(), Convolved()
     one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     other = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     fully = FullyShardedDataParallel(model, other, units=model.blocks)
-    for step in range(2):
-        step_both(plain, one, fully, other, step)
+    pairs = (plain, one), (fully, other)
+    step_both(pairs, 0)
+    step_both(pairs, 1)
     assert all(param.isnan().all() for param in model.parameters())
     assert fully.units.nbytes_live() == 0
     checkpoint.save(folder, model=fully, optimizer=other)
     whole = full_state_dict(fully)
     assert whole is not None
-    assert equal(whole, dict(plain.state_dict()))
+    assert_equal(whole, state_of(plain))
     saved = copy.deepcopy((plain.state_dict(), one.state_dict()))
-    step_both(plain, one, fully, other, 2)
+    step_both(pairs, 2)
     checkpoint.load(folder, model=fully, optimizer=other)
-    assert equal(dict(fully.module.state_dict()), whole)
+    assert_equal(state_of(fully), whole)
     plain.load_state_dict(saved[0])
     one.load_state_dict(saved[1])
-    step_both(plain, one, fully, other, 3)
+    step_both(pairs, 3)
     fully.module.load_state_dict(whole)
     plain.load_state_dict(saved[0])
     with torch.no_grad(), unsharded(fully):
-        for param in fully.parameters():
+        for param in (*fully.parameters(), *plain.parameters()):
             param.mul_(2)
     with torch.no_grad():
-        for param in plain.parameters():
-            param.mul_(2)
         assert torch.equal(fully.eval()(batch(4)), plain.eval()(batch(4)))
     fully.train()
     plain.train()
-    step_both(plain, one, fully, other, 5)
-    assert equal(dict(fully.module.state_dict()), dict(plain.state_dict()))
-    step_both(plain, one, fully, other, 6, most=0.05)
-    assert_near(plain, fully)
+    step_both(pairs, 5)
+    assert_equal(state_of(fully), state_of(plain))
+    step_both(pairs, 6, most=0.05)  # the norm adds up in another order, so the last bits may differ
+    for param, want in zip(state_of(fully).values(), state_of(plain).values(), strict=True):
+        assert torch.allclose(param, want) if isinstance(want, torch.Tensor) else param == want
 
 
 def test_one_rank_alone_trains_clips_saves_loads_and_evaluates(ranks1: Ranks, tmp_path: Path) -> None:
@@ -105,20 +108,15 @@ def test_one_rank_alone_trains_clips_saves_loads_and_evaluates(ranks1: Ranks, tm
 
 def made(stage: str, width: int) -> tuple[Any, ZeroRedundancyOptimizer]:
     """Wrap a model; with a width its matrices are so large that they are cut."""
-    if not width:
-        return built(stage, **MORE)
-    model = Tower(width, depth=1)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **MORE)
-    return STAGES[stage](model, optimizer), optimizer
+    return built(stage, Tower(width, depth=1) if width else None, **MORE)
 
 
 def saves(folder: Path, stage: str, width: int) -> dict[str, Any]:
     """Train, save, and tell what there is."""
     model, optimizer = made(stage, width)
-    train(model, optimizer, range(2))
+    train(model, optimizer, 2)
     checkpoint.save(folder, model=model, optimizer=optimizer)
-    found = content(model, optimizer)
-    return found if dist.get_rank() == 0 else {}
+    return content(model, optimizer)
 
 
 def loads(folder: Path, stage: str, width: int, again: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -127,18 +125,17 @@ def loads(folder: Path, stage: str, width: int, again: Path) -> tuple[dict[str, 
     train(model, optimizer, range(5, 6))
     checkpoint.load(folder, model=model, optimizer=optimizer)
     checkpoint.save(again, model=model, optimizer=optimizer)
-    found, cuts = content(model, optimizer), [cut.pieces for cut in optimizer.core.cut_states().values()]
-    return found if dist.get_rank() == 0 else {}, cuts
+    return content(model, optimizer), [cut.pieces for cut in optimizer.core.cut_states().values()]
 
 
 def goes_there_and_back(here: Ranks, there: Ranks, folder: Path, stages: tuple[str, str], width: int) -> None:
     saved, loaded = stages
     want = here.run(saves, folder / "saved", saved, width)[0]
-    found, cuts = there.run(loads, folder / "saved", loaded, width, folder / "there")[0]
+    got, cuts = there.run(loads, folder / "saved", loaded, width, folder / "there")[0]
     back, others = here.run(loads, folder / "there", saved, width, folder / "back")[0]
     assert len(want) > 40
-    assert equal(found, want)
-    assert equal(back, want)
+    assert_equal(got, want)
+    assert_equal(back, want)
     if width and stages == ("fully", "fully"):
         assert cuts
         assert others
@@ -168,33 +165,31 @@ def test_state_goes_to_other_numbers_of_ranks_at_all_stages(
 def keeps_own_rows(folder: Path, width: int) -> dict[str, Any]:
     """Save own rows, train on, load them into this model and another."""
     (model, optimizer), (other, another) = made("fully", width), made("fully", width)
-    train(model, optimizer, range(2))
-    want = dict(copy.deepcopy(model.module.state_dict()))
+    train(model, optimizer, 2)
+    want = state_of(model)
     sent = optimizer.metrics(reset=False)
-    found = sharded_state_dict(model)
+    state = sharded_state_dict(model)
     assert optimizer.metrics(reset=False) == sent
     path = folder / f"{dist.get_rank()}.pt"
-    torch.save(found, path)
-    for name, told in found["rows"].items():
-        first, rows = told["first"], told["values"]
-        whole = want[name]
-        assert told["shape"] == tuple(whole.shape)
+    torch.save(state, path)
+    for name, entry in state["rows"].items():
+        first, rows, whole = entry["first"], entry["values"], want[name]
+        assert entry["shape"] == tuple(whole.shape)
         assert torch.equal(rows, whole[first : first + len(rows)] if whole.dim() else whole), name
-    assert not width or any(len(told["values"]) < told["shape"][0] for told in found["rows"].values())
+    assert not width or any(len(entry["values"]) < entry["shape"][0] for entry in state["rows"].values())
     train(model, optimizer, range(2, 3))
     train(other, another, range(7, 8))
     for target in (model, other.module):
         load_sharded_state_dict(target, torch.load(path, weights_only=True))
-        assert target is not model or equal(dict(model.module.state_dict()), want)
-    assert equal(dict(other.module.state_dict()), want)
+        assert_equal(state_of(target), want)
     train(other, another, range(2, 3))
     damaged = torch.load(path, weights_only=True)
     if dist.get_rank():
         next(iter(damaged["rows"].values()))["first"] += 1
-    before = dict(copy.deepcopy(other.module.state_dict()))
+    before = state_of(other)
     with pytest.raises((StateMismatchError, RemoteRankError), match=r"first row, number of rows"):
         load_sharded_state_dict(other, damaged)
-    assert equal(dict(other.module.state_dict()), before)
+    assert_equal(state_of(other), before)
     with unsharded(other), pytest.raises(RuntimeError, match="are whole for somebody to read"):
         sharded_state_dict(other)
     with pytest.raises(ValueError, match="is not fully sharded"):
@@ -207,7 +202,7 @@ def test_own_rows_are_saved_without_communication_and_loaded(
     ranks2: Ranks, tmp_path: Path, width: int
 ) -> None:
     one, other = ranks2.run(keeps_own_rows, tmp_path, width)
-    assert equal(one, other)
+    assert_equal(one, other)
 
 
 # ---------------------------------------------------------------------- torch.distributed.checkpoint
@@ -219,7 +214,7 @@ def for_dcp(model: Any, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
 
 def saves_by_dcp(folder: Path, stage: str, options: dict[str, Any]) -> dict[str, Any]:
     model, optimizer = built(stage, **options)
-    train(model, optimizer, range(2))
+    train(model, optimizer, 2)
     dcp.save(for_dcp(model, optimizer), storage_writer=checkpoint.Writer(folder))
     return content(model, optimizer)
 
@@ -229,15 +224,15 @@ def loads_by_dcp(folder: Path, stage: str, options: dict[str, Any]) -> dict[str,
     train(model, optimizer, range(5, 6))
     reader, planner = checkpoint.Reader(folder), checkpoint.SafeLoadPlanner()
     dcp.load(for_dcp(model, optimizer), storage_reader=reader, planner=planner)
-    found = content(model, optimizer)
+    told = content(model, optimizer)
     train(model, optimizer, range(2, 3))
-    return found
+    return told
 
 
 @pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 def test_dcp_saves_on_two_ranks_and_loads_on_three(ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
     want = ranks2.run(saves_by_dcp, tmp_path, "fully", MORE)[0]
-    assert equal(ranks3.run(loads_by_dcp, tmp_path, "fully", MORE)[0], want)
+    assert_equal(ranks3.run(loads_by_dcp, tmp_path, "fully", MORE)[0], want)
 
 
 @pytest.mark.exhaustive
@@ -252,7 +247,7 @@ def test_dcp_loads_at_another_stage_and_number_of_ranks(
         for few, many in ((ranks2, ranks3), (ranks3, ranks2)):
             folder = tmp_path / f"{number}-{few.size}"
             want = few.run(saves_by_dcp, folder, saved, options)[0]
-            assert equal(many.run(loads_by_dcp, folder, loaded, options)[0], want)
+            assert_equal(many.run(loads_by_dcp, folder, loaded, options)[0], want)
 
 
 # ---------------------------------------------------------------------- memory

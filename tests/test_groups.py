@@ -20,6 +20,7 @@ from training import (
     set_grads,
     train_both,
     twin,
+    whole,
 )
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan.costs import matmul_cost, numel_cost
@@ -65,14 +66,10 @@ def test_muon_for_matrices_and_adamw_for_the_rest_equal_the_two_plain_optimizers
     schedules[0].base_lrs.append(0.05)
     schedules[2].base_lrs.append(0.05)
     train(range(4, 7))
-    sharded.consolidate_state_dict(to=0)
-    box = [sharded.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    whole = box[0]
-    assert all("optimizer_class" not in group and "cost" not in group for group in whole["param_groups"])
+    saved = whole(sharded)
+    assert all("optimizer_class" not in group and "cost" not in group for group in saved["param_groups"])
     for index, p in enumerate(matrices[: len(MATRICES)]):
-        assert torch.equal(whole["state"][index]["momentum_buffer"], muon.state[p]["momentum_buffer"])
+        assert torch.equal(saved["state"][index]["momentum_buffer"], muon.state[p]["momentum_buffer"])
     again = ZeroRedundancyOptimizer(
         [
             *mixed_groups(twin(mine[: len(MATRICES)]), twin(mine_too)),
@@ -80,7 +77,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_equal_the_two_plain_optimizers
         ],
         torch.optim.AdamW,
     )
-    again.load_state_dict(whole)
+    again.load_state_dict(saved)
     for step in range(7, 9):
         for optimizer in (sharded, again):
             set_grads(params_of(optimizer), step)

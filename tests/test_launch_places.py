@@ -135,24 +135,42 @@ def same_on_model(programs: list[Program], options: dict[str, Any]) -> None:
             assert torch.equal(one, other), program
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["freed", "one kept"])
-def test_ranks_start_one_sequence_of_collectives_whatever_they_use(ranks2: Ranks, kept: bool) -> None:
-    options = {"find_unused_parameters": True, "reshard_after_forward": 1 if kept else True}
-    ranks2.run(same_on_model, [Program.drawn(seed) for seed in range(12)], options)
-
-
-def test_ranks_start_one_sequence_of_collectives_with_reentrant_checkpointing(ranks2: Ranks) -> None:
-    programs = [Program.drawn(seed, reentrant=True) for seed in range(6)]
-    ranks2.run(same_on_model, programs, {"find_unused_parameters": True})
-
-
-def test_ranks_start_one_sequence_of_collectives_in_a_static_graph(ranks2: Ranks) -> None:
-    programs = [Program.drawn(seed) for seed in range(6)]
+def static(seeds: range) -> list[Program]:
+    programs = [Program.drawn(seed) for seed in seeds]
     for program in programs:
         program.skips, program.extras = program.skips[:1] * STEPS, program.extras[:1] * STEPS
-    ranks2.run(same_on_model, programs, {"static_graph": True})
+    return programs
 
 
+UNUSED = {"find_unused_parameters": True}
+
+
+def runs(seeds: range) -> dict[str, tuple[list[Program], dict[str, Any]]]:
+    drawn = [Program.drawn(seed) for seed in seeds]
+    return {
+        "units freed": (drawn, UNUSED),
+        "a unit kept": (drawn, {**UNUSED, "reshard_after_forward": 1}),
+        "reentrant checkpointing": ([Program.drawn(seed, reentrant=True) for seed in seeds], UNUSED),
+        "a static graph": (static(seeds), {"static_graph": True}),
+    }
+
+
+RUNS, MORE_RUNS = runs(range(3)), runs(range(3, 12))
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_ranks_start_one_sequence_of_collectives_whatever_they_use(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(same_on_model, *RUNS[kind])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", MORE_RUNS)
+def test_more_programs_start_one_sequence(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(same_on_model, *MORE_RUNS[kind])
+
+
+# It takes minutes: the ranks wait for each other until the timeout.
+@pytest.mark.exhaustive
 @pytest.mark.xfail(
     strict=True,
     reason="a rank frees a unit when its gradients have come, perhaps before another call of it is reached",
@@ -160,7 +178,7 @@ def test_ranks_start_one_sequence_of_collectives_in_a_static_graph(ranks2: Ranks
 def test_a_rank_may_leave_parameters_unused_in_one_of_two_calls(failing2: Ranks) -> None:
     used, first_unused = [False, False, False], [True, False, False]
     program = Program([0, 1, 0], [], False, [[used, first_unused]] * STEPS, [[0, 0]] * STEPS)
-    failing2.run(same_on_model, [program], {"find_unused_parameters": True})
+    failing2.run(same_on_model, [program], UNUSED)
 
 
 @contextmanager
@@ -185,7 +203,7 @@ def launched_early(is_one: bool) -> list[int]:
         if is_one:
             stack.enter_context(modelled_streams(is_nccl=True))
         found = stack.enter_context(launches())
-        train(program, {"find_unused_parameters": True})
+        train(program, UNUSED)
     per_pass = len(found) // STEPS
     return [number for phase, number in found[-per_pass:] if phase is Phase.RUNNING]
 

@@ -9,16 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fully import Tower, assert_alike, assert_equal, loss_of, state_of
 from meshes import mesh_of
 from pool import Ranks, on_ranks
-from test_fully_sharded import Tower
 from test_mesh import (
     OVER_ALL,
-    assert_alike,
     assert_equal_everywhere,
     built,
-    loss_of,
-    step_by_hand,
     train,
     whole,
 )
@@ -40,43 +37,41 @@ class Orthogonal(torch.optim.SGD):
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "AdamW, a unit a block": {"units": "blocks"},
-    "AdamW, kept": {"units": "blocks", "reshard_after_forward": False},
-    "a class for whole matrices": {"optimizer_class": Orthogonal, "units": "blocks"},
+    "kept": {"units": "blocks", "reshard_after_forward": False},
+    "a class for whole matrices": {"units": "blocks", "optimizer_class": Orthogonal},
+    "rounded": {
+        "units": "blocks",
+        "mixed_precision": PrecisionPolicy(params=torch.bfloat16, gradients=torch.float32),
+    },
 }
 
 
-def over_all(model: nn.Module, given: dict[str, Any], replicas: int = 2) -> Any:
+def over_all(model: nn.Module, given: dict[str, Any], replicas: int = 2, stage: str = OVER_ALL) -> Any:
     options = dict(given)
     of_optimizer = {"optimizer_class": options.pop("optimizer_class", torch.optim.AdamW)}
     if options.get("units") == "blocks":
         options["units"] = [*model.blocks]  # type: ignore[arg-type,misc]
-    return built(model, OVER_ALL, mesh_of(replicas), of_optimizer, **options)
+    return built(model, stage, mesh_of(replicas), of_optimizer, **options)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_gives_the_bits_of_sums_inside_replicas_then_across(kind: str) -> None:
+def test_training_gives_the_bits_of_state_in_each_replica(kind: str) -> None:
     """Train, evaluate, write and load: after each of it replicas hold what the owners have."""
-    given = KINDS[kind]
-    plain = Tower()
-    wrapped, optimizer = over_all(copy.deepcopy(plain), given)
-    one = given.get("optimizer_class", torch.optim.AdamW)(plain.parameters(), lr=1e-2)
+    (wrapped, optimizer), (other, one) = (
+        over_all(Tower(), KINDS[kind], stage=stage) for stage in (OVER_ALL, "fully")
+    )
     for step in range(4):
-        if step == 2:
-            with torch.no_grad(), unsharded(wrapped.module):
-                wrapped.module.first.weight.mul_(2)
-            with torch.no_grad():
-                plain.first.weight.mul_(2)
-        if step == 3:
-            state = {name: value.clone() / 2 for name, value in wrapped.module.state_dict().items()}
-            wrapped.module.load_state_dict(state)
-            plain.load_state_dict(state)
-        want = step_by_hand(plain, one, step)
-        assert train(wrapped, optimizer, step, 1) == [want.item()]
+        for each in (wrapped, other):
+            if step == 2:
+                with torch.no_grad(), unsharded(each.module):
+                    each.module.first.weight.mul_(2)
+            if step == 3:
+                each.module.load_state_dict({name: value / 2 for name, value in state_of(each).items()})
+        assert train(wrapped, optimizer, step, 1) == train(other, one, step, 1)
         with torch.no_grad():
-            assert torch.equal(loss_of(wrapped, step), loss_of(plain, step))
-    assert_alike(wrapped.module, plain)
+            assert torch.equal(loss_of(wrapped, step), loss_of(other, step))
+    assert_equal(state_of(wrapped), state_of(other))
     assert_equal_everywhere(wrapped.module)
     assert wrapped.units.nbytes_live() == 0
 
@@ -197,33 +192,6 @@ def test_a_step_that_raises_in_one_replica_is_heard_in_all() -> None:
     kind: type[Exception] = RemoteRankError if dist.get_rank() == 3 else ValueError
     with pytest.raises(kind, match=r"^rank 3(: no memory for this| failed with ValueError)"):
         loss_of(wrapped, 4)
-
-
-def in_bfloat16(stage: str) -> list[Tensor]:
-    policy = PrecisionPolicy(params=torch.bfloat16, gradients=torch.float32)
-    model = Tower()
-    wrapped, optimizer = built(model, stage, mesh_of(2), mixed_precision=policy, units=[*model.blocks])
-    train(wrapped, optimizer)
-    return [value.clone() for value in wrapped.module.state_dict().values()]
-
-
-@on_ranks(4)
-def test_mixed_precision_has_the_bits_of_state_in_each_replica() -> None:
-    assert all(map(torch.equal, in_bfloat16(OVER_ALL), in_bfloat16("fully")))
-
-
-@on_ranks(4)
-def test_frozen_units_are_gathered_inside_replicas() -> None:
-    """Frozen parameters are held once and for all."""
-    model = Tower()
-    for block in model.blocks[:2]:
-        block.requires_grad_(False)
-    (wrapped, optimizer), other = over_all(model, {"units": "blocks"}), copy.deepcopy(Tower())
-    for block in other.blocks[:2]:
-        block.requires_grad_(False)
-    third, one = built(other, "fully", mesh_of(2), units=[*other.blocks])
-    assert train(wrapped, optimizer) == train(third, one)
-    assert_alike(wrapped.module, third.module)
 
 
 @on_ranks(2)

@@ -13,22 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offloaded
-from pool import Ranks, on_ranks
-from test_fully_sharded import Tower, batch, train
+from fully import BUDGET, Tower, adamw, assert_alike, assert_equal, batch, fully, state_of, train
+from pool import on_ranks
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, Offload
-from zero_optim.shard import mapped
-from zero_optim.shard.mapped import PAGE, MappedMemory
-
-# What one weight of a Tower of width 48 takes in its first step, where nobody shares it, and a bit more.
-BUDGET = 240_000
-
-
-class Rounded(Tower):
-    """A tower that takes what it is given in the dtype of its parameters."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.first.weight.dtype))
+from zero_optim.units import mapped
+from zero_optim.units.mapped import PAGE, MappedMemory
 
 
 def made(model: nn.Module, folder: Path | None, name: Any = "AdamW", **options: Any) -> Any:
@@ -36,30 +26,20 @@ def made(model: nn.Module, folder: Path | None, name: Any = "AdamW", **options: 
     own = copy.deepcopy(model)
     optimizer_class = getattr(torch.optim, name) if isinstance(name, str) else name
     optimizer = ZeroRedundancyOptimizer(own.parameters(), optimizer_class, lr=1e-2, **options)
-    offload = None if folder is None else Offload(folder, BUDGET)
-    units = [*own.blocks]  # type: ignore[misc]
-    return FullyShardedDataParallel(own, optimizer, units=units, offload=offload), optimizer
-
-
-def assert_alike(one: nn.Module, other: nn.Module) -> None:
-    want = one.state_dict()
-    for name, tensor in other.state_dict().items():
-        assert torch.equal(tensor, want[name]), name
+    return fully(own, optimizer, offload=None if folder is None else Offload(folder, BUDGET))
 
 
 def assert_same_state(one: ZeroRedundancyOptimizer, other: ZeroRedundancyOptimizer) -> None:
     for param, twin in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
-        assert (param in one.state) == (twin in other.state)
-        for key, value in other.state.get(twin, {}).items():
-            assert torch.equal(value, one.state[param][key]), key
+        assert_equal(one.state.get(param, {}), other.state.get(twin, {}))
 
 
 def assert_kept(optimizer: ZeroRedundancyOptimizer) -> None:
     """What is larger than a page is in files; if it is as much as with AdamW, it takes several portions."""
-    keeping, state = optimizer.core.inputs.forms.files, optimizer.core.owned._kept
+    keeping, state = optimizer.core.inputs.store.files, optimizer.core.owned._kept
     assert keeping is not None
     assert state is not None
-    rows = [bucket.row for bucket in optimizer.core.sharding.unit_buckets()]
+    rows = [bucket.row for bucket in optimizer.core.sharding.row_buckets]
     beside = [value for entries in optimizer.state.values() for value in entries.values()]
     grads = [getattr(p.grad, "piece", p.grad) for p in optimizer.owned_parameters()]
     found = [tensor for tensor in (*rows, *beside, *grads) if tensor is not None and tensor.nbytes >= PAGE]
@@ -69,29 +49,26 @@ def assert_kept(optimizer: ZeroRedundancyOptimizer) -> None:
         assert len(list(state.portions())) > 1
 
 
-def trains_alike(folder: Path, cases: list[tuple[str, dict[str, Any]]], dtype: torch.dtype) -> None:
-    model = Rounded(width=48).to(dtype)
-    for name, options in cases:
-        (plain, one), (kept, other) = made(model, None, name, **options), made(model, folder, name, **options)
-        assert train(kept, other) == train(plain, one), name
-        assert_alike(plain, kept)
-        assert_same_state(one, other)
-        assert_kept(other)
-        assert not [*folder.iterdir()]
-
-
-def test_what_is_kept_in_files_trains_to_the_same_bits(ranks2: Ranks, tmp_path: Path) -> None:
-    cases = [("AdamW", {"fused": True, "ema_decay": 0.9}), ("SGD", {"momentum": 0.9}), ("Adafactor", {})]
-    ranks2.run(trains_alike, tmp_path, cases, torch.float32)
-
-
-def test_masters_and_averages_are_kept_in_files(ranks2: Ranks, tmp_path: Path) -> None:
-    options = {"master_dtype": torch.float32, "ema_decay": 0.9}
-    ranks2.run(trains_alike, tmp_path, [("AdamW", options)], torch.bfloat16)
-
-
-def test_a_rank_alone_keeps_its_rows_in_files(ranks1: Ranks, tmp_path: Path) -> None:
-    ranks1.run(trains_alike, tmp_path, [("Adagrad", {})], torch.float32)
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("AdamW", torch.float32, {"fused": True, "ema_decay": 0.9}),
+        ("SGD", torch.float32, {"momentum": 0.9}),
+        ("Adafactor", torch.float32, {}),
+        ("AdamW", torch.bfloat16, {"master_dtype": torch.float32, "ema_decay": 0.9}),
+    ],
+)
+def test_what_is_kept_in_files_trains_to_the_same_bits(
+    tmp_path: Path, name: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    model = Tower(width=48).to(dtype)
+    (plain, one), (kept, other) = made(model, None, name, **options), made(model, tmp_path, name, **options)
+    assert train(kept, other, most=0.5) == train(plain, one, most=0.5)
+    assert_alike(plain, kept)
+    assert_same_state(one, other)
+    assert_kept(other)
+    assert not [*tmp_path.iterdir()]
 
 
 class Replacing(torch.optim.Optimizer):
@@ -121,9 +98,9 @@ def test_state_that_is_nested_and_made_anew_moves_to_the_files(tmp_path: Path) -
     assert train(kept, other) == train(plain, one)
     assert_alike(plain, kept)
     nested = [entries["nested"][0]["sums"] for entries in other.state.values()]
-    found = [tensor for tensors in nested for tensor in tensors if tensor.nbytes >= PAGE]
-    assert found
-    assert all(other.core.inputs.forms.files._memory.holds(tensor) for tensor in found)
+    large = [tensor for tensors in nested for tensor in tensors if tensor.nbytes >= PAGE]
+    assert large
+    assert all(other.core.inputs.store.files._memory.holds(tensor) for tensor in large)
 
 
 @on_ranks(2)
@@ -149,33 +126,29 @@ def test_gradients_of_several_passes_add_up_in_files(tmp_path: Path) -> None:
         assert torch.equal(grad, values)
 
 
-def saves_and_loads(folder: Path, saved: Path) -> None:
-    model = Tower(width=48)
-    (plain, one), (kept, other) = made(model, None), made(model, folder)
-    train(kept, other, steps=2)
-    train(plain, one, steps=2)
+@on_ranks(2)
+def test_checkpoints_are_those_of_memory(tmp_path: Path) -> None:
+    model, saved = Tower(width=48), tmp_path / "saved"
+    (plain, one), (kept, other) = made(model, None), made(model, tmp_path)
+    train(kept, other, 2)
+    train(plain, one, 2)
     checkpoint.save(saved, model=kept, optimizer=other)
-    train(kept, other, steps=2)
+    train(kept, other, 2)
     checkpoint.load(saved, model=kept, optimizer=other)
     assert_alike(plain, kept)
     assert_same_state(one, other)
     other.zero_grad()
     assert_kept(other)
-    assert train(kept, other, steps=2) == train(plain, one, steps=2)
+    assert train(kept, other, 2) == train(plain, one, 2)
     whole, third = made(model, None)
     checkpoint.load(saved, model=whole, optimizer=third)
-    train(whole, third, steps=2)
+    train(whole, third, 2)
     assert_alike(whole, kept)
     extra = nn.Parameter(torch.ones(64, 64))
     other.add_param_group({"params": [extra]})
     extra.grad = torch.ones(64, 64)
     other.step()
     assert (extra != 1).all()
-
-
-def test_checkpoints_are_those_of_memory(ranks2: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    ranks2.run(saves_and_loads, tmp_path / "files", tmp_path / "saved")
 
 
 class Counting(torch.optim.SGD):
@@ -191,8 +164,7 @@ class Counting(torch.optim.SGD):
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
     model = Tower(width=48)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    before, optimizer = state_of(model), adamw(model)
 
     def wrap(offload: Any, using: ZeroRedundancyOptimizer = optimizer) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(model, using, units=[*model.blocks], offload=offload)
@@ -219,9 +191,8 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(tmp_
         patch.setattr(sys, "platform", "darwin")
         with pytest.raises(ValueError, match="on Linux only"):
             wrap(Offload(tmp_path, BUDGET))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-    train(wrap(Offload(tmp_path, BUDGET)), optimizer, steps=1)
+    assert_equal(state_of(model), before)
+    train(wrap(Offload(tmp_path, BUDGET)), optimizer, 1)
 
 
 def test_an_offload_names_a_folder_and_bytes(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fully import Tower, assert_equal, batch, state_of
 from modelled import StreamsModel, modelled_streams
 from pool import Ranks, on_ranks
-from test_fully_sharded import Tower, batch
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.compat.streams import HostCopy, LateCopies
 from zero_optim.ddp import (
@@ -40,13 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     "masters": {"dtype": torch.bfloat16, "of_optimizer": {"master_dtype": torch.float32}},
     "an optimizer that has stepped": {"before": 2, "of_optimizer": {"ema_decay": 0.9}},
 }
-
-
-class Rounded(Tower):
-    """A tower that takes what it is given in the dtype of its parameters."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.first.weight.dtype))
 
 
 def built(model: nn.Module, offload: Any, given: dict[str, Any], early: Sequence[Tensor] = ()) -> Any:
@@ -99,14 +92,13 @@ def brought(param: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
 
 def assert_on_host(streams: StreamsModel, optimizer: ZeroRedundancyOptimizer) -> None:
     """Rows, gradients, state, masters and averages are not on the device."""
-    rows = [bucket.row for bucket in optimizer.core.sharding.unit_buckets()]
+    rows = [bucket.row for bucket in optimizer.core.sharding.row_buckets]
     grads = [getattr(param.grad, "piece", param.grad) for param in optimizer.owned_parameters()]
     beside = [value for entries in optimizer.state.values() for value in entries.values() if value.dim()]
-    found = {streams.kind_of(each) for each in (*rows, *grads) if each is not None and each.numel()}
-    assert found == {"pinned"}, found
-    found = {streams.kind_of(each) for each in beside}
+    kinds = {streams.kind_of(each) for each in (*rows, *grads) if each is not None and each.numel()}
+    assert kinds == {"pinned"}, kinds
     assert beside
-    assert "device" not in found, found
+    assert "device" not in map(streams.kind_of, beside)
 
 
 def assert_ordered(streams: StreamsModel) -> None:
@@ -114,7 +106,7 @@ def assert_ordered(streams: StreamsModel) -> None:
     races = streams.settle()
     # Norms, state that moves and values that are compared are brought to the group's device, and from it, by
     # its name: the model's host has the same one.
-    named = ("_exchanged", "move", "_digests")
+    named = ("exchanged", "move", "digests")
     mixed = [each for each in streams.mixed() if not any(name in each for name in named)]
     assert not races, str(races[0])
     assert not mixed, mixed[0]
@@ -122,7 +114,7 @@ def assert_ordered(streams: StreamsModel) -> None:
 
 def run(given: dict[str, Any], offload: Any) -> dict[str, Tensor]:
     """Train, write and train on; gives the state dict."""
-    model, inputs = Rounded().to(given.get("dtype", torch.float32)), [batch(step) for step in range(6)]
+    model, inputs = Tower().to(given.get("dtype", torch.float32)), [batch(step) for step in range(6)]
     early = [batch(100 + step) for step in range(given.get("before", 0))]
     with modelled_streams(checks=False) if offload else nullcontext() as streams:
         with loading_beside_leaves() if offload else nullcontext():
@@ -134,13 +126,10 @@ def run(given: dict[str, Any], offload: Any) -> dict[str, Tensor]:
         if streams is not None:
             assert_on_host(streams, optimizer)
             assert wrapped.units.nbytes_live() == 0
+        state = state_of(wrapped)
         if given.get("of_optimizer", {}).get("ema_decay"):
             with optimizer.averaged_weights():
-                averaged = wrapped.state_dict()
-            state = {**wrapped.state_dict(), **{f"average {name}": averaged[name] for name in averaged}}
-        else:
-            state = wrapped.state_dict()
-        state = {name: value.clone() for name, value in state.items()}
+                state.update({f"average {name}": value for name, value in state_of(wrapped).items()})
         if streams is not None:
             assert_ordered(streams)
     return state
@@ -149,15 +138,7 @@ def run(given: dict[str, Any], offload: Any) -> dict[str, Tensor]:
 @on_ranks(2)
 @pytest.mark.parametrize("name", CASES)
 def test_training_has_the_bits_of_rows_on_the_device(name: str) -> None:
-    want, got = run(CASES[name], None), run(CASES[name], "cpu")
-    assert want.keys() == got.keys()
-    for key, value in want.items():
-        assert torch.equal(got[key], value), key
-
-
-def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
+    assert_equal(run(CASES[name], "cpu"), run(CASES[name], None))
 
 
 @on_ranks(2)

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from fully import BUDGET, Tower, adamw, assert_alike, assert_equal, loss_of, state_of, train
+from meshes import mesh_of
 from modelled import modelled_streams
 from pool import Ranks, on_ranks
-from test_fully_sharded import Tower, batch, train
-from test_mesh import assert_alike, assert_equal_everywhere, mesh_of
-from test_offload import BUDGET, assert_same_state
-from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
+from test_mesh import assert_equal_everywhere
+from test_offload import assert_same_state
+from zero_optim import RemoteRankError, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, Offload, unsharded
-from zero_optim.shard import unit_gathers
-from zero_optim.shard.mapped import PAGE
+from zero_optim.units import gathers as unit_gathers
+from zero_optim.units.mapped import PAGE
 
 
 def over_all(model: nn.Module, folder: Path | str | None, *, first: bool = True) -> Any:
@@ -27,17 +28,17 @@ def over_all(model: nn.Module, folder: Path | str | None, *, first: bool = True)
     options: dict[str, Any] = {"units": [*own.blocks], "mesh": mesh}  # type: ignore[misc]
     options["offload"] = Offload(folder, BUDGET) if isinstance(folder, Path) else folder
     if first:
-        optimizer = ZeroRedundancyOptimizer(own.parameters(), torch.optim.AdamW, lr=1e-2)
+        optimizer = adamw(own)
         return FullyShardedDataParallel(own, optimizer, **options), optimizer
     wrapped = FullyShardedDataParallel(own, **options)
-    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-2)
+    return wrapped, adamw(wrapped)
 
 
 def trains_alike(folder: Path) -> None:
     model = Tower(width=48)
     (plain, one), (kept, other) = over_all(model, None), over_all(model, folder)
     for round_ in range(2):
-        assert train(kept, other, steps=2) == train(plain, one, steps=2), round_
+        assert train(kept, other, 2) == train(plain, one, 2), round_
         for wrapped in (plain, kept):
             with torch.no_grad(), unsharded(wrapped.module):
                 wrapped.module.first.weight.mul_(2)
@@ -49,7 +50,7 @@ def trains_alike(folder: Path) -> None:
     ]
     large = [each for each in copies if each.nbytes >= PAGE]
     assert large
-    assert all(other.core.inputs.forms.files._memory.holds(each) for each in large)
+    assert all(other.core.inputs.store.files._memory.holds(each) for each in large)
     assert kept.units.nbytes_live() == 0
 
 
@@ -62,51 +63,42 @@ def test_with_several_ranks_in_a_replica_too(ranks4: Ranks, tmp_path: Path) -> N
     ranks4.run(trains_alike, tmp_path)
 
 
-def step_on(wrapped: Any, optimizer: ZeroRedundancyOptimizer, inputs: list[Tensor]) -> None:
-    for x in inputs:
-        optimizer.zero_grad()
-        wrapped(x).square().mean().backward()
-        optimizer.step()
-
-
 @on_ranks(2)
 @pytest.mark.not_late("the model of streams has collectives of its own")
 def test_copies_are_on_the_host_where_rows_are() -> None:
-    model, inputs = Tower(), [batch(step) for step in range(4)]
+    model = Tower()
     plain, one = over_all(model, None)
     with modelled_streams(checks=False) as streams:
         kept, other = over_all(model, "cpu")
-        step_on(kept, other, inputs)
-        state = kept.state_dict()
+        for step in range(4):
+            other.zero_grad()
+            loss_of(kept, step).backward()
+            other.step()
+        state = state_of(kept)
         columns = kept.units.supply.gathers._columns.values()
         places = {streams.kind_of(each) for column in columns for each in column._copies.values()}
         assert places == {"pinned"}, places
         streams.current_stream.synchronize()
         races = streams.settle()
         assert not races, str(races[0])
-    step_on(plain, one, inputs)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value), name
+    train(plain, one, 4)
+    assert_equal(state, state_of(plain))
 
 
-def saves_and_loads(folder: Path, saved: Path) -> None:
-    model = Tower(width=48)
-    (plain, one), (kept, other) = over_all(model, None, first=False), over_all(model, folder, first=False)
-    train(kept, other, steps=2)
-    train(plain, one, steps=2)
+@on_ranks(2)
+def test_an_optimizer_that_comes_later_and_checkpoints_keep_them_there(tmp_path: Path) -> None:
+    model, saved = Tower(width=48), tmp_path / "saved"
+    (plain, one), (kept, other) = over_all(model, None, first=False), over_all(model, tmp_path, first=False)
+    train(kept, other, 2)
+    train(plain, one, 2)
     checkpoint.save(saved, model=kept, optimizer=other)
-    train(kept, other, steps=2)
+    train(kept, other, 2)
     checkpoint.load(saved, model=kept, optimizer=other)
-    assert_alike(plain.module, kept.module)
+    assert_alike(plain, kept)
     other.consolidate_state_dict(to=None)
     one.load_state_dict(other.state_dict())
     assert_same_state(one, other)
-    assert train(kept, other, steps=2) == train(plain, one, steps=2)
-
-
-def test_an_optimizer_that_comes_later_and_checkpoints_keep_them_there(ranks2: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    ranks2.run(saves_and_loads, tmp_path / "files", tmp_path / "saved")
+    assert train(kept, other, 2) == train(plain, one, 2)
 
 
 @on_ranks(2, forked=True)

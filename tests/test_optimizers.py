@@ -177,7 +177,7 @@ def with_cuts() -> Iterator[Any]:
         yield pytest.param(name, marks=() if name in bearing else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", with_cuts())
+@pytest.mark.parametrize("name", list(with_cuts()))
 def test_class_gives_the_same_bits_where_parameters_may_be_cut(ranks2: Ranks, name: str) -> None:
     ranks2.run(check_all_options_cut, name)
 

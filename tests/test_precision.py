@@ -21,6 +21,7 @@ from training import (
     params_of,
     set_grads,
     twin,
+    whole,
 )
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.step.averages import EMA
@@ -62,17 +63,14 @@ def test_narrow_parameters_are_stepped_through_masters_of_their_owner(dtype: tor
     assert all(master.dtype == torch.float32 for master in masters)
     assert sharded.state_nbytes() >= sum(3 * 4 * p.numel() for p in owned if p.dtype == dtype)
 
-    sharded.consolidate_state_dict(to=0)
-    box = [sharded.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
+    saved = whole(sharded)
     for index, q in enumerate(wide[:-1]):
-        assert torch.equal(box[0]["state"][index][MASTER], q)
-    assert MASTER not in box[0]["state"][len(wide) - 1]
+        assert torch.equal(saved["state"][index][MASTER], q)
+    assert MASTER not in saved["state"][len(wide) - 1]
     again = ZeroRedundancyOptimizer(
         low_precision(dtype), torch.optim.AdamW, parameters_as_bucket_view=view, master_dtype=torch.float32
     )
-    again.load_state_dict(box[0])
+    again.load_state_dict(saved)
     with torch.no_grad():
         for p, q in zip(params_of(again), params, strict=True):
             p.copy_(q)
@@ -150,18 +148,18 @@ def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(kind: str) -
     set_grads(params, 0)
     sharded.step()
     sharded.consolidate_state_dict(to=None)
-    whole = sharded.state_dict()
+    before = sharded.state_dict()
     index = list(sharded.owners().values()).index(1)
     wrong = {
         "one element": torch.zeros(1),
         "meta": torch.empty_like(params[index], device="meta"),
         "complex": torch.zeros_like(params[index], dtype=torch.complex64),
     }
-    bad = {**whole, "state": {**whole["state"], index: {**whole["state"][index], EMA: wrong[kind]}}}
+    bad = {**before, "state": {**before["state"], index: {**before["state"][index], EMA: wrong[kind]}}}
     with pytest.raises(ValueError, match=f"expected '{EMA}' of a parameter of shape"):
         sharded.load_state_dict(bad)
     sharded.consolidate_state_dict(to=None)
-    assert_same_state(sharded.state_dict(), whole)
+    assert_same_state(sharded.state_dict(), before)
 
 
 @on_ranks(2)
@@ -219,12 +217,8 @@ def test_averaged_weights_are_those_of_every_step_and_travel_with_the_state(
     params[0].requires_grad_(True)
     held = [entries[EMA] for entries in sharded.state.values()]
     assert sum(e.numel() for e in held) == sum(p.numel() for p in sharded.owned_parameters())
-    sharded.consolidate_state_dict(to=1)
-    box = [sharded.state_dict() if dist.get_rank() == 1 else None]
-    dist.broadcast_object_list(box, src=1)
-    assert box[0] is not None
     again = ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, **options)
-    again.load_state_dict(box[0])
+    again.load_state_dict(whole(sharded))
     train(again, range(4, 7))
 
 
@@ -370,12 +364,8 @@ def test_the_average_of_a_complex_parameter_is_loaded_whole() -> None:
         for step in range(2):
             set_grads(params, step)
             saved.step()
-        saved.consolidate_state_dict(to=0)
-        box = [saved.state_dict() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        assert box[0] is not None
         loaded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, **options)
-        loaded.load_state_dict(box[0])
+        loaded.load_state_dict(whole(saved))
         held, again = ([e[EMA] for e in one.state.values()] for one in (saved, loaded))
         assert all(average.is_complex() for average in held)
         assert_same_bits(again, held, "loaded")

@@ -6,7 +6,7 @@ A step that is skipped is not reached, as with the classes of ``torch.optim``.
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -94,44 +94,40 @@ def train(
     return told
 
 
-def scales_alike(way: str, unscales: bool, kind: Any = torch.amp.GradScaler) -> None:
+def scales_alike(ways: Iterable[str], unscales: bool, kind: Any = torch.amp.GradScaler) -> None:
     plain = TorchDDP(Net())
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), new_scaler(), unscales)
     assert [calls for calls, _ in expected] == [1, 1, 1, 2, 3]
-    model = Net()
-    optimizer = sharded_adamw(model)
-    wrapped = WRAPPERS[way](model, optimizer)
-    assert train(wrapped, optimizer, new_scaler(kind), unscales) == expected
-    assert not {"found_inf", "grad_scale"} & set(vars(optimizer))
-    got = wrapped.state_dict().values() if way == "fully sharded" else model.parameters()
-    assert_same_bits([value.detach() for value in got], list(plain.parameters()))
+    for way in ways:
+        model = Net()
+        optimizer = sharded_adamw(model)
+        wrapped = WRAPPERS[way](model, optimizer)
+        assert train(wrapped, optimizer, new_scaler(kind), unscales) == expected, way
+        assert not {"found_inf", "grad_scale"} & set(vars(optimizer)), way
+        got = wrapped.state_dict().values() if way == "fully sharded" else model.parameters()
+        assert_same_bits([value.detach() for value in got], list(plain.parameters()), way)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_"])
-@pytest.mark.parametrize("way", WRAPPERS)
-def test_a_step_that_a_scaler_skips_is_not_reached_on_any_rank(
-    ranks2: Ranks, way: str, unscales: bool
-) -> None:
-    ranks2.run(scales_alike, way, unscales)
+def test_a_step_that_a_scaler_skips_is_not_reached_on_any_rank(unscales: bool) -> None:
+    scales_alike(WRAPPERS, unscales)
 
 
-@pytest.mark.parametrize("way", ["DDP", "gradients sharded"])
-def test_pytorchs_scaler_for_shards_comes_to_the_same(ranks2: Ranks, way: str) -> None:
-    ranks2.run(scales_alike, way, True, agreeing_scaler)
+@on_ranks(2)
+def test_pytorchs_scaler_for_shards_comes_to_the_same() -> None:
+    scales_alike(["DDP", "gradients sharded"], True, agreeing_scaler)
 
 
-def says_that_the_scaler_decides(way: str) -> None:
-    model = Net()
-    optimizer = sharded_adamw(model)
-    wrapped = WRAPPERS[way](model, optimizer)
-    assert not optimizer._step_supports_amp_scaling
-    wrapped(torch.ones(1, 6), 0.5).backward()
-    assert not optimizer._step_supports_amp_scaling
-
-
-def test_the_optimizer_tells_whoever_asks_that_the_scaler_decides(ranks2: Ranks) -> None:
-    for way in WRAPPERS:
-        ranks2.run(says_that_the_scaler_decides, way)
+@on_ranks(2)
+def test_the_optimizer_tells_whoever_asks_that_the_scaler_decides() -> None:
+    for wrap in WRAPPERS.values():
+        model = Net()
+        optimizer = sharded_adamw(model)
+        wrapped = wrap(model, optimizer)
+        assert not optimizer._step_supports_amp_scaling
+        wrapped(torch.ones(1, 6), 0.5).backward()
+        assert not optimizer._step_supports_amp_scaling
 
 
 # ---------------------------------------------------------------------- who owns what

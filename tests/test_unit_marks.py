@@ -1,6 +1,9 @@
-"""Ranks that gather different units of a fully sharded model raise, and say which; they never mix rows."""
+"""Ranks that gather different units raise and say which: they never mix rows, and gloo does not end them."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,102 +11,183 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stalling import Outcome, outcomes
+from fully import NARROW
+from meshes import mesh_of
+from stalling import TIMEOUT, Outcome, about_to_stall, outcomes
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.ddp import FullyShardedDataParallel
 
 WHAT = "ranks gather different parts of a fully sharded model: "
+EQUAL, UNEVEN = (8, 8, 8, 8), (8, 40, 4, 24)  # widths of blocks
+
+
+class Stops(torch.autograd.Function):
+    """Raises in its backward pass where it is told to."""
+
+    place = ""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: str) -> Tensor:
+        ctx.place = place
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if Stops.place == ctx.place:
+            raise ArithmeticError("on purpose")
+        return grad, None
 
 
 class Routed(nn.Module):
-    """Blocks of one size, one of which may be left out."""
+    """Blocks, one of which may be left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in widths
+        )
         self.left_out: int | None = None
+        self.stops = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for number, block in enumerate(self.blocks):
             if number != self.left_out:
-                x = block(x)
+                x = in_backward_of("model", block(x))
+            if self.stops and number == 2:
+                raise ArithmeticError("on purpose")
         return x
 
 
-def trained(**options: bool) -> tuple[FullyShardedDataParallel, Routed, Callable[[], None]]:
-    """Train for two steps; gives what trains for one more."""
+def in_backward_of(place: str, x: Tensor) -> Tensor:
+    return Stops.apply(x, place)  # type: ignore[no-any-return]
+
+
+Trained = tuple[Any, Callable[[], Tensor], Callable[[], None]]
+
+
+def trained(widths: tuple[int, ...], **options: Any) -> Trained:
+    """Train for two steps; gives the wrapper, what computes the loss, and what takes one more step."""
     torch.manual_seed(0)
-    model = Routed()
+    model = Routed(widths)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks, **options)
 
+    def loss() -> Tensor:
+        return in_backward_of("loss", wrapped(torch.ones(2, 8))).sum()
+
     def step() -> None:
         optimizer.zero_grad()
-        wrapped(torch.ones(2, 8)).sum().backward()
+        loss().backward()
         optimizer.step()
 
     step()
     step()
-    return wrapped, model, step
+    return wrapped, loss, step
 
 
-def another_route_without_gradients() -> None:
-    wrapped, model, step = trained()
-    model.left_out = 1 + dist.get_rank()
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+def another_route_without_gradients(widths: tuple[int, ...]) -> None:
+    wrapped, loss, step = trained(widths)
+    wrapped.module.left_out = 1 + dist.get_rank()
     with torch.no_grad():
-        wrapped(torch.ones(2, 8))
-    model.left_out = None
+        loss()
+    wrapped.module.left_out = None
     step()
     step()
 
 
-def another_route_in_training() -> None:
-    _, model, step = trained(find_unused_parameters=True)
-    model.left_out = 1 + dist.get_rank()
+def another_route_in_training(widths: tuple[int, ...]) -> None:
+    wrapped, _, step = trained(widths, find_unused_parameters=True)
+    wrapped.module.left_out = 1 + dist.get_rank()
     step()
+    wrapped.module.left_out = None
     step()
 
 
-def one_block_each() -> None:
-    _, model, _ = trained()
+def one_block_each(widths: tuple[int, ...]) -> None:
+    wrapped, _, _ = trained(widths)
     with torch.no_grad():
-        model.blocks[2 * dist.get_rank()](torch.ones(2, 8))
+        wrapped.module.blocks[2 * dist.get_rank()](torch.ones(2, 8))
 
 
-def one_evaluation_more() -> None:
-    wrapped, _, step = trained()
+def one_evaluation_more(widths: tuple[int, ...]) -> None:
+    _, loss, step = trained(widths)
     with torch.no_grad():
         for _ in range(3 - dist.get_rank()):
-            wrapped(torch.ones(2, 8))
+            loss()
     step()
 
 
-def state_of_one_rank() -> None:
-    wrapped, _, step = trained()
-    if dist.get_rank() == 0:
+def state_of_one_rank(widths: tuple[int, ...]) -> None:
+    wrapped, _, step = trained(widths)
+    if is_first():
         wrapped.state_dict()
     step()
 
 
-def said(differs: Callable[[], None]) -> str:
+def one_training_pass_more(widths: tuple[int, ...]) -> None:
+    _, loss, step = trained(widths)
+    if is_first():
+        loss()
+    step()
+
+
+def an_error_in_forward(widths: tuple[int, ...]) -> None:
+    wrapped, _, step = trained(widths)
+    wrapped.module.stops = is_first()
+    with suppress(ArithmeticError):
+        step()
+    wrapped.module.stops = False
+    step()
+
+
+def an_error_in_backward(widths: tuple[int, ...], place: str = "loss", **options: Any) -> None:
+    _, _, step = trained(widths, **options)
+    Stops.place = place if is_first() else ""
+    with suppress(ArithmeticError):
+        step()
+    Stops.place = ""
+    step()
+
+
+def an_error_in_the_model_in_backward(widths: tuple[int, ...]) -> None:
+    about_to_stall()
+    an_error_in_backward(widths, "model", timeout=TIMEOUT)
+
+
+def state_of_another_module(widths: tuple[int, ...]) -> None:
+    wrapped, _, _ = trained(widths, mixed_precision=NARROW)
+    wrapped.module.blocks[1 + is_first()].state_dict()
+
+
+def another_module_of_a_replica(widths: tuple[int, ...]) -> None:
+    wrapped, _, _ = trained(widths, mesh=mesh_of(2))
+    with torch.no_grad():
+        wrapped.module.blocks[dist.get_rank() % 2](torch.ones(2, 8))
+
+
+def said(differs: Callable[..., object], *args: Any) -> str:
     try:
-        differs()
+        differs(*args)
     except RankMismatchError as error:
         return str(error)
     return "trained"
 
 
-def said_in_rows(differs: Callable[[], None]) -> str:
+def said_in_rows(differs: Callable[..., object], *args: Any) -> str:
     """Send as other backends do, which have no tags: the marks are in the rows."""
     with mock.patch.object(TRANSPORTS["gloo"], "waits_on_host", False):
-        return said(differs)
+        return said(differs, *args)
 
 
 def check(ended: list[Outcome], *parts: str) -> None:
-    """One rank raises, with some words; the other too, or it hears that the first one has ended."""
+    """One rank raises, with some words; the others too, or they hear that it has ended."""
     told = [outcome.said for outcome in ended if str(outcome.said).startswith(WHAT)]
     assert told, ended
     assert all(str(outcome.said).startswith((WHAT, "StalledError")) for outcome in ended), ended
@@ -111,43 +195,69 @@ def check(ended: list[Outcome], *parts: str) -> None:
         assert part in told[0], (part, told)
 
 
+ROOT, OUTSIDE = "the outermost unit", "a forward pass without gradients"
+EVALUATES, TRAINS = f"{ROOT}, for {OUTSIDE}", f"{ROOT}, for a forward pass in training"
+
+
 @pytest.mark.parametrize(
     ("differs", "parts"),
     [
-        (
-            another_route_without_gradients,
-            ("unit blocks.1, for a forward pass", "unit blocks.2, for a forward"),
-        ),
+        (another_route_without_gradients, ("unit blocks.1, for a forw", "unit blocks.2, for a forw")),
         (another_route_in_training, ("unit blocks.1, for a ", "unit blocks.2, for a ")),
         (
             one_block_each,
-            (
-                "rank 0: unit blocks.0, for a forward pass without gradients",
-                "rank 1: unit blocks.2, for a forward pass without gradients",
-            ),
+            (f"rank 0: unit blocks.0, for {OUTSIDE}", f"rank 1: unit blocks.2, for {OUTSIDE}"),
         ),
-        (
-            one_evaluation_more,
-            (
-                "rank 0: the outermost unit, for a forward pass without gradients",
-                "rank 1: the outermost unit, for a forward pass in training",
-            ),
-        ),
+        (one_evaluation_more, (f"rank 0: {EVALUATES}", f"rank 1: {TRAINS}")),
         (
             state_of_one_rank,
-            (
-                "rank 0: the outermost unit, for unsharded() or a state dict",
-                "rank 1: the outermost unit, for a forward pass in training",
-            ),
+            (f"rank 0: {ROOT}, for unsharded() or a state dict", f"rank 1: {TRAINS}"),
         ),
     ],
 )
 def test_ranks_that_gather_different_units_raise_and_name_them(
-    differs: Callable[[], None], parts: tuple[str, ...]
+    differs: Callable[..., None], parts: tuple[str, ...]
 ) -> None:
-    check(outcomes(2, said, differs), *parts)
+    check(outcomes(2, said, differs, EQUAL), *parts)
 
 
 @pytest.mark.parametrize("differs", [another_route_in_training, one_block_each, one_evaluation_more])
-def test_marks_in_the_rows_tell_the_same(differs: Callable[[], None]) -> None:
-    check(outcomes(2, said_in_rows, differs), "rank 0: ", "rank 1: ", " unit")
+def test_marks_in_the_rows_tell_the_same(differs: Callable[..., None]) -> None:
+    check(outcomes(2, said_in_rows, differs, EQUAL), "rank 0: ", "rank 1: ", " unit")
+
+
+@pytest.mark.parametrize(
+    ("differs", "size"),
+    [
+        (one_training_pass_more, 3),
+        (another_route_without_gradients, 2),
+        (another_route_in_training, 3),
+        (an_error_in_forward, 2),
+        (an_error_in_backward, 2),
+        (state_of_another_module, 2),
+        (another_module_of_a_replica, 4),
+    ],
+)
+def test_ranks_that_gather_units_of_different_sizes_raise(differs: Callable[..., None], size: int) -> None:
+    ended = outcomes(size, said, differs, UNEVEN)
+    assert all(outcome.exitcode == 0 for outcome in ended), ended
+    check(ended)
+
+
+def test_where_a_rank_ends_its_broken_pass_and_others_gather_all_raise() -> None:
+    ended = outcomes(2, said, an_error_in_the_model_in_backward, UNEVEN)
+    assert all(outcome.exitcode == 0 for outcome in ended), ended
+    assert all(str(outcome.said).startswith((WHAT, "StalledError")) for outcome in ended), ended
+
+
+def gathers_after_a_difference() -> list[str]:
+    wrapped, loss, _ = trained(UNEVEN)
+    blocks, x = wrapped.module.blocks, torch.ones(2, 8)
+    calls = [partial(blocks[is_first()], x), loss, wrapped.module.state_dict, partial(blocks[2], x)]
+    return [said(call) for call in calls]
+
+
+def test_after_a_difference_every_gather_raises_the_same() -> None:
+    for outcome in outcomes(2, gathers_after_a_difference):
+        assert outcome.said[0].startswith(WHAT)
+        assert set(outcome.said) == {outcome.said[0]}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fully import Block, Tower, fully, loss_of, train
 from pool import on_ranks
 from process_memory import anonymous_nbytes
-from test_fully_sharded import Block, Tower, adamw, batch, train
-from zero_optim.ddp import FullyShardedDataParallel, unsharded
-from zero_optim.shard.unit_memory import FreePages, PagedMemory, UnitMemory
+from zero_optim.ddp import unsharded
+from zero_optim.units.memory import FreePages, PagedMemory, UnitMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages can be moved on Linux only")
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def test_while_units_come_in_another_order_than_before_nothing_waits() -> None:
 
 
 def test_a_period_that_never_ends_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_optim.shard.unit_memory._MOST_NOTED", 6)
+    monkeypatch.setattr("zero_optim.units.memory._MOST_NOTED", 6)
     pages = FreePages()
     stays, comes = memory(pages, 2 * MIB), memory(pages, 2 * MIB)
     stays.grow()
@@ -220,7 +220,7 @@ def test_pages_that_cannot_be_moved_are_replaced(monkeypatch: pytest.MonkeyPatch
 
 
 def test_where_the_system_cannot_move_pages_storages_are_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_optim.shard.unit_memory.page_moves", lambda: None)
+    monkeypatch.setattr("zero_optim.units.memory.page_moves", lambda: None)
     made = FreePages().memory(1024, torch.float32, CPU)
     assert type(made) is UnitMemory
     made.free()
@@ -263,10 +263,9 @@ class Keeping(Block):
 @on_ranks(2)
 def test_views_that_somebody_keeps_show_nan_while_the_unit_is_freed() -> None:
     model = Tower()
-    model.blocks[0] = Keeping(24)
-    optimizer = adamw(model)
-    wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks)
-    loss = wrapped(batch(0)).square().mean()
+    model.blocks[0] = Keeping()
+    wrapped, optimizer = fully(model)
+    loss = loss_of(wrapped, 0)
     weight = model.blocks[0].up.weight
     for read in (torch.sum, torch.Tensor.tolist, torch.clone, lambda view: view @ view.t()):
         for view in KEPT.values():
@@ -289,7 +288,7 @@ def test_views_that_somebody_keeps_show_nan_while_the_unit_is_freed() -> None:
 @on_ranks(2)
 def test_sharing_whole_parameters_is_refused() -> None:
     model = Tower()
-    wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
+    wrapped, _ = fully(model)
     message = "memory of a fully sharded model's parameters was replaced"
     with pytest.raises(RuntimeError, match=message), unsharded(wrapped):
         model.blocks[0].up.weight.data.share_memory_()  # type: ignore[no-untyped-call]

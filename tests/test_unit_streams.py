@@ -5,7 +5,7 @@ import torch
 from fake_streams import FakeStream, fake_streams
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.layout import whole
-from zero_optim.shard.units import UnitBucket
+from zero_optim.units.bucket import UnitBucket
 
 
 def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
@@ -15,7 +15,7 @@ def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
         bucket.take_in({param: param.clone() for param in params})
         bucket.let_go()
         flat = bucket.fill()
-        bucket.coming = Pending([], [flat], lambda: bucket.settle(flat))
+        bucket.gathers.start(lambda: Pending([], [flat], lambda: bucket.settle(flat)))
         bucket.arrive()
         come = streams.events[-1]
         bucket.arrive()

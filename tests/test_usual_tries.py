@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from fully import Block, Tower, adamw, batch
 from pool import on_ranks
-from test_fully_sharded import Block, Tower, adamw, batch
 from training import make_params
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel

@@ -24,7 +24,6 @@ from zero_optim.iteration import Iteration
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.claims import group_of_claim
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.state import dicts, rebinding, views
 from zero_optim.state.building import add_group, build
@@ -32,6 +31,7 @@ from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE, Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.spec import OptimizerSpec
+from zero_optim.units.registration import registration_in
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -156,7 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         params = held(params)
         if process_group is None:
-            process_group = group_of_claim(params)
+            process_group = registration_in(params).process_group
         default, given = OptimizerSpec(optimizer_class, defaults), ranks_of(process_group)
         group = patient(RankGroup.of(given.process_group, params), timeout)
         watch(self, group, on_stall)
@@ -501,7 +501,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self.core.ranks.is_let_go:
             return
-        if self.core.inputs.units:
+        if self.core.inputs.store.units:
             raise RuntimeError(
                 "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"
@@ -607,27 +607,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Return what this rank communicated since the last call, for any logger. No communication.
 
-        The first call counts from the construction. A copy of the optimizer counts from zero.
+        The first call counts from the construction; a copy of the optimizer counts from zero.
 
-        - ``exposed_seconds/PHASE``: how long communication held callers up: waits, also for late ranks, and
-          on the CPU packing and adding up. Work of a thread beside them is left out. On an accelerator only
-          waits of the CPU count; with NCCL it does not wait. See Note [Exposed seconds] in
-          `zero_optim.comm.traffic`.
+        - ``exposed_seconds/PHASE``: how long callers waited for communication, also for late ranks, and
+          packed and added up for it on the CPU; not work of a thread beside them, nor waits of an
+          accelerator: Note [Exposed seconds] in `zero_optim.comm.traffic`.
         - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] there.
-        - ``collectives/PHASE``: the number of collectives.
-        - ``steps``: the number of steps, to divide by.
+        - ``collectives/PHASE``, ``steps``: how many.
 
-        The phases:
-
-        - ``gather``: owners send parameters.
-        - ``reduce``: gradients go to their owners, or `zero_optim.hooks.zero_step` averages them. Other
-          reductions are DDP's; ours has ``metrics()`` too, with its wait for a comm hook.
-        - ``clip``: `clip_grad_norm_`.
-        - ``agree``: messages at construction, for a closure or ``Join``, and of the scalers of sharded
-          gradients.
-        - ``state``: consolidated states, and state dicts that one rank deals out. Not checkpoints.
-        - ``mirror``: what goes to the buddy, with ``mirror=True``.
-        - ``total``: all of them.
+        Phases: ``gather`` (owners send parameters), ``reduce`` (gradients go to their owners, or are averaged
+        by `zero_optim.hooks.zero_step`; our DDP has ``metrics()`` for its own reductions), ``clip``,
+        ``agree`` (at construction, for a closure or ``Join``, of scalers of sharded gradients), ``state``
+        (consolidated or dealt out by one rank; not checkpoints), ``mirror``, and ``total``.
 
         Args:
             reset: count from zero again; False leaves the counts alone, for a second reader.

@@ -34,17 +34,9 @@ class UnitChoice:
 
 
 def choose_units(model: nn.Module, units: Units) -> UnitChoice:
-    """Choose the units of a model.
+    """Choose the units of a model, "auto": as small as possible, but at least `AUTO_PART`.
 
-    Args:
-        model: the outermost module.
-        units: modules, in a list or a container; or classes, whose instances are units; or a function that
-            tells of a module whether it is one; or "auto": as small as possible, but at least `AUTO_PART`.
-
-    Raises:
-        TypeError: ``units`` is something else.
-        ValueError: a module is none of the model's, or is never called itself, so that nobody sees its turn;
-            or no module is of a class.
+    TypeError or ValueError if a unit is no module of the model, or is never called itself.
     """
     named = {module: name for name, module in model.named_modules()}
     read_by = _read_by_others(model)

@@ -44,9 +44,9 @@ from zero_optim.ddp.owners.wrapper_checks import (
 )
 from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim
-from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.state.rebinding import shard_parameters
+from zero_optim.units.registration import Registration, is_registered
+from zero_optim.units.store import Store
 
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
 _IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
@@ -106,18 +106,10 @@ class Asked:
 
 
 class UnitConstruction:
-    """The units of a model, until buckets hold their parameters. Checks what was asked for, and chooses them.
+    """The units of a model, until buckets hold their parameters. Checks the arguments, and chooses them.
 
-    Args:
-        module: the model.
-        asked: the arguments.
-        taken_over: called with an optimizer that has taken the parameters over.
-
-    Attributes:
-        choice: with the parameters as they are now; those on the meta device were replaced.
-        claim: tells who keeps the parameters.
-        policy: the precision.
-        forms: how the parameters are kept.
+    Parameters of ``choice`` are in the place of those on the meta device. ``taken_over`` is called with an
+    optimizer that comes later.
     """
 
     def __init__(
@@ -127,7 +119,7 @@ class UnitConstruction:
             raise ValueError(
                 "the model is fully sharded already, or a part of it: wrap the whole of it, once"
             )
-        if first_claim([*module.parameters()]) is not None:
+        if any(map(is_registered, module.parameters())):
             raise ValueError(
                 "some parameters are those of another fully sharded model, or of one whose wrapping broke "
                 "off: put all modules into one, or build the model anew"
@@ -140,12 +132,11 @@ class UnitConstruction:
         self._replaced = leave_meta(module, place)
         unit_of = {self._replaced.get(param, param): number for param, number in choice.unit_of.items()}
         self.choice = replace(choice, unit_of=unit_of)
-        self.claim = UnitsClaim({}, len(choice.modules), taken_over)
-        self.forms = UnitForms()
+        self.registration = Registration(len(choice.modules), taken_over)
         self.stands_in = self._is_filled = False
         self._asked = asked
         hook = register_optimizer_step_pre_hook(_refuse_others)
-        weakref.finalize(self.claim, hook.remove).atexit = False
+        weakref.finalize(self.registration, hook.remove).atexit = False
 
     @property
     def module(self) -> nn.Module:
@@ -156,11 +147,11 @@ class UnitConstruction:
         """Take the parameters that an optimizer has, None for all, for their units; does not communicate."""
         names = self._names()
         owned = set(names) if optimizer is None else set(optimizer.pieces())
-        self.claim.units = {param: n for param, n in self.choice.unit_of.items() if param in owned}
-        sharded = {param: name for param, name in names.items() if param in self.claim.units}
+        units = {param: number for param, number in self.choice.unit_of.items() if param in owned}
+        sharded = {param: name for param, name in names.items() if param in units}
         keeping = keeping_for(self._asked.offload, self.choice.unit_of)
         self.policy.check(sharded, sparse_names(self.module), self._asked.accumulate)
-        self.forms = UnitForms(self.policy.compute_dtypes(sharded), keeping)
+        self.registration.store = Store(units, self.policy.compute_dtypes(sharded), keeping)
 
     def _names(self) -> dict[Tensor, str]:
         ignored = ignored_names(self.module)
@@ -171,7 +162,7 @@ class UnitConstruction:
         return [
             f"accumulate={self._asked.accumulate!r}",
             f"mixed_precision: {self.policy.describe()}",
-            f"offload={self.forms.describe()}",
+            f"offload={self.registration.store.describe()}",
         ]
 
     def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
@@ -180,11 +171,10 @@ class UnitConstruction:
         All ranks call, and it communicates.
         """
         self.stands_in = True
-        self.claim.forms = self.forms
-        self.claim.mark()
+        self.registration.mark()
         limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
         untyped: type = ZeroRedundancyOptimizer
-        params = [*self.claim.units]
+        params = [*self.registration.units]
         # A class that bears cuts, so that rows are even.
         optimizer: ZeroRedundancyOptimizer = untyped(params, torch.optim.SGD, process_group, lr=0.0, **limits)
         return optimizer
@@ -197,8 +187,7 @@ class UnitConstruction:
         group = everyone.during("agree")
         if self.stands_in:
             self._is_filled = True
-            buckets = [bucket for of_unit in self.claim.buckets for bucket in of_unit]
-            unfilled = set(self._replaced.values())
+            buckets, unfilled = self.registration.all_buckets, set(self._replaced.values())
             filler = UnitFiller(group, self.choice, buckets, unfilled, self._asked.init, syncs=syncs)
             filler.fill(self.module)
             optimizer.core.keep_unit_rows()
@@ -207,16 +196,16 @@ class UnitConstruction:
             take_values_of_first(group, self._names())
         with failing_together(everyone):  # it fails on all ranks of a replica alike
             optimizer.wait_for_gathers()
-            buckets = shard_parameters(optimizer.core, self.claim.units, self.forms)
+            rows = shard_parameters(optimizer.core, self.registration.store)
             optimizer.defaults = optimizer.core.owned.local.defaults
             self._is_filled = True
-            self.claim.mark()
-            self.claim.place(buckets, optimizer.ranks)
+            self.registration.mark()
+            self.registration.place(rows, optimizer.ranks)
 
     def give_up(self) -> None:
         """Leave the model as it was, if it was not filled yet; does not communicate."""
         if not self._is_filled:
-            self.claim.unmark([*self.claim.units])
+            self.registration.unmark([*self.registration.units])
             back_to_meta(self.module, self._replaced)
 
 
@@ -231,8 +220,7 @@ def construct(
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
     """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
 
-    Returns:
-        The units, not filled yet; the optimizer, or what stands in for it; and the mesh.
+    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh.
     """
     known = mesh = built = None
     if optimizer is not None:
@@ -290,11 +278,7 @@ class RanksToBe:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run the body, then raise on all ranks if it raised on any; all ranks enter and leave it.
-
-        Over a mesh that is a part of all ranks, the row of a rank that failed hears of it first, then each of
-        them tells its column.
-        """
+        """Run the body, then raise on all ranks if it raised on any: in rows of a mesh, then columns."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(failing_together(group))
@@ -320,7 +304,7 @@ def _refuse_others(optimizer: Optimizer, *_: object) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         params = group["params"]
-        if params and claim_of((params[0], params[-1])) is not None:
+        if params and (is_registered(params[0]) or is_registered(params[-1])):
             raise RuntimeError(
                 f"{name} has parameters of a fully sharded model, which are on their owners alone: build "
                 f"ZeroRedundancyOptimizer(wrapped.parameters(), {name}, ...)"

@@ -31,7 +31,7 @@ from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitSupply
 from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.health.unit_stamps import Purpose
-from zero_optim.shard.uncopied import Uncopied
+from zero_optim.units.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from zero_optim.ddp.owners.launch_places import LaunchPlaces
@@ -53,16 +53,8 @@ class _Call(NamedTuple):
 class UnitsInUse(Uncopied):
     """Gathers and frees the units of a model. All ranks make the same calls, in the same order; communicates.
 
-    Args:
-        supply: gathers and frees.
-        keeps: how many of the units that a forward pass used last stay whole until the backward pass; None
-            for all.
-        guards_reads: see reads in the backward pass that no output announces: Note in `saved_reads`.
-
-    Attributes:
-        unfinished: ends a state dict or a load that an exception has broken off; called before the next
-            forward pass.
-        places: where buckets of gradients are launched, between gathers; None until there is a reducer.
+    The last ``keeps`` units of a forward pass stay whole until the backward pass; None for all. The next
+    forward pass calls ``unfinished`` first, which ends state dicts that broke off.
     """
 
     def __init__(self, supply: UnitSupply, keeps: int | None, *, guards_reads: bool = True) -> None:
@@ -78,7 +70,7 @@ class UnitsInUse(Uncopied):
                 self._waiting.setdefault(index, []).append(unit)
         self._reads = SavedReads(supply.units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []
-        self.places: LaunchPlaces | None = None
+        self.places: LaunchPlaces | None = None  # until there is a reducer
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -190,16 +182,7 @@ class UnitsInUse(Uncopied):
     # ------------------------------------------------------------------ backward
 
     def _output_reached(self, number: int, place: int | None = None, passage: Passage | None = None) -> None:
-        """Make a unit whole, as the gradient of its output is there; called by the output's hook.
-
-        Args:
-            number: of the unit.
-            place: of the call, see `LaunchPlaces`.
-            passage: of the call, if it has inputs whose gradients are waited for.
-
-        Raises:
-            RuntimeError: the pass is to be differentiated itself.
-        """
+        """Make a unit whole, as the gradient of its output is there; RuntimeError with create_graph."""
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND)
         self._need_in_backward(number, place)
@@ -255,11 +238,7 @@ class UnitsInUse(Uncopied):
         self.supply.free_unused()
 
     def _break_off(self, number: int | None = None) -> None:
-        """End a backward pass after an exception; what is under way is waited for later.
-
-        Args:
-            number: of the pass, which may have ended long ago; None for the one that is under way.
-        """
+        """End the backward pass with a number, or the present one, after an exception; waits for nothing."""
         if number in (None, self._num_backwards) and self._backward.is_under_way:
             self._end_order(broke_off=True)
 
@@ -285,10 +264,7 @@ class UnitsInUse(Uncopied):
 
     @contextmanager
     def whole(self, numbers: Sequence[int], *, writes: bool) -> Iterator[None]:
-        """Make units whole for the time of a ``with``; all ranks enter and leave it.
-
-        If it `writes`, owners take over what was written.
-        """
+        """Make units whole inside a ``with``, on all ranks; owners take over what it ``writes``."""
         units = [self.units[number] for number in numbers]
         tells = not self._calls
         if tells:

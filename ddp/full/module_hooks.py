@@ -18,8 +18,8 @@ from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.state_hooks import UnitValues, hook_states
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.ddp.reducer.graph import replaced, tensors_in
-from zero_optim.shard.claims import first_claim
-from zero_optim.shard.uncopied import Uncopied
+from zero_optim.units.registration import is_registered
+from zero_optim.units.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
@@ -146,7 +146,7 @@ def units_in(module: object, hint: str) -> UnitsInUse:
     units = units_of(module)
     if units is not None:
         return units
-    if first_claim([*module.parameters()]) is not None:
+    if any(map(is_registered, module.parameters())):
         raise ValueError(
             f"this {type(module).__name__} lies inside a unit of a fully sharded model, which is made whole "
             "as one: give the module that is the unit, or one around it"

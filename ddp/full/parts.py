@@ -21,7 +21,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+from zero_optim.units.gathers import GathersFromOwners, GathersInReplicas, UnitGathers
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
@@ -30,7 +30,7 @@ def make_units(built: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]
     """Make the units, by number; `trained` are the parameters whose gradients come, in order."""
     choice, index_of = built.choice, {param: index for index, param in enumerate(trained)}
     units = []
-    for number, (name, some) in enumerate(zip(choice.names, built.claim.buckets, strict=True)):
+    for number, (name, some) in enumerate(zip(choice.names, built.registration.buckets, strict=True)):
         params = [param for bucket in some for param in bucket.params]
         has_frozen = any(param not in index_of for param in params)
         used = choice.modules[number].parameters() if has_frozen else params
@@ -102,9 +102,9 @@ def make_gathers(
     stamps: UnitStamps,
 ) -> UnitGathers:
     """Choose how units are gathered; all ranks call, and it communicates."""
-    ranks, params = optimizer.ranks, built.claim.units
+    ranks, params = optimizer.ranks, built.registration.units
     names = [f"unit {name}" if name else OUTERMOST for name in built.choice.names]
-    units = list(zip(names, built.claim.buckets, strict=True))
+    units = list(zip(names, built.registration.buckets, strict=True))
     if mesh is None or not mesh.splits_state:
         return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(units, ranks))
     parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
@@ -115,7 +115,7 @@ def make_gathers(
         reducer = reference()
         return 0 if reducer is None else reducer.history.num_passes
 
-    keeping = optimizer.core.inputs.forms.keeping
+    keeping = optimizer.core.inputs.store.keeping
     return GathersInReplicas(mesh, inner, across, units, stamps, reducer.params, num_reduced, keeping)
 
 

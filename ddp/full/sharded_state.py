@@ -13,7 +13,7 @@ from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
-from zero_optim.shard.units import UnitBucket
+from zero_optim.units.bucket import UnitBucket
 
 ROWS, WHOLE = "rows", "whole"
 
@@ -164,13 +164,9 @@ def _own_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, tuple[Te
     """Return by name the parameters of which this rank owns rows, with these, and what every rank has."""
     own: dict[Tensor, _Own] = {}
     for bucket in units.supply.buckets:
-        kept = dict(bucket.kept())
-        mine = (row.extents for row in bucket.layout.rows if row.owner == units.supply.group.rank)
-        for extent in (extent for extents in mine for extent in extents):
-            param = bucket.params[extent.param]
-            shape = tuple(param.shape)
-            first = extent.start // max(1, param.shape[1:].numel()) if shape else 0
-            own[param] = _Own(first, shape, kept[param].detach())
+        for index, first, rows in bucket.places():
+            param = bucket.params[index]
+            own[param] = _Own(first, tuple(param.shape), rows.detach())
     names, state = _freed_state(module, units)
     rest = {name: value for name, value in state.items() if name not in names}
     return {name: (param, own[param]) for name, param in names.items() if param in own}, rest

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
-from zero_optim.shard.unit_gathers import UnitGathers
-from zero_optim.shard.units import UnitBucket, WideBucket
+from zero_optim.units.bucket import UnitBucket, WideBucket
+from zero_optim.units.gathers import UnitGathers
 
 OUTERMOST = "the outermost unit"
 
@@ -136,8 +137,8 @@ class UnitSupply:
         """Start the gather of a unit that is not whole; with stamps if it `tells` of steps."""
         stamps = self.stamps if tells else None
         for bucket in unit.buckets:
-            if not bucket.is_whole and bucket.coming is None:
-                bucket.coming = self.gathers.start(bucket, stamps, purpose)
+            if not bucket.is_whole and not bucket.gathers.is_unclaimed:
+                bucket.gathers.start(partial(self.gathers.start, bucket, stamps, purpose))
 
     def fetch(self, number: int | None, purpose: Purpose, *, tells: bool = False) -> None:
         """Start the gather of the unit that comes next, if it is known."""
@@ -145,11 +146,7 @@ class UnitSupply:
             self.start(self.units[number], purpose, tells=tells)
 
     def need(self, unit: Unit, purpose: Purpose, *, tells: bool = False) -> None:
-        """Make a unit whole; the current stream, on the CPU the caller, waits.
-
-        Raises:
-            RankMismatchError: another rank has gathered something else. The unit is freed.
-        """
+        """Make a unit whole and wait; RankMismatchError, and it is freed, if a rank gathered another."""
         self.start(unit, purpose, tells=tells)
         with self._forgetting(unit):
             unit.arrive()
@@ -158,14 +155,10 @@ class UnitSupply:
             self.stamps.look()
 
     def gather_as_kept(self, unit: Unit) -> list[WideBucket]:
-        """Gather the values of a unit as its owners keep them, beside the parameters.
-
-        Raises:
-            RuntimeError: parameters of any unit are whole for somebody to read or write.
-        """
+        """Gather a unit as its owners keep it, beside the parameters; RuntimeError if somebody needs them."""
         self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
         wide = [WideBucket(bucket) for bucket in unit.buckets]
-        for pending in [self.gathers.start(bucket, purpose=Purpose.AS_KEPT) for bucket in wide]:
+        for pending in [self.gathers.start(bucket, None, Purpose.AS_KEPT) for bucket in wide]:
             pending.wait()
         return wide
 
@@ -176,7 +169,7 @@ class UnitSupply:
             yield
         except RankMismatchError:
             for bucket in self.buckets:
-                bucket.coming = None
+                bucket.gathers.abandon()
             self.gathers.abandon()
             self.free(unit)
             raise
@@ -190,7 +183,7 @@ class UnitSupply:
     def free_fetched(self) -> None:
         """Free what was fetched and not needed."""
         for unit in self.units:
-            if any(bucket.coming is not None for bucket in unit.buckets):
+            if any(bucket.gathers.is_unclaimed for bucket in unit.buckets):
                 self.free(unit)
 
     def free_unused(self, units: Iterable[Unit] | None = None) -> None:

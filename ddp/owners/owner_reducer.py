@@ -239,7 +239,7 @@ def assign_to_owners(
             optimizer.ranks.rank,
             optimizer.ranks.size,
             None if kept == of_bucket[0].dtype else kept,
-            optimizer.core.inputs.forms.keeping,
+            optimizer.core.inputs.store.keeping,
             optimizer.iteration.agree_on_infinity,
         )
         buckets.append(

@@ -16,12 +16,12 @@ from torch.nn.modules import module as every_module
 import test_ddp_mixed_precision as casts
 import test_fully_sharded as parameters
 import test_fully_sharded_made as made
-import test_fully_sharded_models as models
 import test_fully_sharded_precision as precision
 import test_mesh as mesh
 import test_overlap_training as overlap
 import test_sharded_accumulation as accumulation
 import test_sharded_training as gradients
+from fully import NARROW
 from gpu.setting import Here, need_futures
 from on_device import on_device
 from parity import assert_row
@@ -36,7 +36,6 @@ Run = tuple[Any, ...]  # the function of a test, and its arguments
 
 FOLDER = Path("an empty folder")  # stands for one among the arguments
 WIDE = PrecisionPolicy(*[torch.float32] * 5, "units")
-NARROW = precision.NARROW
 
 # Of the table of parity.
 ROWS = (
@@ -81,19 +80,19 @@ ONE_OR_TWO_RANKS: dict[str, Run] = {
         f"mixed precision: {make.__name__}": (casts.test_training_gives_the_bits_of_a_run_by_hand, make, {})
         for make in (casts.plain_adamw, casts.sharded_adamw)
     },
-    "parameters: units kept": (parameters.trains_alike, "", False),
-    "parameters: LoRA": (models.trains_adapters, True),
-    "parameters: LoRA, checkpointing": (models.trains_adapters, True, "not reentrant"),
-    "parameters: LoRA, base on every rank": (models.trains_adapters, False),
+    "parameters: units kept": (parameters.keeps_units, "", False),
+    "parameters: LoRA": (parameters.trains_adapters, True),
+    "parameters: LoRA, checkpointing": (parameters.trains_adapters, True, "not reentrant"),
+    "parameters: LoRA, base on every rank": (parameters.trains_adapters, False),
     "parameters: optimizer built later": (
         made.test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before,
-        "reentrant",
+        False,
     ),
     "parameters: odd ones": (made.test_parameters_of_any_form_become_units, False),
     "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
     "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
     "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
-    **{f"parameters: {kind}": (models.test_blocks_are_used_in_any_way, kind) for kind in models.CASES},
+    **{f"parameters: {kind}": (parameters.uses_blocks, kind) for kind in parameters.CASES},
     **{
         f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
         for how in ("reentrant", "not reentrant")
@@ -124,12 +123,11 @@ MORE_RANKS: dict[str, Run] = {  # the sums of the reference are made in the orde
 
 MESHES: dict[str, Run] = {  # of two replicas of two ranks
     **{
-        f"mesh: {way}": (mesh.test_gradients_are_summed_inside_a_replica_and_then_across, way)
-        for way in mesh.WAYS
+        f"mesh: {stage}, {loop}": (assert_row, Row(stage, "tower", loop, "mesh"))
+        for stage in ("gradients", "fully", "fully, state over all")
+        for loop in ("ordinary", "adding", "GradScaler")
     },
-    **{f"mesh: passes on owners, {way}": (mesh.accumulates, way, "owner") for way in mesh.WAYS},
-    "mesh: clipped, GradScaler": (mesh.test_clipping_and_scaling_are_those_of_the_averages, "fully"),
-    "mesh: unused": (mesh.test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters, "gradients"),
+    "mesh: unused": (mesh.test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters,),
     "mesh: bf16": (trains_as_optimizer_first, ["wrapper", "mesh", "dtypes"], FOLDER, "AdamW"),
 }
 

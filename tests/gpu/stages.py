@@ -17,7 +17,7 @@ from gpu.costs import MIB
 from gpu.cpu_tests import NARROW, layers_asleep
 from gpu.setting import Figures, Here
 from sync_calls import cpu_as_accelerator
-from test_fully_sharded_models import Adapted, trained
+from test_fully_sharded import Adapted, trained
 from test_sharded_memory import LivingStorages
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.traffic import Waitable
-from zero_optim.compat.streams import Event, record_use, recorded_event, wait_for_event
+from zero_optim.compat.streams import (
+    Event,
+    Stream,
+    current_stream,
+    record_use,
+    recorded_event,
+    wait_for_event,
+)
 
 
 @dataclass(slots=True)
@@ -23,7 +30,7 @@ class Pending:
     tensors: list[Tensor]
     then: Callable[[], None]
     is_unclaimed: bool = field(default=True, init=False)
-    _behind: tuple[torch.device, Event] | None = field(default=None, init=False)
+    _behind: tuple[torch.device, Event, Stream | None] | None = field(default=None, init=False)
 
     def wait(self) -> bool:
         """Let the current stream, or on the CPU the caller, wait; True if no stream must wait any more."""
@@ -38,14 +45,17 @@ class Pending:
         device = tensors[0].device
         record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
         event = recorded_event(device)
-        self._behind = None if event is None else (device, event)
+        self._behind = None if event is None else (device, event, current_stream(device))
         return event is None
 
     def _wait_behind(self) -> bool:
-        if self._behind is not None and self._behind[1].query():
+        if self._behind is None:
+            return True
+        device, event, first = self._behind
+        if event.query():
             self._behind = None
-        elif self._behind is not None:
-            wait_for_event(*self._behind)
+        elif current_stream(device) != first:
+            wait_for_event(device, event)
         return self._behind is None
 
 

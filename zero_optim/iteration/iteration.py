@@ -198,7 +198,7 @@ class Iteration:
                 group = core.group.during("clip")
                 words = exchange(group, Status.CLIPS)
                 lend_to(group, ranks_that(words, Status.JOINED), params, pieces, groups, asked.to_send())
-            return clip_together(core.group, params, pieces, asked, core.inputs.forms.files)
+            return clip_together(core.group, params, pieces, asked, core.inputs.store.files)
 
     def join_hook(self) -> JoinHook:
         """Return the hook of ``Join`` that shadows the steps of the active ranks."""

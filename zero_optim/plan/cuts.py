@@ -15,11 +15,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TypeAlias
 
 from zero_optim.plan.layout import Layout, Row, aligned_offsets, rows_in_order, whole
-from zero_optim.plan.partition import RankLoads, assign_owners, fullest_row, rank_loads
+from zero_optim.plan.partition import RankLoads, fullest_row
 
 _CutRows: TypeAlias = dict[int, tuple[Row, ...]]  # rows of cut buckets, by bucket number
 
@@ -129,14 +129,13 @@ def _bucket_by_bucket(planned: Planned, cut: _CutRows, loads: Sequence[float]) -
 
 def _group_by_group(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> _Choice:
     in_cut = {index for number in cut for index in planned.buckets[number]}
-    members = [[index for index in group if index not in in_cut] for group in planned.groups]
-    by_group = assign_owners([[planned.costs[i] for i in group] for group in members], len(loads), loads)
-    indices, chosen = list(chain.from_iterable(members)), list(chain.from_iterable(by_group))
+    ranks = RankLoads(loads)
     owners = [0] * len(planned.numels)
-    for index, owner in zip(indices, chosen, strict=True):
-        owners[index] = owner
-    added = rank_loads((planned.costs[index] for index in indices), chosen, len(loads))
-    ranks = RankLoads([load + more for load, more in zip(loads, added, strict=True)])
+    for group in planned.groups:
+        members = [index for index in group if index not in in_cut]
+        chosen = ranks.assign_group([planned.costs[index] for index in members])
+        for index, owner in zip(members, chosen, strict=True):
+            owners[index] = owner
     return _Choice(owners, _row_owners(planned, cut, ranks), ranks.fullest())
 
 

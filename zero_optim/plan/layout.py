@@ -8,7 +8,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
@@ -67,7 +67,6 @@ class Layout:
         behind = tuple(room for room in self.rooms if room.start >= self.end_of_rows)
         object.__setattr__(self, "rooms_behind", behind)
         self._prove_rows()
-        self._prove_tiling()
         self._prove_rooms()
 
     @property
@@ -79,6 +78,11 @@ class Layout:
     def end_of_rows(self) -> int:
         """The end of the last row."""
         return self.rows[-1].stop if self.rows else 0
+
+    def spans(self) -> list[Span]:
+        """List what owners send: rows that are not empty, then header space behind them."""
+        rows = [Span(row.owner, row.start, row.stop) for row in self.rows if row.stop > row.start]
+        return [*rows, *self.rooms_behind]
 
     def offsets(self) -> list[int]:
         """Return each parameter's offset in the flat tensor."""
@@ -100,44 +104,47 @@ class Layout:
         return list(map(tuple, pieces))
 
     def _prove_rows(self) -> None:
-        end = 0
+        end, owner = 0, -1
+        covered = [0] * len(self.numels)
+        ends: dict[int, int] = {}  # of each parameter's last extent, in the flat tensor
         for row in self.rows:
             if row.start != end or row.stop < row.start:
                 raise ValueError(
                     f"row of rank {row.owner} is [{row.start}, {row.stop}), expected to start at {end}"
                 )
-            end = row.stop
-            _prove_extents(row)
-        for before, after in pairwise(self.rows):
-            if after.owner <= before.owner:
+            if row.owner <= owner:
+                raise ValueError(f"expected rows by rising rank, got rank {row.owner} behind {owner}")
+            at = row.start
+            for extent in row.extents:
+                if extent.offset < at or extent.stop < extent.start:
+                    raise ValueError(f"{extent} overlaps what lies before it in the row of rank {row.owner}")
+                self._prove_next(extent, covered[extent.param], ends.get(extent.param))
+                at = ends[extent.param] = extent.end
+                covered[extent.param] = extent.stop
+            if at > row.stop:
                 raise ValueError(
-                    f"expected rows by rising rank, got rank {after.owner} behind {before.owner}"
+                    f"the extents of rank {row.owner} end at {at}, behind its row's end {row.stop}"
                 )
-
-    def _prove_tiling(self) -> None:
-        covered = [0] * len(self.numels)
-        extents = sorted(extent for row in self.rows for extent in row.extents)
-        for extent in extents:
-            if extent.start != covered[extent.param]:
-                raise ValueError(
-                    f"parameter {extent.param} of the bucket: expected its next extent to start at "
-                    f"{covered[extent.param]}, got {extent.start}"
-                )
-            covered[extent.param] = extent.stop
-        for before, after in pairwise(extents):
-            if before.param == after.param and before.end != after.offset:
-                raise ValueError(
-                    f"parameter {after.param} of the bucket: expected its extents to follow each other, but "
-                    f"one ends at {before.end} and the next begins at {after.offset}"
-                )
-        for row in self.rows if self.is_cut else ():
             if len({extent.param for extent in row.extents}) < len(row.extents):
                 raise ValueError(f"rank {row.owner} has two extents of one parameter")
+            end, owner = row.stop, row.owner
         for param, (got, numel) in enumerate(zip(covered, self.numels, strict=True)):
             if got != numel:
                 raise ValueError(
                     f"parameter {param} of the bucket: {got} of its {numel} elements have a place"
                 )
+
+    def _prove_next(self, extent: Extent, start: int, offset: int | None) -> None:
+        if extent.start != start:
+            raise ValueError(
+                f"parameter {extent.param} of the bucket: expected its next extent to start at {start}, got "
+                f"{extent.start}"
+            )
+        if offset is not None and extent.offset != offset:
+            raise ValueError(
+                f"parameter {extent.param} of the bucket: expected its extents to follow each other, but one "
+                f"ends at {offset} and the next begins at {extent.offset}"
+            )
 
     def _prove_rooms(self) -> None:
         rows = {row.owner: row for row in self.rows}
@@ -151,16 +158,6 @@ class Layout:
             inside = row.start <= room.start < room.stop <= row.stop
             if not inside or any(e.offset < room.stop and room.start < e.end for e in row.extents):
                 raise ValueError(f"{room} is not in the padding of the row of rank {row.owner}")
-
-
-def _prove_extents(row: Row) -> None:
-    end = row.start
-    for extent in row.extents:
-        if extent.offset < end or extent.stop < extent.start:
-            raise ValueError(f"{extent} overlaps what lies before it in the row of rank {row.owner}")
-        end = extent.end
-    if end > row.stop:
-        raise ValueError(f"the extents of rank {row.owner} end at {end}, behind its row's end {row.stop}")
 
 
 def aligned(count: int, alignment: int) -> int:

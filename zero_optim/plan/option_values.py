@@ -5,13 +5,11 @@ tensors, large or trained ones, and other objects only the type counts.
 """
 
 import hashlib
-import json
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +33,8 @@ def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a
     """Convert an option to a plain value without waiting; ``depth`` counts nested containers."""
     if value is None or isinstance(value, str):
         return value
+    if isinstance(value, bool | float):  # most of them: the next test is slow
+        return float(value) + 0.0
     if isinstance(value, numbers.Real):
         try:
             return float(value) + 0.0  # there is one zero
@@ -95,55 +95,13 @@ def text_of(value: Plain) -> str:
     return repr(value)
 
 
-@dataclass(slots=True, eq=False)
-class _KnownGroup:
-    """One group's options at the last step.
+class _Entry(NamedTuple):
+    """One option; ``text`` is empty if it does not count. A stable value changes only as another object."""
 
-    ``stable`` values cannot change as long as they are the same object. A change makes a new ``told``.
-    """
-
-    keys: list[Any]
-    values: list[object]
-    stable: list[bool]
-    told: dict[str, Plain]
+    value: object
+    plain: Plain
+    text: str
     is_stable: bool
-    text: bytes = b""
-    _texts: dict[str, str] = field(default_factory=dict)  # of what counts, by name, in the order of names
-
-    @classmethod
-    def of(cls, number: int, group: ParamGroup, left_out: Collection[OptionKey]) -> "_KnownGroup":
-        """Read a group; ``left_out`` options do not count for the digest."""
-        stable = [_is_stable(*pair) for pair in group.items()]
-        told = {str(key): plain(value) for key, value in group.items() if key not in PARAM_KEYS}
-        known = cls(list(group), list(group.values()), stable, told, all(stable))
-        counted = sorted(name for name in told if (number, name) not in left_out)
-        known._texts = {name: _text_of_option(name, told[name]) for name in counted}
-        known._write()
-        return known
-
-    def follow(self, group: ParamGroup) -> bool:
-        """Store the values of a group with equal keys; return whether any object changed."""
-        values = self.values
-        if self.is_stable and all(map(is_, group.values(), values)):  # most groups, in most steps
-            return False
-        told, is_stable, stable = self.told, True, self.stable
-        for place, (key, value) in enumerate(group.items()):
-            if key in PARAM_KEYS or (stable[place] and values[place] is value):
-                continue
-            stable[place] = _is_stable(key, value)
-            is_stable = is_stable and stable[place]
-            name, now = str(key), plain(value)
-            if told is self.told:
-                told = told.copy()
-            told[name] = now
-            if name in self._texts:
-                self._texts[name] = _text_of_option(name, now)
-        self.values, self.told, self.is_stable = list(group.values()), told, is_stable
-        self._write()
-        return True
-
-    def _write(self) -> None:
-        self.text = "\0".join(self._texts.values()).encode()
 
 
 class OptionValues:
@@ -155,38 +113,58 @@ class OptionValues:
     def __init__(self) -> None:
         self.by_group: list[dict[str, Plain]] = []
         self.digest = bytes(DIGEST_NBYTES)
-        self._groups: list[_KnownGroup] = []
-        self._left_out: frozenset[OptionKey] = frozenset()
+        self._groups: list[dict[str, _Entry]] = []
+        self._left_out: Collection[OptionKey] = frozenset()
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
         """Store all groups' options; ``left_out`` ones do not count for the digest."""
-        known = self._groups
-        is_known = len(groups) == len(known) and self._left_out == left_out
-        if is_known and all(list(group) == before.keys for group, before in zip(groups, known, strict=True)):
-            changes = [before.follow(group) for group, before in zip(groups, known, strict=True)]
-            if not any(changes):
-                return
-        else:
-            self._groups = [_KnownGroup.of(number, group, left_out) for number, group in enumerate(groups)]
-            self._left_out = frozenset(left_out)
-        self.by_group = [group.told for group in self._groups]
-        told = b"\1".join([group.text for group in self._groups])
-        self.digest = hashlib.blake2b(told, digest_size=DIGEST_NBYTES).digest()
+        before = self._groups
+        if len(groups) != len(before) or self._left_out != left_out:
+            before = [{} for _ in groups]
+        self._left_out = left_out
+        self._groups = [
+            _entries_of(number, *pair, left_out)
+            for number, pair in enumerate(zip(groups, before, strict=True))
+        ]
+        if all(map(_are_same, self._groups, before)) and before:
+            return
+        self.by_group = [{name: entry.plain for name, entry in group.items()} for group in self._groups]
+        texts = ["\0".join([group[name].text for name in sorted(group)]) for group in self._groups]
+        self.digest = hashlib.blake2b("\1".join(texts).encode(), digest_size=DIGEST_NBYTES).digest()
 
 
-def _is_stable(name: object, value: object) -> bool:
-    """Whether a value cannot change as long as it is the same object, or is a list of parameters."""
+def _entries_of(
+    number: int, group: ParamGroup, before: Mapping[str, _Entry], left_out: Collection[OptionKey]
+) -> dict[str, _Entry]:
+    """Read a group's options; entries that cannot have changed are taken from ``before``."""
+    entries = {}
+    for key, value in group.items():
+        if key in PARAM_KEYS:
+            continue
+        name = str(key)
+        entry = before.get(name)
+        if entry is None or entry.value is not value or not entry.is_stable:
+            now = plain(value)
+            text = "" if (number, name) in left_out else _text_of_option(name, now)
+            entry = _Entry(value, now, text, _is_stable(value))
+        entries[name] = entry
+    return entries
+
+
+def _are_same(one: Mapping[str, _Entry], other: Mapping[str, _Entry]) -> bool:
+    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
+
+
+def _is_stable(value: object) -> bool:
     kind = type(value)
-    if kind in _STABLE or name in PARAM_KEYS:
-        return True
-    return kind is tuple and all(type(item) in _STABLE for item in value)  # type: ignore[attr-defined]
+    return kind in _STABLE or (kind is tuple and all(type(item) in _STABLE for item in value))  # type: ignore[attr-defined]
 
 
 def _text_of_option(name: str, value: Plain) -> str:
     """Encode an option for the digest; close numbers mostly have one text."""
     if type(value) is float:  # schedulers change many of them in each step
         return f"{name}={value:.{_DIGITS}g}"
-    return f"{name}:{json.dumps(_rounded(value))}"
+    return f"{name}:{_rounded(value)!r}"
 
 
 def _rounded(value: Plain) -> Plain:

@@ -22,35 +22,12 @@ def assign_owners(
     loads = [0] * num_ranks if loads is None else loads
     if len(loads) != num_ranks:
         raise ValueError(f"expected one load for each of {num_ranks} ranks, got {len(loads)}")
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    return [_assign_group(costs, heap) for costs in groups]
-
-
-def _assign_group(costs: Sequence[float], heap: list[tuple[float, int]]) -> list[int]:
-    """Assign one group, and update the heap of (load, rank) in place."""
-    for index, cost in enumerate(costs):
-        if not 0 <= cost < float("inf"):
-            raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
-    owners = [0] * len(costs)
-    # sorted() is stable, also in reverse, so equal costs keep the order of their indices.
-    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        load, owner = heap[0]
-        owners[index] = owner
-        heapq.heapreplace(heap, (load + costs[index], owner))
-    return owners
-
-
-def rank_loads(costs: Iterable[float], owners: Iterable[int], num_ranks: int) -> list[float]:
-    """Return the summed costs of each rank."""
-    loads: list[float] = [0] * num_ranks
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    return loads
+    ranks = RankLoads(loads)
+    return [ranks.assign_group(costs) for costs in groups]
 
 
 class RankLoads:
-    """Each rank's load so far, for owners bucket by bucket.
+    """Each rank's load so far.
 
     The rank with most bytes of a bucket delays its gather. With a heap, time depends on parameters, not on
     ranks.
@@ -72,6 +49,19 @@ class RankLoads:
         """Insert (load, rank) pairs again."""
         for load, rank in ranks:
             heapq.heappush(self._heap, (load, rank))
+
+    def assign_group(self, costs: Sequence[float]) -> list[int]:
+        """Return an owner for each item of a group, and add the costs to the loads; see `assign_owners`."""
+        for index, cost in enumerate(costs):
+            if not 0 <= cost < float("inf"):
+                raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
+        owners = [0] * len(costs)
+        # sorted() is stable, also in reverse, so equal costs keep the order of their indices.
+        for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+            load, owner = self._heap[0]
+            owners[index] = owner
+            heapq.heapreplace(self._heap, (load + costs[index], owner))
+        return owners
 
     def assign_bucket(self, sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
         """Return an owner for each parameter of a bucket, and add the costs to the loads.

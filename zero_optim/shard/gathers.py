@@ -34,7 +34,7 @@ from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
 from zero_optim.health.stamps import Stamps
 from zero_optim.plan.layout import Layout
-from zero_optim.shard.storage import ParamBucket, rows_of
+from zero_optim.shard.storage import ParamBucket
 
 # The flat tensors of pending gathers take at most the memory of this many largest buckets.
 NUM_FLAT_TENSORS = 4
@@ -66,7 +66,7 @@ def start_gather(
     """
     flat = bucket.fill()
     take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
-    rows = rows_of(flat, bucket.layout)
+    rows = [(span.owner, flat[span.start : span.stop]) for span in bucket.layout.spans()]
     return gather_into(flat, bucket, lanes, rows, take, start_rows=start_rows, changed=changed)
 
 

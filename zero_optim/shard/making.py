@@ -1,6 +1,6 @@
 """Makes a plan's buckets. No communication."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 
 from torch import Tensor
@@ -9,66 +9,56 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan
 from zero_optim.shard.rooms import layouts_with_rooms
-from zero_optim.shard.storage import Bucket, ParamBucket
-from zero_optim.shard.unit_forms import UnitForms
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.storage import Bucket, ParamBucket, RowBucket, RowStore
 
 
 class BucketMaker:
     """Makes the buckets of successive plans, with header space for stamps."""
 
-    def __init__(self, as_views: bool, units: Mapping[Tensor, int], forms: UnitForms) -> None:
-        self.units = units
-        self.forms = forms
+    def __init__(self, as_views: bool, store: RowStore) -> None:
+        self.store = store
         self._as_views = as_views
         self._heard: set[int] = set()  # ranks with room for a stamp in a bucket that trains
-        self._made_before: dict[Tensor, UnitBucket] = {}  # by their first parameter
-        self._layouts_before: list[Layout] = []  # of the buckets to be made next
+        # Layouts of the next plan, and its buckets of rows by their first parameter.
+        self._prepared: tuple[list[Layout], dict[Tensor, RowBucket]] | None = None
 
     def make(
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
-    ) -> list[ParamBucket]:
-        """Make a plan's buckets, except those that `make_units` made."""
-        layouts, self._layouts_before = self._layouts_before or self._layouts(group, params, plan), []
+    ) -> tuple[list[ParamBucket], list[RowBucket]]:
+        """Make a plan's buckets, but for those that `make_rows` made; return all, and those of rows."""
+        if self._prepared is None:
+            self.make_rows(group, params, plan)
+        assert self._prepared is not None
+        (layouts, rows), self._prepared = self._prepared, None
         made: list[ParamBucket] = []
         for bucket, layout, label in zip(plan.buckets, layouts, labels, strict=True):
             members = [params[index] for index in bucket.params]
-            if members[0] not in self.units:
-                made.append(Bucket(members, layout, group.rank, label, as_views=self._as_views))
-            elif members[0] in self._made_before:
-                made.append(self._made_before.pop(members[0]))
+            if members[0] in rows:
+                made.append(rows[members[0]])
                 made[-1].label = label
             else:
-                made.append(UnitBucket(members, layout, group.rank, label, self.forms))
-        return made
+                made.append(Bucket(members, layout, group.rank, label, as_views=self._as_views))
+        return made, list(rows.values())
 
-    def make_units(
-        self,
-        group: RankGroup,
-        params: Sequence[Tensor],
-        plan: Plan,
-        former: Iterable[UnitBucket] = (),
-    ) -> list[UnitBucket]:
-        """Make a plan's unit buckets; former ones with an equal plan are reused."""
-        made = []
+    def make_rows(
+        self, group: RankGroup, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
+    ) -> list[RowBucket]:
+        """Make a plan's buckets of rows; former ones with an equal plan are reused."""
         there = {bucket.params[0]: bucket for bucket in former}
-        self._layouts_before = self._layouts(group, params, plan)
-        for bucket, layout in zip(plan.buckets, self._layouts_before, strict=True):
+        rows: dict[Tensor, RowBucket] = {}
+        known = self.store.units, self.store.compute_dtypes, self._heard
+        layouts = layouts_with_rooms(plan, params, group.size, *known)
+        for bucket, layout in zip(plan.buckets, layouts, strict=True):
             members = [params[index] for index in bucket.params]
-            if members[0] not in self.units:
-                continue
-            found = there.get(members[0])
-            if found is None or not _is_as_planned(found, members, layout):
-                found = UnitBucket(members, layout, group.rank, "", self.forms)
-            made.append(found)
-        self._made_before = {bucket.params[0]: bucket for bucket in made}
-        return made
-
-    def _layouts(self, group: RankGroup, params: Sequence[Tensor], plan: Plan) -> list[Layout]:
-        known = self.units, self.forms.compute_dtypes, self._heard
-        return layouts_with_rooms(plan, params, group.size, *known)
+            if members[0] in self.store.units:
+                made = there.get(members[0])
+                if made is None or not _is_as_planned(made, members, layout):
+                    made = self.store.bucket(members, layout, group.rank)
+                rows[members[0]] = made
+        self._prepared = layouts, rows
+        return list(rows.values())
 
 
-def _is_as_planned(bucket: UnitBucket, members: Sequence[Tensor], layout: Layout) -> bool:
+def _is_as_planned(bucket: RowBucket, members: Sequence[Tensor], layout: Layout) -> bool:
     has_members = len(bucket.params) == len(members) and all(map(is_, bucket.params, members))
     return has_members and bucket.layout == layout

@@ -5,7 +5,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
@@ -37,13 +37,10 @@ from zero_optim.plan.plan import (
 )
 from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
-from zero_optim.shard.freed import is_freed
 from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.making import BucketMaker
 from zero_optim.shard.order import Alike
-from zero_optim.shard.storage import ParamBucket, is_active
-from zero_optim.shard.unit_forms import UnitForms
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.storage import ParamBucket, RowBucket, RowStore, is_active
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -72,18 +69,19 @@ class Sharding:
         num_owners: int | None = None,
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
-        units: Mapping[Tensor, int] | None = None,
-        forms: UnitForms | None = None,
+        *,
+        store: RowStore,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
         self.buckets: list[ParamBucket] = []
+        self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
         self.gathers = Gathers() if gathers is None else gathers
         self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._group = group
-        self._maker = BucketMaker(as_views, {} if units is None else units, forms or UnitForms())
+        self._maker = BucketMaker(as_views, store)
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
@@ -107,15 +105,15 @@ class Sharding:
         on every rank: TypeError or ValueError for unshardable parameters, RankMismatchError for unequal
         arguments.
         """
-        new, units = groups[before:], self._maker.units
+        new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
         with failing_together(self._group):
-            check_shardable(groups, {param for param in units if is_freed(param)})
+            check_shardable(groups, store.freed())
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             every = params_of(new)
-            numbers = [units.get(param) for param in every]
-            used = [self._maker.forms.compute_dtypes.get(param, param.dtype) for param in every]
+            numbers = [store.units.get(param) for param in every]
+            used = [store.compute_dtypes.get(param, param.dtype) for param in every]
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
                 known = len(self.loads), self.cap_nbytes, self.loads
@@ -124,11 +122,11 @@ class Sharding:
             plan = planned(None if why_whole is None else [True] * len(every))
             if why_whole is not None and plan.is_cut:
                 reasons = why_whole(plan.pieces)
-            alike = Alike.among(new, units.keys())
+            alike = Alike.among(new, store.units.keys())
             # Owners come last: they differ if anything else does, and only the first difference is reported.
             items = [*describe_params(new), *describe_options(new), *about]
             items.append(f"buckets of {self.cap_nbytes} bytes")
-            items += [f"units of the parameters: {numbers}, used as {used}"] if units else []
+            items += [f"units of the parameters: {numbers}, used as {used}"] if store.units else []
             items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         alike.check_order(self._group, new)
@@ -202,25 +200,22 @@ class Sharding:
             bucket_text(number, [names[index] for index in bucket.params])
             for number, bucket in enumerate(plan.buckets, len(self.buckets))
         ]
-        made = self._maker.make(self._group, params, plan, labels)
+        made, of_rows = self._maker.make(self._group, params, plan, labels)
         for number, bucket in enumerate(made, len(self.buckets)):
             self._numbers.update(dict.fromkeys(bucket.params, number))
         self.buckets += made
+        self.row_buckets += of_rows
         self._active += map(is_active, made)
 
-    def make_unit_buckets(
-        self, params: Sequence[Tensor], plan: Plan, former: Iterable[UnitBucket] = ()
-    ) -> list[UnitBucket]:
-        """Make a plan's unit buckets for the next `add`."""
-        return self._maker.make_units(self._group, params, plan, former)
-
-    def unit_buckets(self) -> list[UnitBucket]:
-        """List the buckets whose parameters can be freed."""
-        return [bucket for bucket in self.buckets if isinstance(bucket, UnitBucket)]
+    def make_row_buckets(
+        self, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
+    ) -> list[RowBucket]:
+        """Make the buckets of a plan that are freed between steps, for the next `add`."""
+        return self._maker.make_rows(self._group, params, plan, former)
 
     def check_unpinned(self) -> None:
-        """See `UnitBucket`."""
-        for bucket in self.unit_buckets():
+        """See `RowBucket`."""
+        for bucket in self.row_buckets:
             bucket.check_unpinned()
 
     @eager
@@ -265,7 +260,7 @@ class Sharding:
             self._active = active
         chosen = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
         gathered = self._gathered_at_step(chosen)
-        for bucket in self.unit_buckets():
+        for bucket in self.row_buckets:
             bucket.pass_over()
         group = self._group.during("gather")
         self.begin_call(groups, call)
@@ -301,15 +296,12 @@ class Sharding:
                 self.under_way.wait_for(bucket.params)
         self.gathers.check_failures()
 
-    def _gathered_at_step(self, buckets: Iterable[ParamBucket]) -> list[ParamBucket]:
+    def _gathered_at_step(self, buckets: Collection[ParamBucket]) -> list[ParamBucket]:
         """List the buckets that a step gathers; frees the others, which their modules gather."""
-        gathered = []
-        for bucket in buckets:
-            if Operation.GATHER in bucket.schedule[Moment.STEP]:
-                gathered.append(bucket)
-            elif isinstance(bucket, UnitBucket):
+        for bucket in self.row_buckets:
+            if bucket in buckets:
                 bucket.has_changed()
-        return gathered
+        return [bucket for bucket in buckets if Operation.GATHER in bucket.schedule[Moment.STEP]]
 
     @property
     def _is_asynchronous(self) -> bool:

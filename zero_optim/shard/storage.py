@@ -11,7 +11,9 @@ Note [Moving parameters]
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -69,10 +71,73 @@ class ParamBucket(Protocol):
         ...
 
 
-def rows_of(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
-    """Split a flat tensor into (owner, 1-D view): nonempty rows, then header space behind them."""
-    rows = [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
-    return rows + [(room.owner, flat[room.start : room.stop]) for room in layout.rooms_behind]
+class RowBucket(ParamBucket, Protocol):
+    """A bucket of which a rank keeps its row alone; parameters are whole only while somebody uses them."""
+
+    is_left: bool  # state dicts show the parameters as they are
+
+    @property
+    def nbytes_of_row(self) -> int:
+        """Bytes of this rank's row."""
+        ...
+
+    def check_unpinned(self) -> None:
+        """Raise RuntimeError if somebody needs the parameters whole and unchanged."""
+        ...
+
+    def has_changed(self) -> None:
+        """Note that rows changed, and free the parameters."""
+        ...
+
+    def pass_over(self) -> None:
+        """Accept the versions that a step changed."""
+        ...
+
+    def take_in(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Copy this rank's part of whole values into its row."""
+        ...
+
+    def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
+        """Free some parameters, by default all."""
+        ...
+
+    def kept(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Yield the parameters of which this rank owns rows, with views of these."""
+        ...
+
+    def all_kept(self) -> Iterable[tuple[Tensor, "KeptRows"]]:
+        """Yield every parameter with this rank's part of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """This rank's part of a parameter in a `RowBucket`."""
+
+    stride: tuple[int, ...]  # of the parameter when it is whole, in elements
+    rows: Tensor | None  # in memory that stays; None if it owns none
+
+
+class RowStore(Protocol):
+    """The parameters of which ranks keep rows; ``units`` numbers the unit of each."""
+
+    @property
+    def units(self) -> Mapping[Tensor, int]:
+        """The parameters; those of one unit become whole together."""
+        ...
+
+    @property
+    def compute_dtypes(self) -> Mapping[Tensor, torch.dtype]:
+        """The dtypes of whole parameters where rows have others."""
+        ...
+
+    def bucket(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> RowBucket:
+        """Make a bucket."""
+        ...
+
+    def freed(self) -> set[Tensor]:
+        """Return the parameters that are not whole now."""
+        ...
 
 
 def is_active(bucket: ParamBucket) -> bool:

@@ -5,7 +5,6 @@ Rebinding goes the same way, with the functions here.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,9 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece, Pieces
-from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim, reusable_buckets
 from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.units import UnitBucket
 from zero_optim.state.core import Core
 from zero_optim.state.options import GroupOptions, GroupReader, Params, PlanInputs, ShardingOptions
 from zero_optim.step.averages import WeightAverage
@@ -29,6 +26,7 @@ from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
+from zero_optim.units.registration import registration_in, registration_of
 
 logger = logging.getLogger("zero_optim")
 
@@ -48,15 +46,18 @@ def build(
     wait for gathers; without one steps wait. Returns the parts, and what to call with the optimizer.
     """
     inputs = PlanInputs(options)
-    first = first_claim(params)
-    together = nullcontext if first is None else first.failing_together
+    together = registration_in(params).failing_together
     with together():
         with failing_together(group):
             group.check_serves(params)
             options.check_flags()
             groups = GroupReader(params).param_groups
             every = params_of(groups)
-            claim = _claim_on(every, group, inputs)
+            registration = registration_of(every)
+            if registration.units:
+                options.check_units()
+            registration.check(every, group)
+            inputs.store = registration.next_store()
             sharding = new_sharding(inputs, group)
             leaves, average = new_leaves(inputs)
             asked = GroupOptions.taken_from(groups, options)
@@ -65,13 +66,14 @@ def build(
             check_reader(read_by, every)
         why_whole = partial(asked.why_whole, default, groups, leaves.cut_rows)
         plan = sharding.plan(groups, asked.costs, 0, about, why_whole if any(asked.may_cut) else None)
-    if claim is not None:
-        claim.agree(groups, about, plan)
+    registration.agree(groups, about, plan)
     inputs.note(groups, asked, plan.costs)
     pieces = sharding.owned(every, plan)
     with together():
-        buckets = sharding.make_unit_buckets(every, plan, reusable_buckets(claim))
-        _fill(claim, buckets, leaves, group, inputs)
+        buckets = sharding.make_row_buckets(every, plan, registration.reusable())
+        if registration.is_open:
+            registration.fill(buckets, inputs.store)
+            leaves.keep(buckets)
         with failing_together(group):
             leaf_of = {param: leaves.add(param, piece) for param, piece in pieces.items()}
             local = LocalOptimizer(default, groups, asked.specs, leaf_of, options.assume_separable)
@@ -82,7 +84,7 @@ def build(
         owned.keep()
     # Now that no leaf holds the memory that parameters leave.
     sharding.add(every, plan, short_names(groups))
-    told = None if claim is None else claim.passed_on(buckets, inputs.forms, group, every)
+    told = registration.passed_on(buckets, inputs.store, group, every)
     core = Core(inputs, group, sharding, owned, groups)
     core.show_state()
     if read_by is not None:
@@ -91,29 +93,6 @@ def build(
     if options.mirror and not core.is_mirrored:
         logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
     return core, told
-
-
-def _claim_on(params: Sequence[Tensor], group: RankGroup, inputs: PlanInputs) -> UnitsClaim | None:
-    """Find out whether the parameters are those of a fully sharded model; raises if these cannot be had."""
-    claim = claim_of(params)
-    if claim is not None:
-        inputs.options.check_units()
-        claim.check(params, group)
-        inputs.units = claim.units
-        inputs.forms = claim.forms.anew() if claim.is_open else claim.forms
-    return claim
-
-
-def _fill(
-    claim: UnitsClaim | None, buckets: list[UnitBucket], leaves: Leaves, group: RankGroup, inputs: PlanInputs
-) -> None:
-    """Fill the buckets of units that somebody else has kept so far; all ranks call."""
-    if claim is not None and claim.is_open:
-        if inputs.forms.keeping is not None:
-            with failing_together(group):
-                inputs.forms.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
-        claim.fill(buckets)
-        leaves.keep(buckets)
 
 
 def new_sharding(
@@ -128,14 +107,13 @@ def new_sharding(
         num_owners,
         gathers,
         options.own_options,
-        inputs.units or None,
-        inputs.forms,
+        store=inputs.store,
     )
 
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
     """Make what will hold the leaves, and averages if there are any."""
-    leaves = Leaves(inputs.options.master_dtype, inputs.units or (), inputs.forms.on_host)
+    leaves = Leaves(inputs.options.master_dtype, inputs.store.units, inputs.store.on_host)
     return leaves, WeightAverage(inputs.options.ema_decay, leaves)
 
 
@@ -149,7 +127,7 @@ def new_owned(
     pieces: Mapping[Tensor, Piece],
 ) -> OwnedState:
     """Put together what this rank owns, with files for it if it is kept in files; all ranks call."""
-    files = inputs.forms.files
+    files = inputs.store.files
     kept = None if files is None else KeptState(files, leaves, average, local)
     owned = OwnedState(group, leaves, average, local, pieces, kept)
     if kept is not None:

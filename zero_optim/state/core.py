@@ -20,7 +20,7 @@ from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.unit_forms import KeptRows, UnitForms
+from zero_optim.shard.storage import KeptRows
 from zero_optim.state.cut_state import CutState
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.moving import Held, RowMap
@@ -32,6 +32,7 @@ from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.state_view import OwnedEntries
 from zero_optim.step.unreduced import check_unreduced, unreduced_among
+from zero_optim.units.store import Store
 
 
 @dataclass(eq=False)
@@ -63,7 +64,7 @@ class Core:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but what belongs to a model."""
-        return {**vars(self), "mesh": None, "inputs": replace(self.inputs, units={}, forms=UnitForms())}
+        return {**vars(self), "mesh": None, "inputs": replace(self.inputs, store=Store())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a copy; what it shows of the state waits for the gathers of the copy."""
@@ -311,7 +312,7 @@ class Core:
     @contextmanager
     def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
         """Have state dicts of the model show parameters of units as they are; yields what is kept of each."""
-        buckets = self.sharding.unit_buckets()
+        buckets = self.sharding.row_buckets
         for bucket in buckets:
             bucket.is_left = True
         try:
@@ -322,4 +323,4 @@ class Core:
 
     def keep_unit_rows(self) -> None:
         """Step the rows that the buckets of units keep, once these are filled."""
-        self.owned.leaves.keep(self.sharding.unit_buckets())
+        self.owned.leaves.keep(self.sharding.row_buckets)

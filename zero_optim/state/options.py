@@ -1,6 +1,6 @@
 """The constructor's options and parameter groups, read and checked. Does not communicate."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,8 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows
-from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.step.spec import OptimizerSpec
+from zero_optim.units.store import Store
 
 KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -84,15 +84,13 @@ class PlanInputs:
         options: of the constructor.
         costs: of each parameter.
         kept_whole: parameters that the user does not want to be cut.
-        units: parameters of a fully sharded model, each with the number of its unit.
-        forms: how these are kept.
+        store: keeps the parameters of a fully sharded model.
     """
 
     options: ShardingOptions
     costs: dict[Tensor, float] = field(default_factory=dict)
     kept_whole: set[Tensor] = field(default_factory=set)
-    units: Mapping[Tensor, int] = field(default_factory=dict)
-    forms: UnitForms = field(default_factory=UnitForms)
+    store: Store = field(default_factory=Store)
 
     def may_cut(self, groups: Sequence[ParamGroup]) -> list[bool]:
         """Tell for each group whether its parameters may be cut, as the user wants it."""

@@ -27,9 +27,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import Bucket, ParamBucket
-from zero_optim.shard.unit_forms import UnitForms
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.storage import Bucket, ParamBucket, RowBucket
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core
 from zero_optim.state.dicts import check_targets
@@ -39,6 +37,7 @@ from zero_optim.state.options import KEPT_WHOLE
 from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
+from zero_optim.units.store import Store
 
 
 def detach(core: Core, *, wait: bool) -> None:
@@ -98,7 +97,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
     return lost
 
 
-def shard_parameters(core: Core, units: Mapping[Tensor, int], forms: UnitForms) -> list[UnitBucket]:
+def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
     """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
 
     Every parameter has its value on every rank when this is called. Memory is released bucket by bucket of
@@ -106,8 +105,7 @@ def shard_parameters(core: Core, units: Mapping[Tensor, int], forms: UnitForms) 
 
     Args:
         core: of the optimizer.
-        units: the parameters concerned, each with the number of its unit; equal on every rank.
-        forms: how they are kept; in the same way on all ranks.
+        store: keeps them; units and the way of keeping are equal on all ranks.
 
     Returns:
         The buckets of the units; they are freed.
@@ -115,24 +113,23 @@ def shard_parameters(core: Core, units: Mapping[Tensor, int], forms: UnitForms) 
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
         with failing_together(group):
-            if inputs.units:
+            if inputs.store.units:
                 raise RuntimeError(
                     "the optimizer has the parameters of a fully sharded model already: put all modules "
                     "into one, or give each an optimizer"
                 )
             inputs.options.check_units()
-        agree(group, [f"offload={forms.describe()}"], "where a rank keeps what it owns")
+        agree(group, [f"offload={store.describe()}"], "where a rank keeps what it owns")
         core.sharding.under_way.wait()
-        before = inputs.units, inputs.forms
-        inputs.units, inputs.forms = units, forms
+        before, inputs.store = inputs.store, store
         try:
             with failing_together(group):
                 core.check_weights()
             go_over(core, group, range(group.size), keep_state=True)
         except Exception:
-            inputs.units, inputs.forms = before
+            inputs.store = before
             raise
-    return core.sharding.unit_buckets()
+    return core.sharding.row_buckets
 
 
 # ---------------------------------------------------------------------- planning and building anew
@@ -257,7 +254,7 @@ def _keep_unit_rows(core: Core, former: list[ParamBucket]) -> None:
     A former bucket may be one flat tensor, which is released with the last parameter in it: until then the
     pages of those that have left it are given back.
     """
-    new = core.sharding.unit_buckets()
+    new = core.sharding.row_buckets
     bucket_of = {param: bucket for bucket in new for param in bucket.params}
     while new and former:
         left = former.pop(0)

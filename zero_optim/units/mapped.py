@@ -21,7 +21,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -62,14 +61,6 @@ class _File:
             return None
         offset, self.used = self.used, self.used + nbytes
         return offset
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Range:
-    """A range of a file's pages."""
-
-    start: int
-    stop: int
 
 
 class MappedMemory:
@@ -147,41 +138,26 @@ class MappedMemory:
     def write_out(self, tensors: Iterable[Tensor]) -> None:
         """Write changed pages to the files and drop them; waits for the disk, ignores other tensors."""
         used = list(self._pages(tensors))
-        for file, pages in used:
-            file.map.flush(pages.start, pages.stop - pages.start)
+        for file, start, length in used:
+            file.map.flush(start, length)
         self._drop(used)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Drop the pages of unchanged tensors."""
         self._drop(list(self._pages(tensors)))
 
-    def _drop(self, used: Sequence[tuple[_File, _Range]]) -> None:
-        for file, pages in used:
-            file.map.madvise(mmap.MADV_DONTNEED, pages.start, pages.stop - pages.start)
+    def _drop(self, used: Sequence[tuple[_File, int, int]]) -> None:
+        for file, start, length in used:
+            file.map.madvise(mmap.MADV_DONTNEED, start, length)
         if used and self._trim is not None:
             self._trim(0)
 
-    def _pages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_File, _Range]]:
-        by_file: dict[int, list[_Range]] = {}
+    def _pages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_File, int, int]]:
+        """Yield file, offset and length of the pages of each tensor that is in a file."""
         for tensor in tensors:
             file = self._file_of(tensor)
             if file is not None and tensor.numel():
                 extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-                start = tensor.data_ptr() - file.address
-                stop = in_pages(start + extent * tensor.element_size())
-                number = self._files.index(file)
-                by_file.setdefault(number, []).append(_Range(start // PAGE * PAGE, stop))
-        for number, ranges in by_file.items():
-            for pages in _joined(sorted(ranges)):
-                yield self._files[number], pages
-
-
-def _joined(ranges: list[_Range]) -> Iterator[_Range]:
-    current = ranges[0]
-    for following in ranges[1:]:
-        if following.start > current.stop:
-            yield current
-            current = following
-        else:
-            current = _Range(current.start, max(current.stop, following.stop))
-    yield current
+                offset = tensor.data_ptr() - file.address
+                start = offset // PAGE * PAGE
+                yield file, start, in_pages(offset + extent * tensor.element_size()) - start

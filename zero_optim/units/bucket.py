@@ -4,7 +4,7 @@ Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, which would miss the second gather's
     values. So one storage stays, and its memory comes and goes: Note [Pages that move] in
-    `zero_optim.shard.unit_memory`. PyTorch does not check reads of an emptied storage. So a freed parameter
+    `zero_optim.units.memory`. PyTorch does not check reads of an emptied storage. So a freed parameter
     shows one expanded NaN (zero for dtypes without), and a write in place raises. `settle` changes the
     version only after a step or load.
 
@@ -26,24 +26,23 @@ Note [Freed one by one]
 
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat import private
-from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, record_use
+from zero_optim.compat.streams import record_use
+from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
-from zero_optim.shard.freed import ShownWhenFreed
 from zero_optim.shard.places import Form
-from zero_optim.shard.uncopied import Uncopied
-from zero_optim.shard.unit_forms import KeptRows, UnitForms
-from zero_optim.shard.unit_row import UnitFlat, UnitRow
-
-if TYPE_CHECKING:
-    from zero_optim.flow.pending import Pending
+from zero_optim.shard.storage import KeptRows
+from zero_optim.units.freed import ShownWhenFreed
+from zero_optim.units.keeping import RowKeeping
+from zero_optim.units.memory import FreePages
+from zero_optim.units.row import Place, UnitFlat, UnitRow
+from zero_optim.units.uncopied import Uncopied
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
@@ -57,9 +56,9 @@ _PINNED = (
 
 
 class UnitBucket(Uncopied):
-    """A `ParamBucket` whose parameters can be freed: Note [Freed in place]. Starts empty.
+    """A `RowBucket`: Note [Freed in place]. Starts empty. Whole parameters may have another ``dtype``.
 
-    ``coming`` is the pending gather. ``is_left``: state dicts show the parameters as they are. While
+    ``gathers`` are under way. ``is_left``: state dicts show the parameters as they are. While
     ``num_pins`` users need them whole, nothing may change them. ``num_changes`` counts possible changes of
     the rows.
     """
@@ -70,22 +69,23 @@ class UnitBucket(Uncopied):
         layout: Layout,
         rank: int,
         label: str = "",
-        unit_forms: UnitForms | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        keeping: RowKeeping | None = None,
+        pages: FreePages | None = None,
     ) -> None:
         self.params = params
         self.label = label
         self.schedule = ZERO3
-        first, forms = params[0], UnitForms() if unit_forms is None else unit_forms
-        dtype = forms.compute_dtypes.get(first, first.dtype)
-        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, forms.pages)
+        first, pages = params[0], FreePages() if pages is None else pages
+        dtype = first.dtype if dtype is None else dtype
+        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, pages)
         # The parameters have the compute dtype already where another bucket held them.
-        self._own = UnitRow(self._flat, kept_dtype(first), forms.keeping)
+        self._own = UnitRow(self._flat, kept_dtype(first), keeping)
         self._freed = ShownWhenFreed(params, dtype, first.device)
         self.is_whole = self.is_left = self._has_changed = False
-        self.coming: Pending | None = None
+        self.gathers = Flow()
         self.num_pins = self.num_changes = 0
-        self._came: Pending | None = None  # the last gather, for streams that have not waited for it
-        self._came_on: Stream | None = None  # the one that has
 
     @property
     def layout(self) -> Layout:
@@ -160,14 +160,17 @@ class UnitBucket(Uncopied):
         """Note that the parameters came from other buckets, for autograd."""
         self._has_changed = True
 
-    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parameters of which this rank owns rows, with these views of `row`."""
+    def places(self) -> Iterator[Place]:
+        """Yield this rank's parts of parameters, as views of `row`."""
         self._own.make()
-        for place in self._own.places():
-            yield self.params[place.param], place.rows
+        return self._own.places()
+
+    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `RowBucket`."""
+        return ((self.params[place.param], place.rows) for place in self.places())
 
     def all_kept(self) -> Iterator[tuple[Tensor, KeptRows]]:
-        """Yield every parameter with this rank's part of it."""
+        """See `RowBucket`."""
         own = dict(self.kept())
         for param, form in zip(self.params, self._flat.forms, strict=True):
             yield param, KeptRows(form.stride, own.get(param))
@@ -244,8 +247,7 @@ class UnitBucket(Uncopied):
     def fill(self) -> Tensor:
         """Allocate the flat tensor and copy this rank's row into it."""
         self._check_untouched()
-        if self._came is not None:  # what stays: this stream will write a stamp there
-            self._came.wait()
+        self.gathers.wait()  # of what stays: this stream will write a stamp there
         if not self._flat.stays:
             self._flat.grow()
             with torch.no_grad():
@@ -257,18 +259,14 @@ class UnitBucket(Uncopied):
         assert flat is self._flat.tensor
         self._show(self._flat.views)
         self.is_whole = True
-        self._came, self.coming = self.coming if is_asynchronous(flat.device) else None, None
-        self._came_on = current_stream(flat.device)
         if self._has_changed:
             torch.autograd.graph.increment_version(self.params)
             self._has_changed = False
 
     def arrive(self) -> None:
         """Make the current stream wait for the gather, even if another has."""
-        if self.coming is not None:
-            self.coming.wait()
-        elif self._came is not None and self.is_whole and current_stream(self.device) != self._came_on:
-            self._came.wait()
+        self.gathers.wait()
+        if self.is_whole:
             record_use(self._flat.tensor)  # which may be freed while this stream still reads it
 
     def free(self) -> None:
@@ -280,7 +278,7 @@ class UnitBucket(Uncopied):
         self._flat.empty()
         self.is_whole = False
         if not self._flat.stays:
-            self._came = None
+            self.gathers.abandon()
         self._freed.note_versions()
 
     def _show(self, tensors: list[Tensor]) -> None:

@@ -12,7 +12,7 @@ Note [Held by a replica]
     last call only in that pass.
 """
 
-from collections import deque
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,24 +24,20 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
+from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
-from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.layout import Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
-from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.storage import ParamBucket
-from zero_optim.shard.units import UnitBucket
+from zero_optim.units.bucket import UnitBucket
+from zero_optim.units.keeping import RowKeeping
 
 
 class UnitGathers(Protocol):
     """Starts the gathers of units."""
 
-    def start(
-        self,
-        bucket: ParamBucket,
-        stamps: UnitStamps | None = None,
-        purpose: Purpose = Purpose.REQUEST,
-    ) -> Pending:
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
         ...
 
@@ -62,12 +58,7 @@ class GathersFromOwners:
     lanes: Lease  # for gathers alone
     marks: UnitMarks
 
-    def start(
-        self,
-        bucket: ParamBucket,
-        stamps: UnitStamps | None = None,
-        purpose: Purpose = Purpose.REQUEST,
-    ) -> Pending:
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """See `UnitGathers.start`."""
         lanes = [lane.during("gather") for lane in self.lanes.groups or (self.group,)]
         mark = self.marks.mark_of(bucket, purpose)
@@ -91,11 +82,10 @@ class _Column:
         self.bucket = bucket
         self._keeping = keeping
         self.renewed_in = -1
-        self._rank = mesh.everyone.rank
+        self._rank, self._places = mesh.everyone.rank, mesh.places
         number = mesh.places[self._rank][1]
-        self._spans = [span for span in _spans(bucket.layout) if mesh.places[span.owner][1] == number]
+        self.spans = [span for span in bucket.layout.spans() if mesh.places[span.owner][1] == number]
         self._copies: dict[Span, Tensor] = {}  # of the other ranks' rows
-        self._coming: Pending | None = None
         self._seen: tuple[int, int] | None = None
 
     @property
@@ -103,24 +93,20 @@ class _Column:
         return sum(copy.nbytes for copy in self._copies.values())
 
     def is_due(self, num_reduced: int) -> bool:
-        return self._seen != (self.bucket.num_changes, num_reduced)
+        """Whether to renew after this many reduced passes."""
+        before, self._seen = self._seen, (self.bucket.num_changes, num_reduced)
+        return before != self._seen
 
-    def renew(
-        self, across: Sequence[RankGroup], mesh: RankMesh, num_reduced: int, stamps: UnitStamps
-    ) -> None:
-        """Start renewing the copies, after this many reduced passes; all ranks of the column call."""
-        self.arrive()
-        self._seen = (self.bucket.num_changes, num_reduced)
-        self.renewed_in = stamps.num_passes
+    def renew(self, across: Sequence[RankGroup], stamps: UnitStamps) -> Pending:
+        """Start renewing the copies; all ranks of the column call."""
         rows: list[tuple[int, Tensor]] = []
         received: dict[Span, Tensor] = {}
-        for span in self._spans:
+        for span in self.spans:
             is_own = span.owner == self._rank
             row = self._own(span, stamps) if is_own else received.setdefault(span, self._place_for(span))
-            rows.append((mesh.places[span.owner][0], row))
-        if rows:
-            works = start_broadcasts(across, rows, f"{self.bucket.label}, to the replicas")
-            self._coming = Pending(works, [row for _, row in rows], partial(self._take, received))
+            rows.append((self._places[span.owner][0], row))
+        works = start_broadcasts(across, rows, f"{self.bucket.label}, to the replicas")
+        return Pending(works, [row for _, row in rows], partial(self._take, received))
 
     def _own(self, span: Span, stamps: UnitStamps) -> Tensor:
         layout = self.bucket.layout
@@ -147,14 +133,9 @@ class _Column:
 
     def nbytes_to_keep(self) -> list[int]:
         size = self.bucket.params[0].element_size()
-        return [(span.stop - span.start) * size for span in self._spans if span.owner != self._rank]
-
-    def arrive(self) -> None:
-        if self._coming is not None and self._coming.wait():
-            self._coming = None
+        return [(span.stop - span.start) * size for span in self.spans if span.owner != self._rank]
 
     def fill(self) -> Tensor:
-        self.arrive()
         flat = self.bucket.fill()
         for span, copy in self._copies.items():
             place = flat[span.start : span.stop]
@@ -186,12 +167,13 @@ class GathersInReplicas:
     ) -> None:
         buckets = [bucket for _, of_unit in units for bucket in of_unit]
         self._marks = UnitMarks(units, mesh.inner)
-        self._of_everyone = UnitMarks(units, mesh.everyone)  # what is gathered from owners
+        marks = UnitMarks(units, mesh.everyone)
+        self._from_owners = GathersFromOwners(mesh.everyone, Lease.of(mesh.everyone), marks)
         self._mesh = mesh
         self._inner = inner
         self._across = across
         self._columns = {bucket: _Column(bucket, mesh, keeping) for bucket in buckets}
-        self._most_under_way = len(self._columns) if keeping is None else 2
+        self._renewals = Flow(math.inf if keeping is None else 2)
         self._stamps = stamps
         self._trained = {bucket for bucket in buckets if not set(bucket.params).isdisjoint(trained)}
         self._num_reduced = num_reduced
@@ -214,46 +196,33 @@ class GathersInReplicas:
         """See `UnitGathers.abandon`."""
         self._inner.abandon()
 
-    def start(
-        self,
-        bucket: ParamBucket,
-        stamps: UnitStamps | None = None,
-        purpose: Purpose = Purpose.REQUEST,
-    ) -> Pending:
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """See `UnitGathers.start`; buckets outside units come from their owners."""
         column = self._columns.get(bucket) if isinstance(bucket, UnitBucket) else None
         if column is None:
-            return GathersFromOwners(
-                self._mesh.everyone, Lease.of(self._mesh.everyone), self._of_everyone
-            ).start(bucket, None, purpose)
+            return self._from_owners.start(bucket, None, purpose)
         self._renew()
+        self._renewals.wait_for([column])
         flat, rank = column.fill(), self._mesh.everyone.rank
         tells = stamps is not None and column.renewed_in == stamps.num_passes
         take = stamps.send(flat, bucket.layout, rank) if stamps is not None and tells else None
-        rows = [
-            (self._mesh.places[span.owner][1], flat[span.start : span.stop]) for span in _spans(bucket.layout)
-        ]
+        places = self._mesh.places
+        rows = [(places[span.owner][1], flat[span.start : span.stop]) for span in bucket.layout.spans()]
         start_rows = None
         if self._mesh.inner.transport(bucket.device).waits_on_host:
             start_rows = partial(self._marks.start_rows, self._marks.mark_of(bucket, purpose))
         return gather_into(flat, bucket, self._lanes(self._inner), rows, take, start_rows=start_rows)
 
     def _renew(self) -> None:
-        num_reduced, under_way = self._num_reduced(), deque[_Column]()
+        num_reduced = self._num_reduced()
         for bucket, column in self._columns.items():
-            number = num_reduced if bucket in self._trained else 0
-            if not column.is_due(number):
+            if not column.is_due(num_reduced if bucket in self._trained else 0):
                 continue
-            if len(under_way) == self._most_under_way:
-                under_way.popleft().arrive()
-            column.renew(self._lanes(self._across), self._mesh, number, self._stamps)
-            under_way.append(column)
+            column.renewed_in = self._stamps.num_passes
+            if column.spans:
+                self._renewals.wait_for([column])
+                begin = partial(column.renew, self._lanes(self._across), self._stamps)
+                self._renewals.start(begin, keys=[column])
 
     def _lanes(self, lease: Lease) -> list[RankGroup]:
         return [lane.during("gather") for lane in lease.groups]
-
-
-def _spans(layout: Layout) -> list[Span]:
-    """List the spans that owners send; the same on every rank."""
-    rows = [Span(row.owner, row.start, row.stop) for row in layout.rows if row.stop > row.start]
-    return rows + [Span(room.owner, room.start, room.stop) for room in layout.rooms_behind]

@@ -1,4 +1,4 @@
-"""How and where a unit's parameters are stored. No communication."""
+"""How and where owners keep the parameters of units. No communication."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,26 +6,31 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from zero_optim.shard.keeping import Keeping, RowKeeping
-from zero_optim.shard.on_host import HostKeeping
-from zero_optim.shard.unit_memory import FreePages
+from zero_optim.plan.layout import Layout
+from zero_optim.units.bucket import UnitBucket
+from zero_optim.units.freed import is_freed
+from zero_optim.units.keeping import Keeping, RowKeeping
+from zero_optim.units.memory import FreePages
+from zero_optim.units.on_host import HostKeeping
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptRows:
-    """This rank's part of a unit's parameter."""
+class Store:
+    """A `RowStore`: the parameters of units by unit number, their compute dtypes, free pages and storage."""
 
-    stride: tuple[int, ...]  # of the parameter when it is whole, in elements
-    rows: Tensor | None  # in memory that stays; None if it owns none
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UnitForms:
-    """Compute dtypes, free pages and storage of units."""
-
+    units: dict[Tensor, int] = field(default_factory=dict)
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
     keeping: RowKeeping | None = None  # None for memory where the parameters are
     pages: FreePages = field(default_factory=FreePages)  # of the CPU, that flat tensors use in turn
+
+    def bucket(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> UnitBucket:
+        """See `RowStore`."""
+        dtype = self.compute_dtypes.get(params[0])
+        return UnitBucket(params, layout, rank, label, dtype=dtype, keeping=self.keeping, pages=self.pages)
+
+    def freed(self) -> set[Tensor]:
+        """See `RowStore`."""
+        return set(filter(is_freed, self.units))
 
     @property
     def files(self) -> Keeping | None:
@@ -41,6 +46,6 @@ class UnitForms:
         """Describe the storage as text for ranks to compare."""
         return "None" if self.keeping is None else '"cpu"' if self.on_host else "an Offload"
 
-    def anew(self) -> "UnitForms":
+    def anew(self) -> "Store":
         """Return the same for another optimizer, with new files."""
         return self if self.keeping is None else replace(self, keeping=self.keeping.anew())

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
-from zero_optim.shard.keeping import RowKeeping
+from zero_optim.plan.pieces import is_whole, piece_of
 from zero_optim.shard.places import Form, views_in, zero_padding
-from zero_optim.shard.unit_memory import FreePages
+from zero_optim.units.keeping import RowKeeping
+from zero_optim.units.memory import FreePages
 
 
 class UnitFlat:
@@ -28,7 +29,7 @@ class UnitFlat:
         device: torch.device,
         pages: FreePages,
     ) -> None:
-        self.forms, self.layout = forms, layout
+        self.forms, self.layout, self.rank = forms, layout, rank
         self._memory = pages.memory(layout.numel, dtype, device)
         self.tensor = self._memory.flat
         self.views = self.views_of(self.tensor)
@@ -127,18 +128,15 @@ class UnitRow:
         """List this rank's parts of parameters, as views."""
         if self._keeping is not None:
             self._keeping.wait()
-        layout, span = self._flat.layout, self._flat.span
-        for row in layout.rows:
-            if (row.start, row.stop) != (span.start, span.stop):
-                continue
-            for extent in row.extents:
-                form = self._flat.forms[extent.param]
-                numel, size, first = extent.stop - extent.start, form.size, 0
-                if numel < layout.numels[extent.param]:  # dimension 0 is outermost in memory
-                    in_row = size[1:].numel()
-                    first, size = extent.start // in_row, torch.Size((numel // in_row, *size[1:]))
-                offset = extent.offset - row.start
-                yield Place(extent.param, first, self.values.as_strided(size, form.stride, offset))
+        flat, sizes = self._flat, [form.size for form in self._flat.forms]
+        pieces, offsets = flat.layout.pieces(sizes), flat.layout.offsets()
+        for param, (form, offset) in enumerate(zip(flat.forms, offsets, strict=True)):
+            piece = piece_of(pieces[param], flat.rank)
+            if piece is not None:
+                size, first, at = form.size, piece.start, offset - flat.span.start
+                if not is_whole(piece, size):  # dimension 0 is outermost in memory
+                    size, at = torch.Size((piece.stop - first, *size[1:])), at + first * form.stride[0]
+                yield Place(param, first, self.values.as_strided(size, form.stride, at))
 
     @torch.no_grad()
     def take_in(self, whole: Sequence[Tensor | None]) -> None:

@@ -11,7 +11,7 @@ Note [An optimizer that comes later]
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -25,23 +25,23 @@ from zero_optim.plan.groups import ParamGroup, describe_options
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.unit_forms import UnitForms
-from zero_optim.shard.units import UnitBucket, WideBucket
+from zero_optim.shard.storage import RowBucket
+from zero_optim.units.bucket import UnitBucket, WideBucket
+from zero_optim.units.store import Store
 
-_CLAIM = "_zero_optim_claim"
+_NAME = "_zero_optim_claim"  # of the attribute
 
 
-class UnitsClaim:
-    """One model's units: parameters with unit numbers, buckets by unit, and the ranks that hold the rows.
+class Registration:
+    """One model's units: where their rows are stored, buckets by unit, and the ranks that hold the rows.
 
     ``group`` is None before an optimizer holds them, ``everyone`` without a mesh. If ``is_open``, a later
-    optimizer may take over; ``taken_over`` is called with it.
+    optimizer may take over; ``taken_over`` is called with it. Other models have an empty one.
     """
 
-    def __init__(self, units: dict[Tensor, int], num_units: int, taken_over: Callable[[Any], None]) -> None:
-        self.units = units
+    def __init__(self, num_units: int = 0, taken_over: Callable[[Any], None] | None = None) -> None:
+        self.store = Store()
         self.buckets: list[list[UnitBucket]] = [[] for _ in range(num_units)]
-        self.forms = UnitForms()
         self.group: RankGroup | None = None
         self.everyone: RankGroup | None = None
         self.is_open = False
@@ -54,24 +54,40 @@ class UnitsClaim:
             "model.state_dict(), or use zero_optim.checkpoint.save"
         )
 
+    @property
+    def units(self) -> dict[Tensor, int]:
+        """The parameters, with the numbers of their units."""
+        return self.store.units
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """That of the ranks which hold the rows."""
+        return None if self.group is None else self.group.process_group
+
+    @property
+    def all_buckets(self) -> list[UnitBucket]:
+        """The buckets of all units."""
+        return list(chain.from_iterable(self.buckets))
+
     def mark(self) -> None:
         """Set this registration as an attribute of the parameters."""
         for param in self.units:
-            setattr(param, _CLAIM, self)
+            setattr(param, _NAME, self)
 
     def unmark(self, params: Iterable[Tensor]) -> None:
         """Remove the registration from some parameters."""
         for param in params:
-            if getattr(param, _CLAIM, None) is self:
-                for name in (_CLAIM, STRIDES_WHEN_WHOLE, DTYPE_AS_KEPT):
+            if getattr(param, _NAME, None) is self:
+                for name in (_NAME, STRIDES_WHEN_WHOLE, DTYPE_AS_KEPT):
                     vars(param).pop(name, None)
 
-    def place(self, buckets: Iterable[UnitBucket], group: RankGroup) -> None:
+    def place(self, buckets: Iterable[RowBucket], group: RankGroup) -> None:
         """Store the buckets of the units, and the ranks that share them."""
         self.group = group
         for of_unit in self.buckets:
             of_unit.clear()
         for bucket in buckets:
+            assert isinstance(bucket, UnitBucket)  # of `store`
             self.buckets[self.units[bucket.params[0]]].append(bucket)
 
     # ------------------------------------------------------------------ an optimizer that comes later
@@ -90,8 +106,7 @@ class UnitsClaim:
                 "the optimizer has another process group than the fully sharded model: give both the same "
                 "process_group"
             )
-        given = set(params)
-        missing = sum(param.requires_grad for param in self.units if param not in given)
+        missing = sum(param.requires_grad for param in set(self.units).difference(params))
         if missing:
             raise ValueError(
                 f"the optimizer lacks {missing} trainable parameters of the fully sharded model, so nobody "
@@ -103,24 +118,28 @@ class UnitsClaim:
                 "there are gradients already, with owners that change now: build the optimizer before the "
                 "first backward pass, or call wrapped.zero_grad() first"
             )
-        for of_unit in self.buckets:
-            for bucket in of_unit:
-                bucket.check_unpinned()
-                bucket.refresh()
+        for bucket in self.all_buckets:
+            bucket.refresh()
 
-    def fill(self, buckets: Sequence[UnitBucket]) -> None:
+    def next_store(self) -> Store:
+        """Return where the next optimizer stores the rows."""
+        return self.store.anew() if self.is_open else self.store
+
+    def reusable(self) -> list[UnitBucket]:
+        """List buckets for reuse by the next optimizer; none if rows must move to other files."""
+        return self.all_buckets if self.is_open and self.store.keeping is None else []
+
+    def fill(self, buckets: Sequence[RowBucket], store: Store) -> None:
         """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""
         assert self.group is not None
+        if store.keeping is not None:
+            with failing_together(self.group):
+                store.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
-        for of_unit in self.buckets:
-            for bucket in of_unit:
-                if bucket_of.get(bucket.params[0]) is bucket:
-                    bucket.free()
-                    continue
-                with _values_as_kept(bucket, self.group.during("state")) as values:
-                    for param, value in values.items():
-                        if param in bucket_of:
-                            bucket_of[param].take_in({param: value})
+        for bucket in self.all_buckets:
+            bucket.free()
+            if bucket_of.get(bucket.params[0]) is not bucket:
+                _move_rows(bucket, bucket_of, self.group.during("state"))
 
     def failing_together(self) -> Any:  # noqa: ANN401 - a context
         """Return a context that raises on all ranks of a mesh if one raises."""
@@ -134,73 +153,56 @@ class UnitsClaim:
             agree_between_replicas(self.everyone, items)
 
     def passed_on(
-        self,
-        buckets: Sequence[UnitBucket],
-        forms: UnitForms,
-        group: RankGroup,
-        params: Sequence[Tensor],
+        self, buckets: Sequence[RowBucket], store: Store, group: RankGroup, params: Sequence[Tensor]
     ) -> Callable[[Any], None] | None:
         """Move the units to other buckets; return the callback for the new optimizer. All ranks call.
 
         Parameters that the optimizer lacks become whole for good, which communicates.
         """
-        was_open = self.is_open
+        was_open, self.is_open = self.is_open, False
         if was_open:
             self._make_whole(set(self.units).difference(params), group)
-            for bucket in buckets:
-                bucket.let_go()
-                bucket.has_new_place()
-        self.is_open, self.forms = False, forms
+        self.store = store
         self.place(buckets, group)
-        return self._taken_over if was_open else None
+        if not was_open:
+            return None
+        for bucket in self.all_buckets:
+            bucket.let_go()
+            bucket.has_new_place()
+        return self._taken_over
 
     def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:
-        for of_unit in self.buckets:
-            for bucket in of_unit:
-                kept = [param for param in bucket.params if param in params]
-                if kept:
-                    start_gather((group.during("state"),), bucket).wait()
-                    values = [param.detach().clone() for param in kept]
-                    bucket.free()
-                    for param, value in zip(kept, values, strict=True):
-                        param.data = value
+        for bucket in self.all_buckets:
+            kept = [param for param in bucket.params if param in params]
+            if kept:
+                start_gather((group.during("state"),), bucket).wait()
+                values = [param.detach().clone() for param in kept]
+                bucket.free()
+                for param, value in zip(kept, values, strict=True):
+                    param.data = value
         self.unmark(params)
         for param in params:
             del self.units[param]
 
 
-@contextmanager
-def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Tensor, Tensor]]:
-    """Yield a bucket's values in the owners' dtype, then free it; all ranks enter; communicates."""
-    bucket.free()
-    if bucket.is_rounded:
-        wide = WideBucket(bucket)
-        start_gather((group,), wide).wait()
-        yield wide.values
-        return
-    start_gather((group,), bucket).wait()
-    try:
-        yield {param: param for param in bucket.params}
-    finally:
-        bucket.free()
+def _move_rows(bucket: UnitBucket, bucket_of: Mapping[Tensor, RowBucket], group: RankGroup) -> None:
+    """Gather a bucket in the owners' dtype, for other buckets to take rows; all ranks call; communicates."""
+    wide = WideBucket(bucket)
+    start_gather((group,), wide).wait()
+    for param, value in wide.values.items():
+        if param in bucket_of:
+            bucket_of[param].take_in({param: value})
 
 
-def reusable_buckets(claim: UnitsClaim | None) -> list[UnitBucket]:
-    """List buckets for reuse by the next optimizer; none if rows must move to other files."""
-    if claim is None or not claim.is_open or claim.forms.keeping is not None:
-        return []
-    return list(chain.from_iterable(claim.buckets))
+def is_registered(param: Tensor) -> bool:
+    """Whether a parameter is one of a fully sharded model."""
+    return hasattr(param, _NAME)
 
 
-def first_claim(params: object) -> UnitsClaim | None:
-    """Return the first registration in an optimizer's arguments, which may be invalid, or None."""
-    return next(filter(None, (getattr(param, _CLAIM, None) for param in _tensors_in(params))), None)
-
-
-def group_of_claim(params: object) -> dist.ProcessGroup | None:
-    """Return the process group of the parameters' fully sharded model, or None."""
-    claim = first_claim(params)
-    return None if claim is None or claim.group is None else claim.group.process_group
+def registration_in(params: object) -> Registration:
+    """Return the first registration in an optimizer's arguments, which may be invalid, or an empty one."""
+    registrations = (getattr(param, _NAME, None) for param in _tensors_in(params))
+    return next(filter(None, registrations), None) or Registration()
 
 
 def _tensors_in(params: object) -> Iterator[Tensor]:
@@ -213,13 +215,12 @@ def _tensors_in(params: object) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-def claim_of(params: Iterable[Tensor]) -> UnitsClaim | None:
-    """Return the parameters' registration, or None; raises if they belong to several models."""
-    found = {id(claim): claim for param in params if (claim := getattr(param, _CLAIM, None)) is not None}
-    if len(found) > 1:
+def registration_of(params: Iterable[Tensor]) -> Registration:
+    """Return the parameters' registration, or an empty one; ValueError if they belong to several models."""
+    registrations = list(dict.fromkeys(filter(None, (getattr(param, _NAME, None) for param in params))))
+    if len(registrations) > 1:
         raise ValueError(
             "the parameters are of several fully sharded models: put all modules into one, or give each an "
             "optimizer"
         )
-    claims: list[UnitsClaim] = list(found.values())
-    return claims[0] if claims else None
+    return registrations[0] if registrations else Registration()
