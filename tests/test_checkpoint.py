@@ -1,8 +1,10 @@
 """Sharded checkpoints: what is saved loads, on any number of ranks, and training goes on bit for bit."""
 
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cuts import ONE_A_BUCKET, cutting
 from pool import Pool, on_ranks
 from training import assert_same_bits, make_params, set_grads
 from zero_optim import RankMismatchError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
@@ -28,11 +31,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 11, bias=False)
+        self.embedding = nn.Embedding(64, 16)
+        self.head = nn.Linear(16, 64, bias=False)
         self.head.weight = self.embedding.weight
-        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.norm = nn.BatchNorm1d(6)
+        self.conv = nn.Conv2d(3, 32, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(16)
         self.scale = nn.Parameter(torch.randn(()))
         self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
         self.counted = 0
@@ -47,12 +50,14 @@ class Net(nn.Module):
 class Run:
     """A model with everything that belongs to its training."""
 
-    def __init__(self, kind: str = "AdamW", **options: Any) -> None:
+    def __init__(self, kind: str = "AdamW", *, cut: bool = False, **options: Any) -> None:
         self.model = Net()
         optimizer_class, defaults = CLASSES[kind]
-        self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), optimizer_class, **{**defaults, **options}
-        )
+        options = {**defaults, **({"bucket_cap_mb": ONE_A_BUCKET} if cut else {}), **options}
+        with cutting() if cut else nullcontext():
+            self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class, **options)
+        is_cut = any(len(pieces) > 1 for pieces in self.optimizer.pieces().values())
+        assert is_cut == (cut and dist.get_world_size() > 1)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, milestones=[2, 4], gamma=0.5)
         self.step = 0
 
@@ -79,63 +84,83 @@ class Run:
         return [v.clone() if isinstance(v, Tensor) else torch.tensor(v) for v in state.values()]
 
 
+def flip(path: Path, place: int = -1) -> None:
+    """Turn one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def once(work: Callable[[], object]) -> None:
+    """Do something on rank 0 while no other rank does anything."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
+
+
 def disturb(model: nn.Module) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.fill_(7)
 
 
-def save_at_three(path: Path, kind: str, options: dict[str, Any]) -> list[Tensor]:
-    """Train, saving in between; gives the bits at the end."""
-    run = Run(kind, **options)
-    run.train(3)
+class Resharded(NamedTuple):
+    """A number of ranks that save, and one that loads; whether they cut parameters; where it is saved."""
+
+    first: int
+    second: int
+    kind: str = "AdamW"
+    cut: tuple[bool, bool] = (False, False)
+    then: tuple[tuple[str, Any], ...] = ()
+    at: int = 3
+
+
+def save_and_go_on(path: Path, case: Resharded) -> list[Tensor]:
+    run = Run(case.kind, cut=case.cut[0])
+    run.train(case.at)
     run.save(path)
     run.train(6)
     return run.bits()
 
 
-def resume(path: Path, kind: str, options: dict[str, Any]) -> list[Tensor]:
-    run = Run(kind, **options)
+def resume(path: Path, case: Resharded) -> list[Tensor]:
+    run = Run(case.kind, cut=case.cut[1], **dict(case.then))
     disturb(run.model)
     run.load(path)
-    assert run.step == 3
-    assert run.model.counted == 3
+    assert run.step == run.model.counted == run.scheduler.last_epoch == case.at
     assert run.model.head.weight is run.model.embedding.weight
-    assert run.scheduler.last_epoch == 3
     run.train(6)
     return run.bits()
 
 
-def check_resharded(
-    pool: Pool, tmp_path: Path, first: int, second: int, kind: str, then: dict[str, Any]
+OTHER = (("cost", "matmul"), ("bucket_cap_mb", 1e-4))
+PACKED = (("parameters_as_bucket_view", False),)
+RESHARDED = {
+    "whole": Resharded(1, 3),
+    "packed": Resharded(2, 2, "NAdam", then=PACKED),
+    "other buckets": Resharded(3, 2, "Adafactor", then=OTHER),
+    "packed, fewer": Resharded(4, 3, "momentum", then=PACKED),
+    "cut to other cuts": Resharded(2, 4, cut=(True, True)),
+    "cut to whole": Resharded(4, 1, "momentum", cut=(True, False)),
+    "cut to other buckets": Resharded(2, 2, cut=(True, False), then=OTHER),
+    "whole to cut": Resharded(1, 4, "momentum", cut=(False, True)),
+    "new": Resharded(2, 2, at=0, cut=(True, False)),
+    "new to cut": Resharded(2, 2, at=0, cut=(False, True)),
+}
+
+
+@pytest.mark.parametrize("case", RESHARDED.values(), ids=RESHARDED)
+def test_a_run_saved_on_some_ranks_goes_on_bit_for_bit_on_others(
+    pool: Pool, tmp_path: Path, case: Resharded
 ) -> None:
-    expected, *others = pool.run(first, save_at_three, tmp_path / "one", kind, {})
-    for other in [*others, *pool.run(second, resume, tmp_path / "one", kind, then)]:
+    expected, *others = pool.run(case.first, save_and_go_on, tmp_path / "one", case)
+    for other in [*others, *pool.run(case.second, resume, tmp_path / "one", case)]:
         assert_same_bits(other, expected)
 
 
-@pytest.mark.parametrize("first", [1, 2, 3, 4])
-@pytest.mark.parametrize("second", [1, 2, 3, 4])
-def test_a_run_saved_on_some_ranks_goes_on_bit_for_bit_on_others(
-    pool: Pool, tmp_path: Path, first: int, second: int
-) -> None:
-    check_resharded(pool, tmp_path, first, second, "AdamW", {})
-
-
-@pytest.mark.parametrize("kind", sorted(CLASSES))
-@pytest.mark.parametrize(
-    "then",
-    [{"cost": "matmul", "bucket_cap_mb": 1e-4}, {"parameters_as_bucket_view": False}],
-    ids=["other", "packed"],
-)
-def test_partition_and_buckets_may_be_others_when_it_is_loaded(
-    pool: Pool, tmp_path: Path, kind: str, then: dict[str, Any]
-) -> None:
-    check_resharded(pool, tmp_path, 3, 2, kind, then)
-
-
-def masters_and_averages(path: Path, load: bool) -> list[Tensor]:
+def masters_and_averages(path: Path, load: bool, cut: bool) -> list[Tensor]:
     torch.set_default_dtype(torch.bfloat16)
-    run = Run(master_dtype=torch.float32, ema_decay=0.5)
+    run = Run(cut=cut, master_dtype=torch.float32, ema_decay=0.5)
     if load:
         disturb(run.model)
         run.load(path)
@@ -152,9 +177,10 @@ def masters_and_averages(path: Path, load: bool) -> list[Tensor]:
         return bits + run.bits()
 
 
-def test_masters_and_averages_travel_along(pool: Pool, tmp_path: Path) -> None:
-    expected = pool.run(2, masters_and_averages, tmp_path / "one", False)
-    for got in pool.run(3, masters_and_averages, tmp_path / "one", True):
+@pytest.mark.parametrize("cut", [(False, False), (True, False), (False, True)])
+def test_masters_and_averages_travel_along(pool: Pool, tmp_path: Path, cut: tuple[bool, bool]) -> None:
+    expected = pool.run(2, masters_and_averages, tmp_path / "one", False, cut[0])
+    for got in pool.run(3, masters_and_averages, tmp_path / "one", True, cut[1]):
         assert_same_bits(got, expected[0])
 
 
@@ -259,8 +285,8 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(tmp_path: 
     with pytest.raises(StateMismatchError) as caught:
         checkpoint.load(path, model=other.model, optimizer=other.optimizer)
     for part in (
-        "conv.weight: shape (4, 3, 3, 3) in the checkpoint, (5, 3, 3, 3) here",
-        "conv.bias: shape (4,)",
+        "conv.weight: shape (32, 3, 3, 3) in the checkpoint, (5, 3, 3, 3) here",
+        "conv.bias: shape (32,)",
         "model entry extra.weight is not in the checkpoint",
         "parameter extra.bias is not in the checkpoint",
     ):
@@ -318,8 +344,9 @@ def test_state_keeps_its_dtypes_and_global_entries(tmp_path: Path) -> None:
 
 
 @on_ranks(2, slow=4)
-def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
-    run = Run()
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path, cut: bool) -> None:
+    run = Run(cut=cut)
     run.train(2)
     expected = run.bits()
     pending = checkpoint.save_async(tmp_path / "a", **run.parts(), extra={"step": 2})
@@ -330,7 +357,7 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
     second.wait()
     assert 0 < second.stall < 5
     for name, bits, step in (("a", expected, 2), ("b", later, 5)):
-        other = Run()
+        other = Run(cut=cut)
         other.load(tmp_path / name)
         assert other.step == step
         assert_same_bits(other.bits(), bits)
@@ -359,7 +386,6 @@ def test_a_rank_reads_its_own_shard_and_little_more(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_state_that_was_not_asked_for_on_one_rank_is_refused_on_all() -> None:
-    """What `OptimizerState` was given on rank 1 is no dict that a planner of ours asked for."""
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     state = checkpoint.OptimizerState(sharded)

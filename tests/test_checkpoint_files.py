@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pool import Ranks, on_ranks
-from test_checkpoint import Run
+from test_checkpoint import Run, flip
+from test_checkpoint_hostile import content_of, write
 from zero_optim import CheckpointError, checkpoint, cli
 from zero_optim.checkpoint.data import Box, lay_out, whole
 
@@ -108,46 +109,35 @@ def test_no_two_things_in_a_file_have_one_name(tmp_path: Path) -> None:
 
 def test_a_damaged_header_is_found(ranks1: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks1.run(saved_run, tmp_path)
-    damage(next(tmp_path.glob("data-*")), 20)
+    flip(next(tmp_path.glob("data-*")), 20)
     assert cli.main(["inspect", str(tmp_path)]) == 1
     assert "its header in data-" in capsys.readouterr().out
     assert checkpoint.latest(tmp_path) is None
 
 
-def damage(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
 @on_ranks(1)
 def test_a_load_compares_every_byte_of_the_headers_it_reads(tmp_path: Path) -> None:
-    """Each byte that a load reads is compared: also those that say nothing about what is loaded."""
     run = Run()
     run.save(tmp_path)
     (data,), head = tmp_path.glob("data-*"), tmp_path / "manifest.json"
     places = [(head, place) for place in range(len(head.read_bytes().splitlines()[0]) + 1)]
     places += [(data, place) for place in range(0, int.from_bytes(data.read_bytes()[:8], "little") + 8, 7)]
     for file, place in places:
-        damage(file, place)
+        flip(file, place)
         with pytest.raises(CheckpointError):
             checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
-        damage(file, place)
-    damage(data, 20)
+        flip(file, place)
+    flip(data, 20)
     with pytest.raises(dcp.api.CheckpointException, match="its header in data-"):
         dcp.load({"model/scale": torch.zeros(())}, storage_reader=checkpoint.Reader(tmp_path))
-    damage(data, 20)
+    flip(data, 20)
     checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
 
 
 def test_a_tensor_said_to_lie_in_the_header_is_refused(ranks1: Ranks, tmp_path: Path) -> None:
     ranks1.run(saved_run, tmp_path)
-    path = tmp_path / "manifest.json"
-    lines = path.read_text().splitlines()
-    content = json.loads(lines[1])
+    content = content_of(tmp_path)
     next(iter(content["entries"].values()))[2][0][3] = 0
-    from test_checkpoint_hostile import write
-
     write(tmp_path, json.dumps(content))
     with pytest.raises(CheckpointError, match="lies outside"):
         checkpoint.Reader(tmp_path)

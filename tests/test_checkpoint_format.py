@@ -59,7 +59,7 @@ def check(path: Path) -> None:
             assert set(entries) == {"step", "exp_avg", "exp_avg_sq", EMA}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
 def test_checkpoints_of_every_version_load(pool: Pool, version: int, world_size: int) -> None:
     pool.run(world_size, check, DATA / f"checkpoint-{version}")
@@ -89,12 +89,8 @@ def test_a_version_to_come_is_refused_by_its_number(tmp_path: Path) -> None:
     folder = DATA / f"checkpoint-{VERSION}"
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    text = (
-        (tmp_path / "manifest.json")
-        .read_text()
-        .replace(f'"version": {VERSION}', f'"version": {VERSION + 1}', 1)
-    )
-    (tmp_path / "manifest.json").write_text(text)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace(f'"version": {VERSION}', f'"version": {VERSION + 1}', 1))
     with pytest.raises(
         CheckpointError, match=f"version {VERSION + 1}, this zero_optim reads up to {VERSION}"
     ):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pool import Ranks, on_ranks
+from pool import Pool, on_ranks
 from test_checkpoint import Run, disturb
 from zero_optim import CheckpointError, StateMismatchError, checkpoint, cli
 from zero_optim.checkpoint import manifest
 
-MUTATIONS = 60
+MUTATIONS = 40
 
 
 def save_two(folder: Path) -> None:
@@ -95,10 +96,17 @@ DAMAGES = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved_two(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    pool.run(1, save_two, folder)
+    return folder
+
+
 @pytest.fixture
-def two(ranks1: Ranks, tmp_path: Path) -> Path:
+def two(saved_two: Path, tmp_path: Path) -> Path:
     """Two checkpoints, "2" the newer."""
-    ranks1.run(save_two, tmp_path)
+    shutil.copytree(saved_two, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

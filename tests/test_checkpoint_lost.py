@@ -103,10 +103,9 @@ def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(tm
     dist.barrier()
     lock = FolderLock(path) if dist.get_rank() == 0 else None  # as another job would
     dist.barrier()
-    with pytest.raises(CheckpointError, match="another save into this folder is under way"):
-        save(path, extra="late")
-    with pytest.raises(CheckpointError, match="another save into this folder is under way"):
-        checkpoint.save_async(path, extra="late").wait()
+    for call in (checkpoint.save, lambda *args, **more: checkpoint.save_async(*args, **more).wait()):
+        with pytest.raises(CheckpointError, match="another save into this folder is under way"):
+            call(path, extra="late")
     assert checkpoint.load(path) == "before"
     dist.barrier()
     if lock is not None:
@@ -124,7 +123,6 @@ def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(tm
 
 @on_ranks(1)
 def test_where_there_are_no_locks_the_last_of_two_saves_counts_and_is_whole(tmp_path: Path) -> None:
-    """Two saves interleave on a file system that has no locks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero_optim.checkpoint.files.try_lock", lambda _: None)
         real, begun = folders.time.time_ns, []
@@ -158,23 +156,22 @@ def saved(ranks1: Ranks, tmp_path: Path) -> Path:
     return tmp_path / "one"
 
 
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> str:
+    """What the command line says as it refuses arguments."""
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    return capsys.readouterr().err
+
+
 def test_an_output_inside_the_checkpoint_is_refused(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "door").symlink_to(saved)
     (tmp_path / "link.pt").symlink_to(saved / "manifest.json")
     before = {path: path.read_bytes() for path in saved.iterdir()}
-    for out in (
-        saved / "manifest.json",
-        saved / "new.pt",
-        tmp_path / "door" / "new.pt",
-        tmp_path / "link.pt",
-    ):
-        assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 2
-        assert "inside the source" in capsys.readouterr().err
+    for out in (saved / "manifest.json", saved / "new.pt", tmp_path / "door/new.pt", tmp_path / "link.pt"):
+        assert "inside the source" in refused(capsys, "consolidate", saved, out, "--weights")
     for out in (saved, saved / "inside", tmp_path / "door"):
-        assert cli.main(["reshard", str(saved), str(out), "--world-size", "2"]) == 2
-        assert "source" in capsys.readouterr().err
+        assert "source" in refused(capsys, "reshard", saved, out, "--world-size", "2")
     assert {path: path.read_bytes() for path in saved.iterdir()} == before
 
 
@@ -185,8 +182,7 @@ def test_an_output_that_is_no_regular_file_is_refused_and_stays(
     os.mkfifo(fifo)
     (tmp_path / "null").symlink_to(os.devnull)
     for out in (fifo, tmp_path / "null", tmp_path):
-        assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 2
-        assert "no regular file" in capsys.readouterr().err
+        assert "no regular file" in refused(capsys, "consolidate", saved, out, "--weights")
     assert stat.S_ISFIFO(fifo.lstat().st_mode)
     assert (tmp_path / "null").is_symlink()
 
@@ -194,15 +190,12 @@ def test_an_output_that_is_no_regular_file_is_refused_and_stays(
 def test_what_users_keep_beside_an_output_stays_and_links_there_are_not_followed(
     saved: Path, tmp_path: Path
 ) -> None:
-    mine, out = tmp_path / "out.pt.part", tmp_path / "out.pt"
+    mine, out, target = (tmp_path / name for name in ("out.pt.part", "out.pt", "target"))
     mine.write_text("mine")
-    target = tmp_path / "target"
     target.write_text("untouched")
-    out.symlink_to(target)
-    planted = saved / "manifest.json.part"
-    planted.symlink_to(target)
-    left = tmp_path / f"out.pt.{'0' * 16}.part"  # by a process that was killed just now
-    left.touch()
+    for link in (out, saved / "manifest.json.part"):
+        link.symlink_to(target)
+    (tmp_path / f"out.pt.{'0' * 16}.part").touch()  # left by a process that was killed just now
     written, file = open_part(out)  # by one that runs
     with file:
         assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 0
@@ -214,25 +207,24 @@ def test_what_users_keep_beside_an_output_stays_and_links_there_are_not_followed
     assert target.read_text() == "untouched"
 
 
-@pytest.mark.parametrize("command", [["consolidate", "--weights"], ["reshard", "--world-size", "1"]])
 def test_an_empty_name_of_an_output_writes_nothing_into_the_current_folder(
-    saved: Path, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    assert cli.main([command[0], str(saved), "", *command[1:]]) == 2
+    refused(capsys, "consolidate", saved, "", "--weights")
+    refused(capsys, "reshard", saved, "", "--world-size", "1")
     assert names(here) == []
 
 
 @on_ranks(1)
 def test_saving_follows_no_link_that_was_planted_in_the_folder(tmp_path: Path) -> None:
-    path = tmp_path / "one"
-    target = path.parent / "target"
+    path, target = tmp_path / "one", tmp_path / "target"
     target.write_text("untouched")
     path.mkdir()
-    (path / "manifest.json").symlink_to(target)
-    (path / "manifest.json.part").symlink_to(target)
+    for name in ("manifest.json", "manifest.json.part"):
+        (path / name).symlink_to(target)
     save(path)
     assert checkpoint.latest(path) == path
     assert not (path / "manifest.json").is_symlink()

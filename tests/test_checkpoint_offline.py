@@ -13,23 +13,26 @@ import torch.distributed as dist
 from torch import nn
 
 from pool import Pool, Ranks, on_ranks
-from test_checkpoint import Run, disturb
+from test_checkpoint import Run, disturb, flip, once
 from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
 
 
-def saved(path: Path) -> dict[str, Any]:
+def saved(path: Path, cut: bool = False) -> dict[str, Any]:
     """Save a run, and give what is in it: weights and the consolidated state."""
-    run = Run()
+    run = Run(cut=cut)
     run.train(3)
     run.save(path)
     run.optimizer.consolidate_state_dict(to=None)
     return {"weights": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
 
 
-def test_a_checkpoint_becomes_a_file_of_torch_optim_and_of_weights(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks.run(saved, tmp_path / "one")[0]
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_checkpoint_becomes_a_file_of_torch_optim_and_of_weights(
+    ranks2: Ranks, tmp_path: Path, cut: bool
+) -> None:
+    expected = ranks2.run(saved, tmp_path / "one", cut)[0]
     assert cli.main(["consolidate", str(tmp_path / "one"), str(tmp_path / "optimizer.pt")]) == 0
     state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     names = state["param_groups"][0].pop("param_names")
@@ -72,12 +75,13 @@ def straight() -> list[torch.Tensor]:
 def test_a_resharded_checkpoint_has_a_file_for_each_rank_and_goes_on_bit_for_bit(
     pool: Pool, tmp_path: Path
 ) -> None:
-    pool.run(2, saved, tmp_path / "two")
+    pool.run(2, saved, tmp_path / "two", True)
     expected = pool.run(1, straight)[0]
     for world_size in (1, 3):
         out = tmp_path / str(world_size)
         assert cli.main(["reshard", str(tmp_path / "two"), str(out), "--world-size", str(world_size)]) == 0
         assert len(list(out.glob("data-*"))) == world_size
+        assert all(len(entry.chunks) == 1 for entry in checkpoint.Reader(out).manifest.entries.values())
         for got in pool.run(world_size, resume, out):
             assert_same_bits(got, expected)
 
@@ -130,23 +134,25 @@ def test_files_of_pytorchs_zero_optimizer_come_in_and_go_back(tmp_path: Path) ->
     assert_same_bits(mine, params)
 
 
-def test_files_of_torch_optim_with_a_model_come_in(pool: Pool, tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
+@on_ranks(2)
+def test_files_of_torch_optim_with_a_model_come_in(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     plain = torch.optim.AdamW(model.named_parameters())
     set_grads(list(model.parameters()), 0)
     plain.step()
-    torch.save({"model": model.state_dict(), "optimizer": plain.state_dict()}, tmp_path / "both.pt")
-    offline.reshard(tmp_path / "both.pt", tmp_path / "ours", 2)
-    for weight, moment in pool.run(2, loaded_linear, tmp_path / "ours"):
-        assert torch.equal(weight, model.weight)
-        assert moment is None or torch.equal(moment, plain.state[model.weight]["exp_avg"])
 
+    def reshard() -> None:
+        torch.save({"model": model.state_dict(), "optimizer": plain.state_dict()}, tmp_path / "both.pt")
+        offline.reshard(tmp_path / "both.pt", tmp_path / "ours", 2)
 
-def loaded_linear(path: Path) -> tuple[torch.Tensor, torch.Tensor | None]:
-    model = nn.Linear(3, 2)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    checkpoint.load(path, model=model, optimizer=optimizer)
-    return model.weight.detach(), optimizer.state.get(model.weight, {}).get("exp_avg")
+    once(reshard)
+    optimizer = ZeroRedundancyOptimizer(other.parameters(), torch.optim.AdamW)
+    checkpoint.load(tmp_path / "ours", model=other, optimizer=optimizer)
+    assert torch.equal(other.weight, model.weight)
+    for param in optimizer.owned_parameters():
+        same = model.weight if param is other.weight else model.bias
+        assert torch.equal(optimizer.state[param]["exp_avg"], plain.state[same]["exp_avg"])
 
 
 def save_wide(path: Path) -> dict[str, torch.Tensor]:
@@ -237,9 +243,7 @@ def test_inspect_tells_what_is_in_it_by_whom_and_whether_it_is_whole(
     assert "complete    yes" in shown
     assert "by 2 ranks, zero_optim" in shown
     data = next((tmp_path / "one").glob("data-*-1.safetensors"))
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    flip(data)
     assert cli.main(["inspect", str(tmp_path / "one")]) == 1
     assert "complete    no: " in capsys.readouterr().out
     (tmp_path / "one" / "manifest.json").unlink()

@@ -6,9 +6,9 @@ import os
 import pickle
 import resource
 import signal
-import zlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import nn
 
 from forked import fork_context
 from pool import Ranks, on_ranks
+from test_checkpoint import flip, once
+from test_checkpoint_hostile import content_of, write
 from training import set_grads
 from zero_optim import (
     CheckpointError,
@@ -28,11 +30,9 @@ from zero_optim import (
     ZeroRedundancyOptimizer,
     checkpoint,
 )
-from zero_optim.checkpoint import data, manifest, saving
+from zero_optim.checkpoint import data, saving
 
 MOMENTS = range(1, 25)  # file operations of a rank at which it is killed, in each of two ways
-SOME_MOMENTS = MOMENTS[::6]
-OTHER_MOMENTS = tuple(moment for moment in MOMENTS if moment not in SOME_MOMENTS)
 
 
 def training(seed: int = 0) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -78,7 +78,9 @@ def die_at(moment: int) -> None:
 
 
 def save_until_killed(folder: Path, rank: int, victim: int, moment: int) -> None:
-    """Train on two ranks and save after each step; the victim dies on the way."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
     model, optimizer = training()
@@ -108,14 +110,18 @@ def load_all(folders: list[Path]) -> list[tuple[int, bool]]:
     return found
 
 
+ALL = [pytest.mark.slow, pytest.mark.exhaustive]
+
+
 @pytest.mark.parametrize(
-    "moments",
+    ("everyone", "moments"),
     [
-        pytest.param(SOME_MOMENTS, id="some moments"),
-        pytest.param(OTHER_MOMENTS, id="all others", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(False, (1, 12, 20), id="one rank, some moments"),
+        pytest.param(True, (7, 16), id="all ranks, some moments"),
+        pytest.param(False, MOMENTS, id="one rank, all moments", marks=ALL),
+        pytest.param(True, MOMENTS, id="all ranks, all moments", marks=ALL),
     ],
 )
-@pytest.mark.parametrize("everyone", [False, True], ids=["one rank", "all ranks"])
 def test_killed_at_any_moment_of_a_save_the_newest_whole_checkpoint_loads(
     ranks1: Ranks, tmp_path: Path, everyone: bool, moments: Sequence[int]
 ) -> None:
@@ -127,7 +133,7 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_checkpoint_loads(
             folder.mkdir()
             folders.append(folder)
             arguments = [(folder, rank, victim, 4 * moment - 2 * victim) for rank in (0, 1)]
-            processes = [context.Process(target=_quietly, args=each) for each in arguments]
+            processes = [context.Process(target=save_until_killed, args=each) for each in arguments]
             for process in processes:
                 process.start()
             processes[victim].join(300)
@@ -141,13 +147,6 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_checkpoint_loads(
     found = ranks1.run(load_all, folders, timeout=300)[0]
     assert all(right for _, right in found)
     assert len({step for step, _ in found}) > 1  # the moments cover more than one save
-
-
-def _quietly(*args: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    torch.set_num_threads(1)
-    save_until_killed(*args)
 
 
 # ---------------------------------------------------------------------- disks
@@ -215,14 +214,6 @@ def test_a_read_only_folder_raises_on_every_rank_and_leaves_the_checkpoint_befor
 # ---------------------------------------------------------------------- damage
 
 
-def damage(folder: Path) -> None:
-    """Turn one bit of a file's last tensor."""
-    path = next(folder.glob("data-*-1.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 @on_ranks(2)
 def test_damaged_and_incomplete_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> None:
     model, optimizer = training()
@@ -230,9 +221,7 @@ def test_damaged_and_incomplete_checkpoints_are_refused_with_the_reason(tmp_path
         train(model, optimizer, step)
         checkpoint.save(tmp_path / str(step), model=model, optimizer=optimizer, extra=step)
     before = [p.clone() for p in model.parameters()]
-    if dist.get_rank() == 0:
-        damage(tmp_path / "2")
-    dist.barrier()
+    once(lambda: flip(next((tmp_path / "2").glob("data-*-1.safetensors"))))
     with pytest.raises(
         CheckpointError, match=r"is damaged: .* in data-.*-1.safetensors: its checksum is wrong"
     ):
@@ -240,19 +229,12 @@ def test_damaged_and_incomplete_checkpoints_are_refused_with_the_reason(tmp_path
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert checkpoint.latest(tmp_path) == tmp_path / "1"
     assert checkpoint.latest(tmp_path, quick=True) == tmp_path / "2"
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for name in ("2", "1"):
-            with next((tmp_path / name).glob("data-*")).open("ab") as file:
-                file.truncate(100)
-    dist.barrier()
+    for name in ("2", "1"):
+        once(lambda name=name: os.truncate(next((tmp_path / name).glob("data-*")), 100))
     with pytest.raises(CheckpointError, match="should have"):
         checkpoint.load(tmp_path / "1", model=model, optimizer=optimizer)
     assert checkpoint.latest(tmp_path, quick=True) == tmp_path / "0"
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (tmp_path / "1" / "manifest.json").unlink()
-    dist.barrier()
+    once((tmp_path / "1" / "manifest.json").unlink)
     with pytest.raises(CheckpointError, match="it has no manifest, so it was never completed"):
         checkpoint.load(tmp_path / "1", model=model, optimizer=optimizer)
     assert checkpoint.load(tmp_path / "0", model=model, optimizer=optimizer) == 0
@@ -263,10 +245,9 @@ def test_damaged_and_incomplete_checkpoints_are_refused_with_the_reason(tmp_path
 def test_old_checkpoints_are_removed_and_nothing_else(tmp_path: Path) -> None:
     model, optimizer = training()
     for step, left in enumerate(("0", "0,1", "1,2", "2,3,notes")):
-        if dist.get_rank() == 0 and step == 3:
-            for name in ("notes/mine.txt", "00/data-00ff-0.bin"):
-                (tmp_path / name).parent.mkdir()
-                (tmp_path / name).touch()
+        for name in ("notes/mine.txt", "00/data-00ff-0.bin") if step == 3 else ():
+            once((tmp_path / name).parent.mkdir)
+            once((tmp_path / name).touch)
         dist.barrier()
         checkpoint.save(tmp_path / str(step), model=model, optimizer=optimizer, keep=2)
         dist.barrier()
@@ -300,12 +281,9 @@ class Hostile:
 
 def forge(path: Path) -> None:
     """Have the manifest name a file outside the folder, checksum and all."""
-    head, body = (path / manifest.FILE).read_text().splitlines()
-    content = json.loads(body)
+    content = content_of(path)
     content["files"][0][0] = "../../etc/passwd"
-    body = json.dumps(content)
-    head = json.dumps({**json.loads(head), "crc32": zlib.crc32(body.encode())})
-    (path / manifest.FILE).write_text(f"{head}\n{body}\n")
+    write(path, json.dumps(content))
 
 
 @on_ranks(2)
@@ -315,28 +293,17 @@ def test_nothing_that_is_planted_in_the_folder_is_executed(tmp_path: Path) -> No
     train(model, optimizer, 0)
     checkpoint.save(path, model=model, optimizer=optimizer)
     hostile = pickle.dumps(Hostile(mark))
-    if dist.get_rank() == 0:
-        (path / ".metadata").write_bytes(hostile)  # where DCP's own storage keeps its pickle
-        (path / "__0_0.distcp").write_bytes(hostile)
-    dist.barrier()
+    for name in (".metadata", "__0_0.distcp"):  # where DCP's own storage keeps its pickle
+        once(lambda name=name: (path / name).write_bytes(hostile))
     checkpoint.load(path, model=model, optimizer=optimizer)
-    dist.barrier()
     for name in ("manifest.json", *(path.name for path in path.glob("data-*"))):
-        whole = (path / name).read_bytes()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (path / name).write_bytes(hostile.ljust(len(whole), b"\0"))
-        dist.barrier()
+        whole, file = (path / name).read_bytes(), path / name
+        once(partial(file.write_bytes, hostile.ljust(len(whole), b"\0")))
         with pytest.raises(CheckpointError, match="damaged"):
             checkpoint.load(path, model=model, optimizer=optimizer)
         assert checkpoint.latest(path) is None
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (path / name).write_bytes(whole)
-        dist.barrier()
-    if dist.get_rank() == 0:
-        forge(path)
-    dist.barrier()
+        once(partial(file.write_bytes, whole))
+    once(partial(forge, path))
     with pytest.raises(CheckpointError, match="no name of a data file"):
         checkpoint.load(path, model=model, optimizer=optimizer)
     assert not mark.exists()

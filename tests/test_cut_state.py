@@ -16,7 +16,6 @@ from training import (
     assert_same_state,
     make_params,
     params_of,
-    set_grads,
     train_both,
     twin,
 )
@@ -124,11 +123,16 @@ CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
+def pair_params() -> list[Parameter]:
+    params = make_params(SHAPES)
+    params[2].data = params[2].data.to(memory_format=torch.channels_last)
+    return params
+
+
 def pair(name: str = "adamw", *, cut: bool = True, **more: Any) -> tuple[Optimizer, ZeroRedundancyOptimizer]:
     """An unsharded optimizer, and one whose parameters are cut, or not."""
     optimizer_class, options = CLASSES[name]
-    params = make_params(SHAPES)
-    params[2].data = params[2].data.to(memory_format=torch.channels_last)
+    params = pair_params()
     mine = twin(params)
     return optimizer_class(params, **options), sharded_over(mine, name, cut=cut, **more)
 
@@ -148,6 +152,12 @@ def whole_state(sharded: ZeroRedundancyOptimizer, to: int | None = 0) -> dict[st
     return sharded.state_dict() if to in (None, dist.get_rank()) else None
 
 
+def everywhere(sharded: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    found = whole_state(sharded, None)
+    assert found is not None
+    return found
+
+
 def check_whole(name: str) -> None:
     plain, sharded = pair(name)
     assert_same_state(sharded.state_dict(), plain.state_dict())
@@ -156,6 +166,12 @@ def check_whole(name: str) -> None:
         found = whole_state(sharded, to)
         if found is not None:
             assert_same_state(found, plain.state_dict())
+    state = copy.deepcopy(plain.state_dict())
+    for src in (None, 1):  # each owner loads its rows
+        again = sharded_over(twin(params_of(plain)), name, cut=True)
+        again.load_state_dict(state if src in (None, dist.get_rank()) else None, src=src)
+        assert_same_state(everywhere(again), state)
+    train_both(plain, again, 2, first=3)
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "counting"])
@@ -167,41 +183,27 @@ def test_four_ranks_join_their_rows(ranks4: Ranks) -> None:
     ranks4.run(check_whole, "adamw")
 
 
-def check_loaded_between(saved: dict[str, Any], cut: bool) -> dict[str, Any]:
-    """Load a state that another number of ranks, or other cuts, made; return what is there then."""
-    sharded = sharded_over(pair_params(), "adamw", cut=cut)
-    before = copy.deepcopy(saved)
-    sharded.load_state_dict(saved)
-    assert_same_state(saved, before)
-    found = whole_state(sharded, None)
-    assert found is not None
-    return found
+def check_loaded_between(saved: dict[str, Any]) -> None:
+    for cut in (True, False):
+        sharded = sharded_over(pair_params(), "adamw", cut=cut)
+        before = copy.deepcopy(saved)
+        sharded.load_state_dict(saved)
+        assert_same_state(saved, before)
+        assert_same_state(everywhere(sharded), saved)
 
 
-def pair_params() -> list[Parameter]:
-    params = make_params(SHAPES)
-    params[2].data = params[2].data.to(memory_format=torch.channels_last)
-    return params
-
-
-def made_by_two(cut: bool) -> dict[str, Any]:
-    plain, _ = pair()
-    sharded = sharded_over(twin(params_of(plain)), "adamw", cut=cut)
+def made_by_two() -> dict[str, Any]:
+    plain, sharded = pair()
     train_both(plain, sharded, 2)
-    found = whole_state(sharded, None)
-    assert found is not None
-    assert_same_state(found, plain.state_dict())
-    return found
+    return everywhere(sharded)
 
 
 def test_whole_states_travel_between_numbers_of_ranks_and_cuts(
     ranks1: Ranks, ranks2: Ranks, ranks4: Ranks
 ) -> None:
-    saved = ranks2.run(made_by_two, True)[0]
+    saved = ranks2.run(made_by_two)[0]
     for ranks in (ranks1, ranks2, ranks4):
-        for cut in (True, False):
-            for found in ranks.run(check_loaded_between, saved, cut):
-                assert_same_state(found, saved)
+        ranks.run(check_loaded_between, saved)
 
 
 @on_ranks(2)
@@ -209,8 +211,7 @@ def test_global_entries_stay_what_they_are() -> None:
     """State of the class itself is held by every rank, and global once it is consolidated."""
     plain, sharded = pair("counting")
     train_both(plain, sharded, 2)
-    found = whole_state(sharded, None)
-    assert found is not None
+    found = everywhere(sharded)
     assert found["state"]["count"] == 2
     assert found["state"].keys() == plain.state_dict()["state"].keys()
     _, again = pair("counting")
@@ -224,13 +225,11 @@ def test_state_of_a_piece_is_no_state_of_the_parameter() -> None:
     train_both(plain, sharded, 1)
     state = copy.deepcopy(plain.state_dict())
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:16]
-    before = whole_state(sharded, None)
-    assert before is not None
+    before = everywhere(sharded)
     for src in (None, 0):
         with pytest.raises(StateMismatchError, match=r"'exp_avg' has shape \(16, 8\)"):
             sharded.load_state_dict(state if src is None or dist.get_rank() == 0 else None, src=src)
-    after = whole_state(sharded, None)
-    assert after is not None
+    after = everywhere(sharded)
     assert_same_state(after, before)
 
 
@@ -252,29 +251,9 @@ def test_entries_that_come_with_an_option_are_joined_too() -> None:
     for optimizer in (plain, sharded):
         optimizer.param_groups[0]["momentum"] = 0.9
     train_both(plain, sharded, 2)
-    found = whole_state(sharded, None)
-    assert found is not None
+    found = everywhere(sharded)
     assert_same_state(found, plain.state_dict())
     _, again = pair("sgd")
     again.load_state_dict(found)
-    again_found = whole_state(again, None)
-    assert again_found is not None
+    again_found = everywhere(again)
     assert_same_state(again_found, found)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("src", [None, 1])
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "counting"])
-def test_each_owner_loads_its_rows_of_a_whole_state(name: str, src: int | None) -> None:
-    cut = True
-    plain, _ = pair(name)
-    for step in range(3):
-        set_grads(params_of(plain), step)
-        plain.step()
-    state = copy.deepcopy(plain.state_dict())
-    sharded = sharded_over(twin(params_of(plain)), name, cut=cut)
-    sharded.load_state_dict(state if src in (None, dist.get_rank()) else None, src=src)
-    found = whole_state(sharded, None)
-    assert found is not None
-    assert_same_state(found, plain.state_dict())
-    train_both(plain, sharded, 2, first=3)

@@ -3,11 +3,13 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -26,84 +28,53 @@ def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Optimizer,
     return cut_pair(make_params(SHAPES, dtype), **options)
 
 
-def owned(optimizer: Optimizer) -> list[torch.Tensor]:
+def owned(optimizer: Optimizer) -> list[Tensor]:
     return [param for param in params_of(optimizer) if param in optimizer.state]
 
 
-def clear_each(optimizer: Optimizer) -> None:
-    for param in owned(optimizer):
-        optimizer.state[param].clear()
-
-
-def set_entries(optimizer: Optimizer) -> None:
-    for param in owned(optimizer):
+def set_entries(optimizer: Optimizer, own: list[Tensor]) -> None:
+    for param in own:
         optimizer.state[param]["exp_avg"] = torch.zeros_like(optimizer.state[param]["exp_avg"])
         optimizer.state[param]["step"] = torch.tensor(5.0)
 
 
-def clear(optimizer: Optimizer) -> None:
-    optimizer.state.clear()
-
-
-def delete_each(optimizer: Optimizer) -> None:
-    for param in owned(optimizer):
-        del optimizer.state[param]
-
-
-def pop_each(optimizer: Optimizer) -> None:
+def pop_each(optimizer: Optimizer, _own: list[Tensor]) -> None:
     for param in params_of(optimizer):
         optimizer.state.pop(param, None)
     assert not set(optimizer.state) & set(params_of(optimizer))
 
 
-def set_itself(optimizer: Optimizer) -> None:
-    for param, entries in optimizer.state.items():
-        optimizer.state[param] = {name: value.clone() for name, value in entries.items()}
+def doubled(entries: dict[str, Any]) -> dict[str, Any]:
+    return {**entries, "exp_avg": entries["exp_avg"] * 2}
 
 
-def set_others(optimizer: Optimizer) -> None:
-    for param in owned(optimizer):
-        entries = optimizer.state[param]
-        optimizer.state[param] = {**entries, "exp_avg": entries["exp_avg"] * 2}
-
-
-def assign_empty(optimizer: Optimizer) -> None:
-    optimizer.state = defaultdict(dict)
-
-
-def assign_dict(optimizer: Optimizer) -> None:
-    optimizer.state = {  # type: ignore[assignment]
-        param: {**entries, "exp_avg": entries["exp_avg"] * 2} for param, entries in optimizer.state.items()
-    }
-
-
-def update(optimizer: Optimizer) -> None:
-    optimizer.state.update({param: {} for param in owned(optimizer)})
-
-
-ACTS = (
-    clear_each,
-    set_entries,
-    clear,
-    delete_each,
-    pop_each,
-    set_itself,
-    set_others,
-    assign_empty,
-    assign_dict,
-    update,
-)
+ACTS: dict[str, Callable[[Optimizer, list[Tensor]], object]] = {
+    "clear each": lambda optimizer, own: [optimizer.state[p].clear() for p in own],
+    "set entries": set_entries,
+    "clear": lambda optimizer, _: optimizer.state.clear(),
+    "delete each": lambda optimizer, own: [optimizer.state.__delitem__(p) for p in own],
+    "pop each": pop_each,
+    "set each": lambda optimizer, own: [
+        optimizer.state.__setitem__(p, copy.deepcopy(dict(optimizer.state[p]))) for p in own
+    ],
+    "set others": lambda optimizer, own: [
+        optimizer.state.__setitem__(p, doubled(optimizer.state[p])) for p in own
+    ],
+    "assign empty": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
+    "assign dict": lambda optimizer, _: setattr(
+        optimizer, "state", {param: doubled(entries) for param, entries in optimizer.state.items()}
+    ),
+    "update": lambda optimizer, own: optimizer.state.update({p: {} for p in own}),
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
-def test_a_write_to_the_state_of_cut_parameters_does_what_it_does_to_torch_optims(
-    act: Callable[[Optimizer], None],
-) -> None:
+@pytest.mark.parametrize("act", ACTS)
+def test_a_write_to_the_state_of_cut_parameters_does_what_it_does_to_torch_optims(act: str) -> None:
     plain, sharded = pair()
     train_both(plain, sharded, 2)
     for optimizer in (plain, sharded):
-        act(optimizer)
+        ACTS[act](optimizer, owned(optimizer))
     train_both(plain, sharded, 2, first=2)
     sharded.consolidate_state_dict(to=None)
     assert_same_state(sharded.state_dict(), plain.state_dict())
@@ -168,11 +139,8 @@ def test_a_class_may_replace_its_state(cut: bool) -> None:
     params = make_params(SHAPES)
     mine = twin(params)
     plain = Restarting(params, lr=0.01)
-    if cut:
-        with cutting():
-            sharded = ZeroRedundancyOptimizer(mine, Restarting, bucket_cap_mb=ONE_A_BUCKET, lr=0.01)
-    else:
-        sharded = ZeroRedundancyOptimizer(mine, Restarting, cuts=False, lr=0.01)
+    with cutting() if cut else nullcontext():
+        sharded = ZeroRedundancyOptimizer(mine, Restarting, bucket_cap_mb=ONE_A_BUCKET, lr=0.01)
     train_both(plain, sharded, 2)
     plain.restart()
     sharded.restart()
@@ -225,34 +193,29 @@ def test_a_write_to_a_master_or_an_average_is_one() -> None:
         assert bool((sharded.state[param][EMA] == (3.0 + torch.tensor(1.001)) / 2).all())
 
 
-def delete_what_is_there(optimizer: Optimizer) -> None:
+def delete_what_is_there(optimizer: Optimizer, _own: list[Tensor]) -> None:
     for param in list(optimizer.state):
         popped = optimizer.state.pop(param)
         assert not torch.equal(popped[EMA], optimizer.state[param][EMA])
         assert list(optimizer.state[param]) == [MASTER, EMA]
 
 
-def clear_what_is_there(optimizer: Optimizer) -> None:
-    for entries in optimizer.state.values():
-        entries.clear()
-
-
-def pop_items(optimizer: Optimizer) -> None:
+def pop_items(optimizer: Optimizer, _own: list[Tensor]) -> None:
     for _ in range(len(optimizer.state)):
         optimizer.state.popitem()
     with pytest.raises(KeyError, match="masters and averages, which stay"):
         optimizer.state.popitem()
 
 
+RESTARTS = {name: ACTS[name] for name in ("clear", "assign empty", "clear each")}
+RESTARTS |= {"delete": delete_what_is_there, "pop items": pop_items}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "act",
-    [clear, assign_empty, delete_what_is_there, clear_what_is_there, pop_items],
-    ids=lambda act: act.__name__,
-)
-def test_masters_and_averages_start_again_with_the_state(act: Callable[[Optimizer], None]) -> None:
+@pytest.mark.parametrize("act", RESTARTS)
+def test_masters_and_averages_start_again_with_the_state(act: str) -> None:
     sharded, mine = with_masters()
-    act(sharded)
+    RESTARTS[act](sharded, owned(sharded))
     sharded.param_groups[0]["lr"] = 0.0
     set_grads(params_of(sharded), 3)
     sharded.step()
@@ -265,7 +228,6 @@ def test_masters_and_averages_start_again_with_the_state(act: Callable[[Optimize
 
 @on_ranks(2)
 def test_entries_with_a_master_can_be_rebuilt_and_copied() -> None:
-    """What tools do to move a state: rebuild each value as the type it has, and set it."""
     sharded, mine = with_masters()
     before = {param: sharded.state[param].copy() for param in mine}
     other = copy.deepcopy(sharded)
@@ -295,7 +257,6 @@ def test_masters_cannot_be_written_while_the_averages_stand_in_the_model() -> No
 
 @on_ranks(2)
 def test_state_that_is_set_goes_to_the_class_that_steps_the_parameter() -> None:
-    """Two classes: state that is set for a parameter without any goes to the class that steps it."""
     params = make_params(SHAPES)
     mine = twin(params)
 

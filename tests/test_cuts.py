@@ -133,7 +133,7 @@ def test_the_layout_tells_who_owns_which_rows() -> None:
     [
         ([Row(0, 0, 4, (Extent(0, 0, 2, 0),)), Row(1, 4, 8, (Extent(0, 2, 4, 4),))], "one ends at 2"),
         ([Row(0, 0, 4, (Extent(0, 0, 2, 0), Extent(0, 2, 4, 2)))], "two extents of one parameter"),
-        ([Row(0, 0, 2, (Extent(0, 2, 4, 0),)), Row(1, 2, 4, (Extent(0, 0, 2, 2),))], "next begins at 0"),
+        ([Row(0, 0, 2, (Extent(0, 2, 4, 0),)), Row(1, 2, 4, (Extent(0, 0, 2, 2),))], "start at 0, got 2"),
     ],
 )
 def test_a_layout_that_scatters_a_parameter_cannot_be_made(rows: list[Row], message: str) -> None:

@@ -1,5 +1,6 @@
 """Masters and averages have names in the state that no class has; files with their old names still load."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from cuts import finely_cut
 from own_classes import Small
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from training import (
     MIXED,
     assert_same_bits,
@@ -19,6 +20,7 @@ from training import (
     set_grads,
     train_both,
     twin,
+    whole,
 )
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.step.averages import EMA
@@ -65,15 +67,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "averaged": {"ema_decay": 0.9},
     "masters": {"master_dtype": torch.float64},
 }
-KEPT = pytest.mark.parametrize("kept", OPTIONS)
-
-
-def whole_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    optimizer.consolidate_state_dict(to=0)
-    box = [optimizer.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
 
 
 def without_ours(saved: dict[str, Any]) -> dict[str, Any]:
@@ -84,14 +77,21 @@ def without_ours(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": kept}
 
 
-def check_own_entries(path: Path, kept: str, build: type[Small]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kept", "build"), [*((kept, Averages) for kept in OPTIONS), ("plain", AveragesLate)]
+)
+def test_entries_of_a_class_named_ema_and_master_are_kept(
+    tmp_path: Path, kept: str, build: type[Small]
+) -> None:
+    path = tmp_path / "one"
     params = make_params(MIXED)
     plain = build(params)
     with finely_cut():
         sharded = ZeroRedundancyOptimizer(twin(params), build, **OPTIONS[kept])
         train = train_both if kept != "masters" else train_alone
         train(plain, sharded, 4)
-        saved = whole_state(sharded)
+        saved = whole(sharded)
         if kept != "masters":
             assert_same_state(without_ours(saved), plain.state_dict())
         checkpoint.save(path, optimizer=sharded)
@@ -103,11 +103,11 @@ def check_own_entries(path: Path, kept: str, build: type[Small]) -> None:
                 checkpoint.load(path, optimizer=again)
             else:
                 again.load_state_dict(saved if dist.get_rank() == 0 else None, src=0)
-            assert_same_state(whole_state(again), saved)
+            assert_same_state(whole(again), saved)
         group = dist.new_group()
         sharded.detach()
         sharded.rebind(group)
-        assert_same_state(whole_state(sharded), saved)
+        assert_same_state(whole(sharded), saved)
     train(plain, sharded, 2, 4)
     train_alone(plain, again, 2, 4)
     assert_same_bits(params_of(again), params_of(sharded))
@@ -121,25 +121,15 @@ def train_alone(
         sharded.step()
 
 
-@KEPT
-def test_entries_of_a_class_named_ema_and_master_are_kept(ranks2: Ranks, kept: str, tmp_path: Path) -> None:
-    ranks2.run(check_own_entries, tmp_path, kept, Averages)
-
-
-def test_entries_that_no_trial_has_shown_are_kept_too(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_own_entries, tmp_path, "plain", AveragesLate)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kept", ["plain", "averaged"])
 def test_a_dict_of_the_plain_class_keeps_its_entries_of_these_names(kept: str) -> None:
-    """A dict of the plain class, whose entries have our old names."""
     params = make_params(MIXED)
     plain = Averages(params)
     train_alone(plain, plain, 3)
     sharded = ZeroRedundancyOptimizer(twin(params), Averages, **OPTIONS[kept])
     sharded.load_state_dict(plain.state_dict())
-    assert_same_state(without_ours(whole_state(sharded)), plain.state_dict())
+    assert_same_state(without_ours(whole(sharded)), plain.state_dict())
     if kept == "plain":
         train_both(plain, sharded, 2, 3)
 
@@ -150,19 +140,15 @@ def test_a_state_dict_with_our_old_names_loads() -> None:
     params = make_params(((4, 3), (5,), ()), torch.bfloat16)
     saved = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options)
     train_alone(saved, saved, 3)
-    new = whole_state(saved)
+    new = whole(saved)
     old_name = {MASTER: "master", EMA: "ema"}
-    old = {
-        **new,
-        "state": {
-            index: {old_name.get(name, name): value for name, value in entries.items()}
-            for index, entries in new["state"].items()
-        },
-    }
+    old = copy.deepcopy(new)
+    for index, entries in new["state"].items():
+        old["state"][index] = {old_name.get(name, name): value for name, value in entries.items()}
     assert set(old["state"][0]) > {"master", "ema"}
     loaded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, **options)
     loaded.load_state_dict(old)
-    assert_same_state(whole_state(loaded), new)
+    assert_same_state(whole(loaded), new)
 
 
 class Factors(Small):
@@ -184,5 +170,5 @@ def test_entries_may_have_another_shape_for_large_parameters() -> None:
     plain, sharded = Factors(params), ZeroRedundancyOptimizer(twin(params), Factors)
     train_both(plain, sharded, 2)
     again = ZeroRedundancyOptimizer(twin(params), Factors)
-    again.load_state_dict(whole_state(sharded))
+    again.load_state_dict(whole(sharded))
     train_both(plain, again, 2, 2)

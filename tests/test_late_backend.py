@@ -19,7 +19,7 @@ from forked import fork_context
 from parity import assert_row
 from parity_runs import Row
 from pool import Pool, RankError, Ranks
-from test_checkpoint import resume, save_at_three
+from test_checkpoint import Resharded, resume, save_and_go_on
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
@@ -150,8 +150,8 @@ def test_training_has_the_same_bits_late(late2: Ranks, kind: str) -> None:
 
 @one_seed
 def test_a_checkpoint_saved_and_loaded_late_goes_on_with_the_same_bits(late2: Ranks, tmp_path: Path) -> None:
-    saved = late2.run(save_at_three, tmp_path / "one", "AdamW", {})
-    resumed = late2.run(resume, tmp_path / "one", "AdamW", {})
+    saved = late2.run(save_and_go_on, tmp_path / "one", Resharded(2, 2))
+    resumed = late2.run(resume, tmp_path / "one", Resharded(2, 2))
     for want, got in zip(saved, resumed, strict=True):
         assert_same_bits(got, want)
 

@@ -15,23 +15,10 @@ from torch.distributed.algorithms.join import Join
 
 from cuts import finely_cut
 from pool import on_ranks
+from survivors import SHAPES, adamw, assert_trained, fresh, several
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import LostStateError, RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
-
-SHAPES = ((64, 16), (7,), (32, 8), (), (0, 3), (96,))
-
-
-def adamw(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, **{"mirror": True, **options})
-
-
-def several(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
-    """Several classes, one of them with options of its own; masters and averages."""
-    narrow = {"params": params[:2]}
-    other = {"params": params[2:], "optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
-    options = {"mirror": True, "master_dtype": torch.float32, "ema_decay": 0.9, **options}
-    return ZeroRedundancyOptimizer([narrow, other], torch.optim.AdamW, lr=0.01, **options)
 
 
 class Odd(torch.optim.Optimizer):
@@ -58,35 +45,34 @@ class Odd(torch.optim.Optimizer):
 
 
 def odd(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(params, Odd, lr=0.1, **{"mirror": True, **options})
+    return ZeroRedundancyOptimizer(params, Odd, lr=0.1, **options)
 
 
-MAKERS = (adamw, several, odd)
+def mirrored(make: Callable[..., ZeroRedundancyOptimizer], **options: Any) -> ZeroRedundancyOptimizer:
+    return fresh(make, mirror=True, **options)
 
 
-def fresh(make: Callable[..., ZeroRedundancyOptimizer], **options: Any) -> ZeroRedundancyOptimizer:
-    return make(make_params(SHAPES, torch.bfloat16 if make is several else torch.float32), **options)
+def content(optimizer: ZeroRedundancyOptimizer) -> tuple[list[Tensor], dict[str, Any]]:
+    return [param.detach().clone() for param in params_of(optimizer)], whole(optimizer)
 
 
-def compare(optimizer: ZeroRedundancyOptimizer, other: ZeroRedundancyOptimizer) -> None:
-    assert_same_bits(params_of(optimizer), params_of(other))
-    assert_same_state(whole(optimizer), whole(other))
-    assert list(optimizer.pieces().values()) == list(other.pieces().values())
+def assert_content(optimizer: ZeroRedundancyOptimizer, expected: tuple[list[Tensor], dict[str, Any]]) -> None:
+    assert_same_bits(params_of(optimizer), expected[0])
+    assert_same_state(whole(optimizer), expected[1])
 
 
 # ---------------------------------------------------------------------- going back
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", [adamw, several, odd])
 def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
     tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
 ) -> None:
-    """The last of three ranks stays behind; the first has changed its state since, as in a broken step."""
     rank = leave()
     with finely_cut():
         with world(tmp_path, "three", rank, range(3)):
-            optimizer = fresh(make)
+            optimizer = mirrored(make)
             train(optimizer, 0, 3)
             optimizer.detach()
         if rank == 1:
@@ -102,20 +88,15 @@ def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
             return
         with world(tmp_path, "two", rank, [1, 2]):
             assert optimizer.rebind() == 3
-            other = fresh(make)
-            train(other, 0, 3)
-            compare(optimizer, other)
+            assert_trained(optimizer, make, 3)
             train(optimizer, 3, 5)
-            train(other, 3, 5)
-            compare(optimizer, other)
+            assert_trained(optimizer, make, 5)
             optimizer.detach()
         if rank == 1:
             return
         with world(tmp_path, "one", rank, [2]):
             assert optimizer.rebind() == 5
-            other = fresh(make)
-            train(other, 0, 5)
-            compare(optimizer, other)
+            assert_trained(optimizer, make, 5)
             train(optimizer, 5, 6)
 
 
@@ -123,7 +104,7 @@ def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
 def test_the_loss_of_a_rank_and_its_buddy_is_told_by_name(tmp_path: Path) -> None:
     rank = leave()
     with world(tmp_path, "three", rank, range(3)):
-        optimizer = fresh(adamw)
+        optimizer = mirrored(adamw)
         train(optimizer, 0, 2)
         kept = copy.deepcopy(whole(optimizer))
         optimizer.detach()
@@ -146,24 +127,21 @@ def test_several_ranks_may_be_lost_if_their_buddies_are_left(tmp_path: Path) -> 
     rank = leave()
     with finely_cut():
         with world(tmp_path, "four", rank, range(4)):
-            optimizer = fresh(several)
+            optimizer = mirrored(several)
             train(optimizer, 0, 2)
             optimizer.detach()
         if rank % 2:
             with world(tmp_path, "two", rank, [3, 1]):
                 assert optimizer.rebind() == 2
-                other = fresh(several)
-                train(other, 0, 2)
-                compare(optimizer, other)
+                assert_trained(optimizer, several, 2)
 
 
 @on_ranks(2)
 def test_loads_groups_and_values_from_outside_are_not_undone(tmp_path: Path) -> None:
-    """What tells of another state is not gone back to."""
     rank = leave()
     with finely_cut():
         with world(tmp_path, "two", rank, range(2)):
-            optimizer = fresh(adamw)
+            optimizer = mirrored(adamw)
             assert optimizer.core.snapshot.age == optimizer.num_steps == 0
             train(optimizer, 0, 2)
             saved = copy.deepcopy(whole(optimizer))
@@ -180,13 +158,12 @@ def test_loads_groups_and_values_from_outside_are_not_undone(tmp_path: Path) -> 
             more = make_params(((50, 4),), seed=3)
             optimizer.add_param_group({"params": more, "lr": 0.3})
             train(optimizer, 2, 4)
-            expected, values = whole(optimizer), [param.detach().clone() for param in params_of(optimizer)]
+            expected = content(optimizer)
             optimizer.detach()
         optimizer.core.snapshot.is_torn = rank == 1  # as if it was half way through a step
         with world(tmp_path, "torn", rank, range(2)):
             assert optimizer.rebind() == 4
-            assert_same_bits(params_of(optimizer), values)
-            assert_same_state(whole(optimizer), expected)
+            assert_content(optimizer, expected)
 
 
 @on_ranks(2)
@@ -194,14 +171,14 @@ def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(tmp_path: Path) 
     """Rank 0 is lost before its first version is whole, then after it; a rank comes new in its place."""
     rank = leave()
     with world(tmp_path, "two", rank, range(2)):
-        optimizer = fresh(several)
+        optimizer = mirrored(several)
         optimizer.core.mirror_state()  # as the first step begins
         optimizer.core.snapshot.steps += 1
         optimizer.core.snapshot.changed()
         optimizer.detach()
     if rank == 0:
         with world(tmp_path, "new", rank, [0]):
-            optimizer = fresh(several)
+            optimizer = mirrored(several)
             with torch.no_grad():
                 for param in params_of(optimizer):
                     param.fill_(0.5)
@@ -212,23 +189,18 @@ def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(tmp_path: Path) 
         optimizer.detach()
     if rank == 0:
         with world(tmp_path, "new again", rank, [0]):
-            optimizer = fresh(several)
+            optimizer = mirrored(several)
             optimizer.detach()
     with world(tmp_path, "last", rank, range(2)):
         assert optimizer.rebind() == optimizer.num_steps == 2
-        other = fresh(several)
-        train(other, 0, 2)
-        compare(optimizer, other)
+        assert_trained(optimizer, several, 2)
         train(optimizer, 2, 3)
-        train(other, 2, 3)
-        compare(optimizer, other)
+        assert_trained(optimizer, several, 3)
         optimizer.detach()
     if rank == 0:  # has only what it was given
         with world(tmp_path, "first", rank, [0]):
             assert optimizer.rebind() == 3
-            other = fresh(several)
-            train(other, 0, 3)
-            compare(optimizer, other)
+            assert_trained(optimizer, several, 3)
 
 
 # ---------------------------------------------------------------------- ways of stepping
@@ -238,7 +210,7 @@ def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(tmp_path: Path) 
 def test_a_step_that_a_scaler_skips_changes_no_mirror(tmp_path: Path) -> None:
     rank = leave()
     with world(tmp_path, "two", rank, range(2)):
-        optimizer = fresh(adamw)
+        optimizer = mirrored(adamw)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
         for step in range(3):
             set_grads(params_of(optimizer), step, scale=2.0)
@@ -248,33 +220,29 @@ def test_a_step_that_a_scaler_skips_changes_no_mirror(tmp_path: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
         assert (optimizer.num_steps, optimizer.core.snapshot.age) == (2, 2)
-        expected = whole(optimizer)
-        values = [param.detach().clone() for param in params_of(optimizer)]
+        expected = content(optimizer)
         optimizer.detach()
     if rank == 1:
         with world(tmp_path, "one", rank, [1]):
             assert optimizer.rebind() == 2
-            assert_same_bits(params_of(optimizer), values)
-            assert_same_state(whole(optimizer), expected)
+            assert_content(optimizer, expected)
 
 
 @on_ranks(2)
 def test_ranks_that_have_joined_mirror_too(tmp_path: Path) -> None:
     rank = leave()
     with world(tmp_path, "two", rank, range(2)):
-        optimizer = fresh(adamw)
+        optimizer = mirrored(adamw)
         with Join([optimizer]):
             for step in range(1 + 2 * rank):
                 set_grads(params_of(optimizer), step)
                 optimizer.step()
-        expected = whole(optimizer)
-        values = [param.detach().clone() for param in params_of(optimizer)]
+        expected = content(optimizer)
         optimizer.detach()
     if rank == 0:  # which joined early
         with world(tmp_path, "one", rank, [0]):
             assert optimizer.rebind() == 3
-            assert_same_bits(params_of(optimizer), values)
-            assert_same_state(whole(optimizer), expected)
+            assert_content(optimizer, expected)
 
 
 class Picky(torch.optim.SGD):
@@ -289,8 +257,6 @@ class Picky(torch.optim.SGD):
 
 
 class Wrapping(torch.optim.SGD):
-    """Says more in its dict than its state holds."""
-
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "more": 1}
 
@@ -343,7 +309,7 @@ def test_a_rank_whose_own_step_raises_takes_part_in_the_mirror() -> None:
 
 @on_ranks(2)
 def test_copies_are_mirrored_anew() -> None:
-    optimizer = fresh(several)
+    optimizer = mirrored(several)
     train(optimizer, 0, 2)
     other = copy.deepcopy(optimizer)
     loaded = pickle.loads(pickle.dumps(optimizer))
@@ -360,7 +326,7 @@ def test_copies_are_mirrored_anew() -> None:
 @on_ranks(3)
 def test_bytes_of_mirrors_are_planned_and_counted() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    optimizer = fresh(adamw)
+    optimizer = mirrored(adamw)
     before = optimizer.explain(quiet=True)
     train(optimizer, 0, 1)
     optimizer.metrics()
@@ -386,7 +352,7 @@ def test_one_rank_alone_is_told_that_nothing_is_mirrored() -> None:
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("zero_optim.state.building.logger.warning", said.append)
-        optimizer = fresh(adamw)
+        optimizer = mirrored(adamw)
         assert len(said) == 1
         assert "mirrors nothing" in said[0]
     train(optimizer, 0, 2)
@@ -397,7 +363,6 @@ def test_one_rank_alone_is_told_that_nothing_is_mirrored() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_goes_while_it_mirrors_harms_no_other() -> None:
-    """The version of the last step is on its way when the optimizer goes."""
     for _ in range(3):
         for mirror in (True, False):
             params = [torch.ones(2**16).requires_grad_() for _ in range(4)]

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
 from pool import Pool, on_ranks
+from survivors import SHAPES, adamw, assert_trained, fresh, several
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import (
@@ -29,32 +30,11 @@ from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import reduce_to_owners, zero_step
 from zero_optim.step.partial import PartialGradient
 
-SHAPES = ((64, 16), (7,), (32, 8), (), (0, 3), (96,))
-
-
-def adamw(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, **options)
-
-
-def several(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
-    """Several classes, one of them with options of its own; masters and averages."""
-    narrow = {"params": params[:2]}
-    other = {"params": params[2:], "optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
-    return ZeroRedundancyOptimizer(
-        [narrow, other], torch.optim.AdamW, master_dtype=torch.float32, ema_decay=0.9, lr=0.01, **options
-    )
-
-
-def fresh(make: Callable[..., ZeroRedundancyOptimizer]) -> tuple[list[Any], ZeroRedundancyOptimizer]:
-    dtype = torch.bfloat16 if make is several else torch.float32
-    params = make_params(SHAPES, dtype)
-    return params, make(params)
-
 
 def joining(folder: Path, rank: int, number: int, make: Callable[..., Any]) -> ZeroRedundancyOptimizer:
     """The optimizer of a rank that comes new to a run: built in a world of its own, over other values."""
     with world(folder, f"new{rank} {number}", rank, [rank]):
-        optimizer = fresh(make)[1]
+        optimizer = fresh(make)
         with torch.no_grad():
             for param in params_of(optimizer):
                 param.fill_(0.5)
@@ -67,7 +47,6 @@ def joining(folder: Path, rank: int, number: int, make: Callable[..., Any]) -> Z
 def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
     tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
 ) -> None:
-    """Train in worlds of several sizes in turns; ranks leave the run, and new ones come."""
     sizes = (2, 3, 2)
     rank = leave()
     optimizer: ZeroRedundancyOptimizer | None = None
@@ -80,26 +59,22 @@ def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
                 optimizer = joining(tmp_path, rank, number, make)
             with world(tmp_path, f"round {number}", rank, range(size)):
                 if optimizer is None:
-                    optimizer = fresh(make)[1]
+                    optimizer = fresh(make)
                 else:
                     optimizer.rebind()
                 train(optimizer, 2 * number, 2 * number + 2)
                 if number + 1 < len(sizes):
                     optimizer.detach(staying=range(min(size, sizes[number + 1])))
                     continue
-                got = whole(optimizer)
-                _, other = fresh(make)
-                train(other, 0, 2 * len(sizes))
-                assert_same_bits(params_of(optimizer), params_of(other))
-                assert_same_state(got, whole(other))
-                assert list(optimizer.pieces().values()) == list(other.pieces().values())
+                assert_trained(optimizer, make, 2 * len(sizes))
 
 
 # ---------------------------------------------------------------------- detached
 
 
 def check_detached() -> None:
-    params, optimizer = fresh(adamw)
+    optimizer = fresh(adamw)
+    params = params_of(optimizer)
     train(optimizer, 0, 2)
     owned = {param: optimizer.state[param]["exp_avg"].clone() for param in optimizer.owned_parameters()}
     optimizer.consolidate_state_dict(to=0)
@@ -143,9 +118,7 @@ def check_detached() -> None:
         optimizer.rebind()
     optimizer.zero_grad()
     train(optimizer, 2, 3)
-    _, other = fresh(adamw)
-    train(other, 0, 3)
-    assert_same_bits(params, params_of(other))
+    assert_trained(optimizer, adamw, 3)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -161,9 +134,8 @@ def adamw_of(group: dist.ProcessGroup) -> ZeroRedundancyOptimizer:
 
 @on_ranks(2)
 def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank() -> None:
-    """Each refusal leaves the optimizer as it was."""
     rank = dist.get_rank()
-    _, optimizer = fresh(adamw)
+    optimizer = fresh(adamw)
     train(optimizer, 0, 2)
     alone = dist.new_group([0]), dist.new_group([1])
     optimizer.detach()
@@ -190,20 +162,17 @@ def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank() -
         apart.rebind()
     optimizer.rebind()
     train(optimizer, 2, 4)
-    _, other = fresh(adamw)
-    train(other, 0, 4)
-    assert_same_bits(params_of(optimizer), params_of(other))
+    assert_trained(optimizer, adamw, 4)
 
 
 @on_ranks(2)
 def test_without_its_state_an_optimizer_is_as_new_and_loads() -> None:
-    """Before a step there is nothing to move."""
-    _, optimizer = fresh(several)
+    optimizer = fresh(several)
     optimizer.detach()
     optimizer.rebind()
     before = optimizer.state_dict()
     train(optimizer, 0, 2)
-    _, other = fresh(several)
+    other = fresh(several)
     assert_same_state(before, other.state_dict())
     train(other, 0, 2)
     optimizer.detach()
@@ -219,7 +188,6 @@ def test_without_its_state_an_optimizer_is_as_new_and_loads() -> None:
 
 @on_ranks(2)
 def test_lazy_gathers_and_changes_from_outside_outlive_the_group() -> None:
-    """A model that is gathered lazily stays so, and changes from outside are kept."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, lr=0.1, master_dtype=torch.float32, gather_lazily=model
@@ -240,7 +208,6 @@ def test_lazy_gathers_and_changes_from_outside_outlive_the_group() -> None:
 
 @on_ranks(2)
 def test_detaching_without_a_wait_gives_up_gathers_to_which_a_rank_does_not_come() -> None:
-    """Rank 1 does not come to a gather; rank 0 need not wait for it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     params, group = list(model.parameters()), dist.new_group()
     optimizer = adamw(params, process_group=group, gather_lazily=model)
@@ -331,7 +298,6 @@ class NormOfWhole(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_options_that_forbid_the_cuts_of_the_next_group_are_refused() -> None:
-    """Options that changed while one rank owned all must bear the cuts of the next group."""
     params = make_params(SHAPES)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with finely_cut():
@@ -374,16 +340,13 @@ def test_ranks_that_were_in_join_step_beside_ranks_that_were_not() -> None:
             mlp_loss(model, number).backward()
             optimizer.step()
             optimizer.zero_grad()
-    if dist.get_rank():
-        model.detach()
-        optimizer.detach()
-    else:  # as if it came new
+    if dist.get_rank() == 0:  # as if it came new
         alone = dist.new_group([0], use_local_synchronization=True)
         net = mlp()
         model = DistributedDataParallel(net, process_group=alone, bucket_cap_mb=SMALL_MB)
         optimizer = adamw(list(net.parameters()), process_group=alone)
-        model.detach()
-        optimizer.detach()
+    model.detach()
+    optimizer.detach()
     optimizer.rebind(keep_state=False)
     model.rebind()
     for number in range(2):
@@ -394,7 +357,6 @@ def test_ranks_that_were_in_join_step_beside_ranks_that_were_not() -> None:
 
 @on_ranks(2)
 def test_going_back_to_a_checkpoint_that_fails_can_be_tried_again(tmp_path: Path) -> None:
-    """Going back to a checkpoint fails on all ranks, and can be tried again."""
     model = mlp()
     optimizer = adamw(list(model.parameters()))
     train(optimizer, 0, 2)

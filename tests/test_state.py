@@ -18,6 +18,7 @@ from training import (
     adamw_pair,
     assert_same_state,
     make_params,
+    params_of,
     set_grads,
     train_both,
     twin,
@@ -71,17 +72,9 @@ def test_a_consolidated_dict_is_a_snapshot_and_stale_ones_raise() -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@on_ranks(2)
-def test_a_wrong_target_raises_on_every_rank() -> None:
-    plain, sharded = adamw_pair()
-    train_both(plain, sharded, 1)
-    with pytest.raises(
-        ValueError, match=r"group rank from 0 to 1 \(or a list of them, or None for all\), got 2"
-    ):
-        sharded.consolidate_state_dict(to=2)
-    with pytest.raises(RankMismatchError, match=r"rank 0 has to=0; rank 1 has to=1"):
-        sharded.consolidate_state_dict(to=dist.get_rank())
-    train_both(plain, sharded, 1, first=1)
+def take_params(sharded: ZeroRedundancyOptimizer, plain: torch.optim.Optimizer) -> None:
+    for p, q in zip(params_of(sharded), params_of(plain), strict=True):
+        p.data.copy_(q)
 
 
 def snapshot_of(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[int, tuple[int, int]]]:
@@ -96,17 +89,19 @@ def snapshot_of(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[int, t
 
 
 @on_ranks(2, slow=4)
-def test_loading_leaves_the_dict_given_as_it_was() -> None:
+def test_loading_takes_options_fills_gaps_as_the_class_does_and_leaves_the_dict_as_it_was() -> None:
     plain, sharded = adamw_pair()
-    set_grads(plain.param_groups[0]["params"], 0)
+    set_grads(params_of(plain), 0)
     plain.step()
     given = copy.deepcopy(plain.state_dict())
+    given["param_groups"][0]["lr"] = 0.5
+    del given["param_groups"][0]["maximize"]  # an old file
     before, places = snapshot_of(given)
+    plain.load_state_dict(copy.deepcopy(given))  # which it uses on
     sharded.load_state_dict(given)
-    own = len(sharded.owned_parameters())
-    assert len(sharded.state) == own
-    for p, q in zip(sharded.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
-        p.data.copy_(q)
+    assert (sharded.param_groups[0]["lr"], sharded.param_groups[0]["maximize"]) == (0.5, False)
+    assert len(sharded.state) == len(sharded.owned_parameters())
+    take_params(sharded, plain)
     train_both(plain, sharded, 2, first=1)
     assert_same_state(given, before)
     assert snapshot_of(given)[1] == places
@@ -153,21 +148,6 @@ def test_a_dict_that_does_not_fit_on_one_rank_raises_on_all_and_changes_nothing(
 
 
 @on_ranks(2)
-def test_options_of_a_loaded_dict_count_and_gaps_are_filled_as_the_class_does() -> None:
-    plain, sharded = adamw_pair()
-    given = plain.state_dict()
-    given["param_groups"][0]["lr"] = 0.5
-    del given["param_groups"][0]["maximize"]  # an old file
-    sharded.load_state_dict(given)
-    assert sharded.param_groups[0]["lr"] == 0.5
-    assert sharded.param_groups[0]["maximize"] is False
-    plain.load_state_dict(given)
-    for p, q in zip(sharded.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
-        p.data.copy_(q)
-    train_both(plain, sharded, 2)
-
-
-@on_ranks(2)
 def test_step_state_and_load_hooks_fire_once_and_see_the_whole() -> None:
     plain, sharded = adamw_pair()
     called: list[str] = []
@@ -204,8 +184,7 @@ def test_a_dict_of_torchs_zero_optimizer_loads() -> None:
     dist.broadcast_object_list(box, src=0)
     assert box[0] is not None
     sharded.load_state_dict(box[0])
-    for p, q in zip(mine, params, strict=True):
-        p.data.copy_(q)
+    take_params(sharded, theirs)
     train_both(theirs, sharded, 2, first=2)
 
 
@@ -222,9 +201,13 @@ def test_the_state_is_brought_to_several_ranks_or_all() -> None:
             sharded.state_dict()
     sharded.consolidate_state_dict(to=None)
     assert_same_state(sharded.state_dict(), plain.state_dict())
-    for wrong in ([], [0, size], "all", True):
-        with pytest.raises(ValueError, match="expected to be a group rank"):
+    for wrong in ([], [0, size], "all", True, size):
+        expected = rf"expected to be a group rank from 0 to {size - 1} \(or a list of them, or None for all\)"
+        with pytest.raises(ValueError, match=expected):
             sharded.consolidate_state_dict(to=wrong)  # type: ignore[arg-type]
+    with pytest.raises(RankMismatchError, match=r"rank 0 has to=0; rank 1 has to=1"):
+        sharded.consolidate_state_dict(to=rank)
+    train_both(plain, sharded, 1, first=1)
 
 
 @on_ranks(2, slow=4)
@@ -240,8 +223,7 @@ def test_a_dict_that_one_rank_has_is_dealt_out() -> None:
         assert_same_state(given, before)
     assert other.param_groups[0]["lr"] == 0.01
     assert len(other.state) == len(other.owned_parameters())
-    for p, q in zip(other.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
-        p.data.copy_(q)
+    take_params(other, plain)
     train_both(plain, other, 2, first=1)
     for dictionary, src, text in (
         (plain.state_dict(), 0, "only rank 0 gives a state dict"),

@@ -190,7 +190,7 @@ class UnitConstruction:
             buckets, unfilled = self.registration.all_buckets, set(self._replaced.values())
             filler = UnitFiller(group, self.choice, buckets, unfilled, self._asked.init, syncs=syncs)
             filler.fill(self.module)
-            optimizer.core.keep_unit_rows()
+            optimizer.core.owned.leaves.keep(optimizer.core.sharding.row_buckets)
             return
         if syncs:
             take_values_of_first(group, self._names())

@@ -46,10 +46,7 @@ class RankContent:
         self.boxes[key] = rows_box(key, rows.dtype, shape, piece.start, piece.stop)
 
     def add_cut(self, key: str, entries: object, cut: CutState, rank: int) -> None:
-        """Add the state beside this rank's piece of a parameter: its rows of the whole state.
-
-        What says how the state is put together, and what is not cut, is written by the first owner only.
-        """
+        """Add this rank's rows of a parameter's state; the first owner also adds all that is not rows."""
         piece = cut.piece_of(rank)
         rows = cut.cut_entries(entries, piece)
         if cut.pieces[0] == piece:
@@ -98,10 +95,9 @@ class Place:
     """A tensor of the model, its key in the checkpoint, and the ranks that write or read it or its rows.
 
     Attributes:
-        pieces: which rank writes and reads which rows; several may have all, then the first writes.
+        pieces: which rank writes and reads which rows; of several that have all the first writes.
         stepped: the optimizer steps it, and gathers it from its owners.
-        apart: the rows of this rank, where they are not in the tensor.
-        stride: of the tensor when it is whole, where it is not.
+        apart, stride: of a freed tensor: the rows of this rank, and the stride of the whole.
     """
 
     key: str
@@ -129,8 +125,8 @@ class Place:
 def places_of(tensors: Mapping[str, Tensor], objects: Objects, num_ranks: int) -> list[Place]:
     """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank.
 
-    Those are the owners of a parameter. What has no owner gets any rank. A view of a cut parameter in another
-    form has other rows: there each owner has all of them.
+    Owners have their rows of a parameter, but all of a view of it in another form. What has no owner gets any
+    rank.
     """
     params = objects.optimizer.pieces() if objects.optimizer is not None else {}
     of_memory = {param.data_ptr(): (param, pieces) for param, pieces in params.items() if param.numel()}

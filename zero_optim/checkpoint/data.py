@@ -97,8 +97,8 @@ def rows_box(key: str, dtype: torch.dtype, shape: Sequence[int], start: int, sto
 def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
     """Return a file's header, and the boxes in the file's order, with the first byte of each.
 
-    Each begins at a multiple of its element's size. A dtype that the format does not know is written as
-    bytes, with one more dimension of the element's size; ``__metadata__`` has its name (``dtype of NAME``).
+    Each begins at a multiple of its element's size. A dtype that the format lacks is written as bytes, with
+    one more dimension of the element's size; ``__metadata__`` has its name (``dtype of NAME``).
     """
     about = {"format": "pt"}
     header: dict[str, Any] = {"__metadata__": about}
@@ -137,8 +137,7 @@ def write_tensors(
 ) -> tuple[dict[str, DataFile], Written]:
     """Write a rank's data file in the save of a token, and flush it to the disk; it is removed if this fails.
 
-    Returns:
-        The file by name, if there are boxes, and the chunks of each box, one behind the other.
+    Returns the file by name, none without boxes, and the chunks of each box, one behind the other.
     """
     head, placed = lay_out(boxes)
     if not placed:

@@ -9,6 +9,7 @@ import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,20 @@ from zero_optim.checkpoint.manifest import Chunk, Entry, Manifest
 from zero_optim.checkpoint.reader import CheckpointReader
 
 
-class Writer(StorageWriter):
+class _AnyPath:
+    """What `Writer` and `Reader` do in the same way."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:  # noqa: ANN401 - a plan of either kind
+        """See the base class."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """See the base class: any path will do."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+class Writer(_AnyPath, StorageWriter):
     """Writes a checkpoint into a folder, for ``dcp.save(…, storage_writer=Writer(path))``.
 
     Each rank writes one data file. The coordinator completes the checkpoint with the manifest, which replaces
@@ -60,10 +74,6 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *_args: object, **_kwargs: object) -> None:
         """See the base class: make the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """See the base class."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """See the base class: give every rank the name of its data file."""
@@ -98,11 +108,6 @@ class Writer(StorageWriter):
         with closing(FolderLock(self._folder)):
             folders.complete(self._folder, len(results), files, written, {}, paths)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See the base class: any path will do."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
 
 def _box(item: WriteItem, planner: SavePlanner) -> tuple[Box, memoryview | None]:
     """Return the box of an item, and its bytes if it is not a tensor."""
@@ -117,7 +122,7 @@ def _box(item: WriteItem, planner: SavePlanner) -> tuple[Box, memoryview | None]
     return whole(item.index.fqn, None, (run.nbytes,)), run
 
 
-class Reader(StorageReader):
+class Reader(_AnyPath, StorageReader):
     """Reads a checkpoint, for ``dcp.load(…, storage_reader=Reader(path), planner=SafeLoadPlanner())``.
 
     Everything that is read is compared with its checksum.
@@ -152,10 +157,6 @@ class Reader(StorageReader):
     ) -> None:
         """See the base class."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """See the base class."""
-        return plan
-
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """See the base class."""
         return plans
@@ -178,11 +179,6 @@ class Reader(StorageReader):
         chunks = self.manifest.entries[index.fqn].chunks
         wanted = tuple(index.offset) if index.offset is not None else None
         return next(chunk for chunk in chunks if wanted is None or chunk.offsets == wanted)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See the base class."""
-        return isinstance(checkpoint_id, str | os.PathLike)
 
 
 def _metadata_of(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:

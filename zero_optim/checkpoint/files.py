@@ -4,14 +4,14 @@ Other users of a folder may have left anything there: a FIFO, on which reading w
 without an end, or a link at the path of a file that is about to be written.
 
 Note [Locks]
-    If the existence of a file were the lock, that of a killed process would block for ever. So the file is
-    locked with ``flock``, which ends with the process. The holder removes the file before it releases the
-    lock, so a process that has locked a file checks that it is still the one in the folder.
+    The file is locked with ``flock``, which ends with the process: a file that merely exists would block for
+    ever after a kill. The holder removes the file before it releases the lock, so a process that has locked a
+    file checks that it is still the one in the folder. On NFS the server keeps the lock, unless mounted with
+    ``nolock`` or ``local_lock``.
 
-    On NFS, Linux sends the lock to the server, so it works between hosts unless mounted with ``nolock`` or
-    ``local_lock``. Some file systems have no locks (Lustre without ``flock``). There the last save counts and
-    nothing is lost, as files have names that no other save uses, and a save removes only files of the
-    checkpoint that it replaced. The files of a killed save then stay.
+    Some file systems have no locks (Lustre without ``flock``). There the last save counts and nothing is
+    lost: files have names that no other save uses, and a save removes only files that it replaced. The files
+    of a killed save stay.
 """
 
 import errno

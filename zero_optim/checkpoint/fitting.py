@@ -1,6 +1,6 @@
 """Matches a checkpoint to the objects to load into: whether it fits, and which rows of it each rank needs."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,10 @@ from zero_optim.checkpoint.reader import CheckpointReader, Rows
 from zero_optim.checkpoint.values import Json, entries_in, key_of, tensors_in, unpack
 from zero_optim.comm.encoding import Nested
 from zero_optim.errors import StateMismatchError
+from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.pieces import piece_of
 from zero_optim.plan.strides import strides_of_rows
-from zero_optim.step.averages import EMA
-from zero_optim.step.leaves import MASTER
 
 # ---------------------------------------------------------------------- whether it fits
 
@@ -84,23 +83,16 @@ def _wrong_optimizer(reader: CheckpointReader, objects: Objects) -> list[str]:
         fix = "give the model as well, or build the optimizer from model.named_parameters()"
         return [f"the checkpoint knows parameters by name, and this optimizer knows no names: {fix}"]
     wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
-    cuts = objects.optimizer.core.cut_states()
-    for number, name, param in _numbered(names):
+    shaped = objects.optimizer.core.shaped_entries()
+    for name, param in names.param.items():
         shape = tuple(about["params"].get(name, [None, param.shape])[1])
         if shape != tuple(param.shape):
             wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(param.shape)} here")
-        shaped = cuts[param].shaped if param in cuts else objects.optimizer.core.shaped_entries(param, number)
-        for key in sorted(shaped):
+        for key in sorted(shaped[param]):
             entry = entries.get(f"{STATE}/{key_of(name, key)}")
             if entry is not None and entry.shape != tuple(param.shape):
                 wrong.append(f"{name}: '{key}' has shape {entry.shape}, not {tuple(param.shape)}")
     return wrong
-
-
-def _numbered(names: Names) -> Iterator[tuple[int, str, Tensor]]:
-    """Give the number of the group, the name and the parameter of all."""
-    for number, group in enumerate(names.groups):
-        yield from ((number, name, names.param[name]) for name in group)
 
 
 def names_in(objects: Objects, values: Mapping[str, Json]) -> Names | None:
@@ -149,73 +141,101 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Needs:
-    """What one rank needs of a checkpoint that fits.
+class RankInput:
+    """What one rank has read.
 
     Attributes:
-        places: tensors of the model to load into.
-        state: packed state of the parameters that this rank owns, by number of the group, name, parameter.
-        sections: other packed values by section; that of random states is this rank's.
-        rest: of the model, packed: extra state of its modules.
-        groups: packed, of the optimizer.
+        read: the tensors.
+        places: of the model, to load into.
+        state: of the parameters that this rank owns, and global entries.
+        options: by group of the optimizer.
+        sections: other values by section; that of random states is this rank's.
+        rest: of the model: extra state of its modules.
     """
 
+    read: Read
     places: list[Place]
-    state: dict[tuple[int, str, Tensor], Json]
-    sections: dict[str, Json]
-    rest: dict[str, Json]
-    groups: list[Json]
+    state: dict[Any, Any]
+    options: list[dict[str, Any]]
+    sections: dict[str, Nested]
+    rest: dict[str, Nested]
 
-    @classmethod
-    def of(
-        cls,
-        values: Mapping[str, Json],
-        objects: Objects,
-        members: Members,
-        *,
-        random: bool,
-        only: Collection[Tensor] | None,
-    ) -> "Needs":
-        """Find them in the packed values of a checkpoint.
 
-        With ``random``, this rank's random state too; ``only`` these parameters of the optimizer and their
-        state, None for all.
-        """
-        places, state = _places(objects, values, members.group.size), {}
-        sections = {name: values[name] for name in (*objects.others, EXTRA)}
-        drawn = values.get(key_of(RANDOM, str(members.everyone.rank)))
-        if random and drawn is not None:
-            sections[RANDOM] = drawn
-        names = names_in(objects, values)
-        if objects.optimizer is not None and names is not None:
-            if EVERYWHERE in values:
-                sections[EVERYWHERE] = values[EVERYWHERE]
-            owned = set(objects.optimizer.owned_parameters())
-            if only is not None:
-                owned &= set(only)
-                addresses = {param.data_ptr() for param in only}
-                places = [p for p in places if not p.stepped or p.tensor.data_ptr() in addresses]
-            for number, name, param in _numbered(names):
-                packed = values.get(f"{STATE}/{key_of(name)}")
-                if packed is not None and param in owned:
-                    state[number, name, param] = packed
-        parts = model_parts(values) if objects.model is not None else {}
-        rest = {name: part for name, part in parts.items() if part[0] != "tensor"}
-        return cls(places, state, sections, rest, values[OPTIMIZER]["groups"] if names is not None else [])
+def read_own(
+    reader: CheckpointReader,
+    objects: Objects,
+    members: Members,
+    *,
+    random: bool,
+    only: Collection[Tensor] | None,
+) -> RankInput:
+    """Read what this rank needs of a checkpoint that fits.
 
-    def rows(self, reader: CheckpointReader, objects: Objects, rank: int) -> dict[str, Rows]:
-        """List the tensors to read, with the rows of each."""
-        packed = [*self.sections.values(), *self.rest.values(), *self.state.values()]
-        packed += [group["options"] for group in self.groups]
-        rows: dict[str, Rows] = {key: None for value in packed for key in tensors_in(value)}
-        cuts = objects.optimizer.core.cut_states() if objects.optimizer is not None else {}
-        for (_, _, param), value in self.state.items():
-            if param in cuts:
-                piece = cuts[param].piece_of(rank)
-                for entry, key in entries_in(value).items():
-                    if cuts[param].is_cut(entry, reader.manifest.entries[key].shape):
-                        rows[key] = piece.start, piece.stop
-        return rows | {p.key: p.rows(rank) for p in self.places if piece_of(p.pieces, rank)}
+    With ``random``, this rank's random state too; ``only`` these parameters of the optimizer and their state,
+    None for all. ValueError if state that must have a parameter's shape has another one.
+    """
+    values, optimizer, rank = reader.manifest.values, objects.optimizer, members.group.rank
+    places = _places(objects, values, members.group.size)
+    packed = {name: values[name] for name in (*objects.others, EXTRA)}
+    drawn = values.get(key_of(RANDOM, str(members.everyone.rank)))
+    if random and drawn is not None:
+        packed[RANDOM] = drawn
+    parts = model_parts(values) if objects.model is not None else {}
+    rest = {name: part for name, part in parts.items() if part[0] != "tensor"}
+    state, groups, names = dict[Tensor, tuple[str, Json]](), [], names_in(objects, values)
+    if optimizer is not None and names is not None:
+        groups = values[OPTIMIZER]["groups"]
+        if EVERYWHERE in values:
+            packed[EVERYWHERE] = values[EVERYWHERE]
+        owned = set(optimizer.owned_parameters())
+        if only is not None:
+            owned &= set(only)
+            addresses = {param.data_ptr() for param in only}
+            places = [p for p in places if not p.stepped or p.tensor.data_ptr() in addresses]
+        keys = {param: (name, f"{STATE}/{key_of(name)}") for name, param in names.param.items()}
+        state = {p: (name, values[key]) for p, (name, key) in keys.items() if p in owned and key in values}
+    every = [*packed.values(), *rest.values(), *(value for _, value in state.values())]
+    every += [group["options"] for group in groups]
+    rows: dict[str, Rows] = {key: None for value in every for key in tensors_in(value)}
+    rows |= _rows_of_state(reader, objects, state, rank)
+    read = Read(reader, rows | {p.key: p.rows(rank) for p in places if piece_of(p.pieces, rank)})
+    sections = {name: read.value(value) for name, value in packed.items()}
+    own: dict[Any, Any] = {param: read.value(value) for param, (_, value) in state.items()}
+    options = []
+    if optimizer is not None and names is not None:
+        _check_shapes(optimizer, {param: name for param, (name, _) in state.items()}, own, rank)
+        own |= sections.pop(EVERYWHERE, {})
+        saved = [(set(group["names"]), read.value(group["options"])) for group in groups]
+        pairs = zip(optimizer.param_groups, names.groups, strict=True)
+        options = [_agreed(options_of(group), set(members), saved) for group, members in pairs]
+    extra_state = {name: read.value(part) for name, part in rest.items()}
+    return RankInput(read, places, own, options, sections, extra_state)
+
+
+def _rows_of_state(
+    reader: CheckpointReader, objects: Objects, state: Mapping[Tensor, tuple[str, Json]], rank: int
+) -> dict[str, Rows]:
+    """List the entries of cut parameters of which this rank needs some rows."""
+    rows: dict[str, Rows] = {}
+    cuts = objects.optimizer.core.cut_states() if objects.optimizer is not None else {}
+    for param in state.keys() & cuts.keys():
+        piece = cuts[param].piece_of(rank)
+        for entry, key in entries_in(state[param][1]).items():
+            if cuts[param].is_cut(entry, reader.manifest.entries[key].shape):
+                rows[key] = piece.start, piece.stop
+    return rows
+
+
+def _check_shapes(
+    optimizer: ZeroRedundancyOptimizer, names: Mapping[Tensor, str], state: Mapping[Tensor, Any], rank: int
+) -> None:
+    cuts, shaped = optimizer.core.cut_states(), optimizer.core.shaped_entries()
+    for param, name in names.items():
+        cut = cuts.get(param)
+        shape = tuple(param.shape) if cut is None else cut.shape_of(cut.piece_of(rank))
+        for entry, value in state[param].items():
+            if entry in shaped[param] and isinstance(value, Tensor) and value.shape != shape:
+                raise ValueError(f"{name}: '{entry}' has shape {tuple(value.shape)}, not {shape}")
 
 
 def _places(objects: Objects, values: Mapping[str, Json], num_ranks: int) -> list[Place]:
@@ -229,43 +249,6 @@ def _places(objects: Objects, values: Mapping[str, Json], num_ranks: int) -> lis
                 present[name] = tensor
     places = places_of(present, objects, num_ranks)
     return [replace(place, key=parts[place.key][1][0]) for place in places]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankInput:
-    """What this rank has read: `Needs` put together, with the optimizer's state and its options."""
-
-    read: Read
-    places: list[Place]
-    state: dict[Any, Any]
-    options: list[dict[str, Any]]
-    sections: dict[str, Nested]
-    rest: dict[str, Nested]
-
-
-def read_own(reader: CheckpointReader, objects: Objects, needs: Needs, rank: int) -> RankInput:
-    """Read what this rank needs; ValueError if state that must have a parameter's shape has another one."""
-    read = Read(reader, needs.rows(reader, objects, rank))
-    sections = {name: read.value(packed) for name, packed in needs.sections.items()}
-    state, options = {}, []
-    if objects.optimizer is not None:
-        cuts = objects.optimizer.core.cut_states()
-        for (number, name, param), packed in needs.state.items():
-            state[param] = read.value(packed)
-            must = {MASTER, EMA, *objects.optimizer.core.shaped_entries(param, number)}
-            cut = cuts.get(param)
-            shape = tuple(param.shape) if cut is None else cut.shape_of(cut.piece_of(rank))
-            for entry, value in state[param].items():
-                if entry in must and isinstance(value, Tensor) and value.shape != shape:
-                    raise ValueError(f"{name}: '{entry}' has shape {tuple(value.shape)}, not {shape}")
-        state |= sections.pop(EVERYWHERE, {})
-        names = names_in(objects, reader.manifest.values)
-        assert names is not None
-        saved = [(set(group["names"]), read.value(group["options"])) for group in needs.groups]
-        pairs = zip(objects.optimizer.param_groups, names.groups, strict=True)
-        options = [_agreed(options_of(group), set(members), saved) for group, members in pairs]
-    rest = {name: read.value(part) for name, part in needs.rest.items()}
-    return RankInput(read, needs.places, state, options, sections, rest)
 
 
 def _agreed(

@@ -1,10 +1,9 @@
 """Folders of checkpoints: completes one, finds the newest, removes old ones and the files of killed saves.
 
 Note [Family]
-    ``keep=`` removes checkpoints, so the rule is one that a caller can see. Checkpoints of one family lie in
-    one parent folder, and their names differ only in digits: "step-5" and "step-10", but not "best" or
-    another run's "b-5". Of one family, only checkpoints older than all kept ones are removed. A number that
-    only grows gives the order. A checkpoint that a save is writing is not removed.
+    Checkpoints of one family lie in one parent folder, and their names differ only in digits: "step-5" and
+    "step-10", but not "best" or another run's "b-5". ``keep=`` removes only checkpoints of one family that
+    are older, by a number that only grows, than all that are kept. None that a save is writing is removed.
 """
 
 import os
@@ -114,10 +113,9 @@ def complete(
     *,
     alone: bool = False,
 ) -> None:
-    """Write the manifest of what the ranks have written, and remove what it replaces; on one rank.
+    """Write the manifest, and remove what it replaces; on one rank, which holds the folder's lock.
 
-    The caller holds the folder's lock. If ``alone``, nobody else can write to the folder, so unfinished files
-    in it are those of a killed save, and are removed.
+    If ``alone``, nobody else can write to the folder, so unfinished files are those of a killed save.
     """
     for name, file in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:

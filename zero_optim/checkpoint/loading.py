@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_optim.checkpoint.content import EXTRA, RANDOM, Place, model_parts
-from zero_optim.checkpoint.fitting import Needs, RankInput, Read, check_fit, read_own
+from zero_optim.checkpoint.fitting import RankInput, Read, check_fit, read_own
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
 from zero_optim.checkpoint.objects import (
@@ -102,18 +102,8 @@ def rebind(
     new group, and of `load`. If the ranks still hold what was saved, since there was no step after the save,
     they keep it, and only what is lost is read. Otherwise everything is.
 
-    Args:
-        path: a checkpoint's folder; `latest` finds the newest.
-        model: to load into; its wrapper is bound afterwards.
-        optimizer: to bind, and to load into; detached.
-        scheduler: to load into.
-        scaler: to load into.
-        random: as in `load`.
-        process_group: the new ranks; None for the default group.
-        timeout: as in `load`.
-
-    Returns:
-        What was saved as ``extra``.
+    Arguments are those of `load`, with model and detached optimizer; the model's wrapper is bound afterwards.
+    ``process_group`` has the new ranks, None for the default group. Returns what was saved as ``extra``.
 
     Raises:
         Exception: on every rank, what `ZeroRedundancyOptimizer.rebind` and `load` raise. The optimizer is
@@ -203,8 +193,7 @@ def _load_from(
     """
     group, optimizer = members.group, objects.optimizer
     with failing_together(members.everyone), blamed_on(reader.folder):
-        needs = Needs.of(reader.manifest.values, objects, members, random=random, only=only)
-        part = read_own(reader, objects, needs, group.rank)
+        part = read_own(reader, objects, members, random=random, only=only)
         kept = optimizer.owned_state() if only is not None and optimizer is not None else {}
     with failing_together(members.everyone):
         undo = undo_of(objects)

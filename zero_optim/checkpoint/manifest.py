@@ -122,7 +122,7 @@ class Manifest:
         software: versions that wrote it.
         files, entries, values: by name of the file, or key; values are packed, see `checkpoint.values`.
         paths: of keys that ``dcp.save`` wrote, in the nested dict.
-        number: higher than that of every checkpoint that was next to it; 0 if an old version wrote none.
+        number: higher than that of all checkpoints that were next to it; 0 in old ones.
         version: of the format.
     """
 

@@ -33,7 +33,7 @@ class Members:
     def of(cls, model: object, optimizer: object, process_group: object, timeout: object) -> "Members":
         """Take a process group, else that of the optimizer with its replicas, else the default group.
 
-        Wrong types are refused later, on all ranks. A mesh's process group of all ranks means the mesh.
+        Wrong types are refused later, on all ranks. The process group of a whole mesh means the mesh.
         """
         sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
         mesh = sharded.core.mesh if sharded is not None else None
@@ -107,15 +107,19 @@ class Objects:
 
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
-        """Use state dicts of the model without communication, with parameters of units as they are.
+        """Use state dicts of the model without communication; yields what is kept of freed parameters.
 
-        Yields by the address of each parameter of a unit what this rank keeps of it.
+        It is by their addresses.
         """
-        if self.optimizer is None:
-            yield {}
-            return
-        with self.optimizer.core.leaving_freed() as kept:
-            yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
+        buckets = [] if self.optimizer is None else self.optimizer.core.sharding.row_buckets
+        for bucket in buckets:
+            bucket.is_left = True
+        try:
+            every = (kept for bucket in buckets for kept in bucket.all_kept())
+            yield {param.data_ptr(): rows for param, rows in every if param.numel()}
+        finally:
+            for bucket in buckets:
+                bucket.is_left = False
 
     def model_state(self) -> dict[str, Any]:
         """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model."""
@@ -157,10 +161,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Names:
-    """The names of an optimizer's parameters, from which keys are made. So order and grouping may change.
-
-    ``groups`` has the names of each group, ``param`` the parameter of each name. They may be places instead.
-    """
+    """The names of an optimizer's parameters, by group, from which keys are made; places if not ``named``."""
 
     groups: list[list[str]]
     named: bool
@@ -238,10 +239,7 @@ def _cuda(device: torch.device | None) -> torch.device:
 
 
 def undo_of(objects: Objects) -> Callable[[], None]:
-    """Copy what a load will change; the result restores it. Whether state fits only its object knows.
-
-    The model's tensors are not copied, since they are checked before they change.
-    """
+    """Copy what a load will change; the result restores it. The model's tensors are checked instead."""
     steps: list[Callable[[], None]] = []
     if objects.optimizer is not None:
         objects.optimizer.wait_for_gathers()  # and for steps of a backward pass that broke off

@@ -68,15 +68,9 @@ def _check_output(source: Path, out: Path) -> None:
 def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     """Write the optimizer's whole state, in the format of ``torch.optim``, or the weights, to one file.
 
-    Args:
-        source: a checkpoint's folder.
-        out: ``.pt`` for a file that ``torch.load`` reads; ``.safetensors`` for weights. A link is replaced.
-        weights: the model's state dict, instead of the optimizer's.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, or ``out`` cannot be written.
-        StateMismatchError: it has no optimizer, or no model.
-        ValueError: ``out`` is in the checkpoint, or exists and is not a regular file.
+    ``out`` ends in ``.pt`` for a file that ``torch.load`` reads, in ``.safetensors`` for weights; a link is
+    replaced. CheckpointError if the checkpoint is damaged or ``out`` cannot be written, StateMismatchError if
+    it has no optimizer or model, ValueError if ``out`` is in the checkpoint or is no regular file.
     """
     _check_output(source, out)
     if (out.is_symlink() or out.exists()) and not out.is_file():
@@ -127,10 +121,7 @@ def _optimizer(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[s
 def _mapped_tensors(
     reader: CheckpointReader, out: Path, advance: Callable[[int], object]
 ) -> Callable[[str, Sequence[int]], Tensor]:
-    """Return a function that maps tensors, whose bytes ``torch.save`` takes when it writes them.
-
-    One with other strides is written to a temporary file next to ``out``, and mapped from there.
-    """
+    """Return a function that maps tensors; those with other strides from a temporary file next to ``out``."""
 
     def mapped(key: str, strides: Sequence[int]) -> Tensor:
         tensor = reader.map_tensor(key)
@@ -178,20 +169,10 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable
 def reshard(source: Path, out: Path, world_size: int) -> None:
     """Write a checkpoint as that many ranks without cuts would have written it.
 
-    Each rank finds the parameters that it owns whole in one file. One that owns rows of a cut parameter reads
-    them from the file of the rank that would own the whole.
-
-    Args:
-        source: a checkpoint's folder; or a file of ``torch.save`` with a state dict of an optimizer, of a
-            model, or a dict of both under "optimizer" and "model". Parameters without names in such a file
-            are identified by place.
-        out: the folder of the new checkpoint.
-        world_size: number of ranks, at least 1.
-
-    Raises:
-        CheckpointError: the source is incomplete or damaged, or ``out`` cannot be written.
-        ValueError: ``world_size`` is below 1, the file is no state dict, or ``out`` lies in the source, or
-            does not end in a folder's own name.
+    The source is a checkpoint's folder, or a file of ``torch.save`` with a state dict of an optimizer, of a
+    model, or a dict of both under "optimizer" and "model"; parameters without names are known by place.
+    CheckpointError if it is incomplete or damaged, or ``out`` cannot be written; ValueError if ``world_size``
+    is below 1, the file is no state dict, or ``out`` lies in the source or has no name of its own.
     """
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")

@@ -23,7 +23,7 @@ from zero_optim.checkpoint.values import key_of
 from zero_optim.comm.agreement import agree, failing_together, failure_of, failure_of_others
 from zero_optim.comm.backends import ON_HOST
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import encode
+from zero_optim.comm.encoding import Nested, encode
 from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.errors import CheckpointError, message_of
@@ -167,7 +167,7 @@ class PendingSave:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The process group for saves in the background, apart from the one that trains, and the last save."""
+    """The process group for saves in the background, and the last save."""
 
     lease: Lease
     last: PendingSave | None = None
@@ -197,7 +197,7 @@ def _agreed(
     process_group: dist.ProcessGroup | None,
     timeout: float | None,
 ) -> Iterator["_Save"]:
-    """List what this rank will write, once all ranks agree on it. The arguments are those of `save`."""
+    """List what this rank will write, once all ranks agree; the arguments are those of `save`."""
     model, optimizer, *_ = kept
     members = Members.of(model, optimizer, process_group, timeout)
     with members.doing(f"checkpoint.{call}"):
@@ -223,14 +223,18 @@ def _agreed(
 def _gather_random(members: Members, objects: Objects, part: RankContent) -> None:
     """Have the first replica write the random states of all ranks; all ranks of a mesh call."""
     assert members.mesh is not None  # the caller has asked
-    across = members.mesh.across
-    if across.rank:
-        told = [members.everyone.rank, random_state(objects.device)]
-        send_value(across, [0], *encode(told, "the random state"))
-        return
-    for replica in range(1, across.size):
-        number, state = recv_value(across, replica)
+    own = [members.everyone.rank, random_state(objects.device)]
+    for number, state in _of_others(members.mesh.across, own, "the random state"):
         part.add(key_of(RANDOM, str(number)), state)
+
+
+def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
+    """Send a value to rank 0, which yields those of all others; all ranks call."""
+    if group.rank:
+        send_value(group, [0], *encode(value, about))
+        return
+    for rank in range(1, group.size):
+        yield recv_value(group, rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,16 +324,12 @@ def _clear(folder: Path) -> Iterator[None]:
 def _gather(
     group: RankGroup, files: dict[str, DataFile], written: list[tuple[Box, Chunk]], values: dict[str, Any]
 ) -> dict[str, Any]:
-    """Send lists of what the ranks have written to rank 0, which adds them; all ranks call."""
-    if group.rank != 0:
-        of_files = [[name, *astuple(file)] for name, file in files.items()]
-        pairs = [[astuple(box), astuple(chunk)] for box, chunk in written]
-        send_value(group, [0], *encode([of_files, pairs, values], "the checkpoint's manifest"))
-        return values
+    """Add lists of what the other ranks have written on rank 0; all ranks call."""
+    of_files = [[name, *astuple(file)] for name, file in files.items()]
+    pairs = [[astuple(box), astuple(chunk)] for box, chunk in written]
     values = dict(values)
-    for rank in range(1, group.size):
-        of_files, pairs, more = recv_value(group, rank)
-        files.update({name: DataFile(*numbers) for name, *numbers in of_files})
-        written += [(Box(*box), Chunk(*chunk)) for box, chunk in pairs]
+    for numbers, chunks, more in _of_others(group, [of_files, pairs, values], "the checkpoint's manifest"):
+        files.update({name: DataFile(*each) for name, *each in numbers})
+        written += [(Box(*box), Chunk(*chunk)) for box, chunk in chunks]
         values.update(more)
     return values

@@ -39,9 +39,8 @@ class OptimizerState:
         dcp.save(state, storage_writer=checkpoint.Writer(path))
         dcp.load(state, storage_reader=checkpoint.Reader(path), planner=checkpoint.SafeLoadPlanner())
 
-    Each rank saves and loads the state of what it owns, by parameter name. The state of a cut parameter is
-    one tensor for DCP, of which each owner has its rows. Any storage of DCP can be used.
-    Loading needs the planner, since a new optimizer has no state to ask for yet.
+    Each rank saves and loads what it owns, by parameter name, with any storage of DCP. Each owner of a cut
+    parameter has its rows of one tensor. Loading needs the planner: a new optimizer has no state to ask for.
 
     Args:
         optimizer: to save or to load into, new or not.
@@ -78,9 +77,7 @@ class OptimizerState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state; all ranks call. The model loads the parameters.
 
-        Raises:
-            StateMismatchError: on every rank, if it was loaded on any without `SafeLoadPlanner`, so a new
-                optimizer got nothing.
+        StateMismatchError on every rank, if any loaded it without `SafeLoadPlanner`.
         """
         with failing_together(self._optimizer.ranks):
             if not isinstance(state_dict, Owned) or not state_dict.planned:
@@ -98,12 +95,7 @@ class OptimizerState:
 
 
 class Owned(dict[str, Any]):
-    """A nested dict to save, or to load into: ``state`` has an entry for each of some parameters.
-
-    Args:
-        names: the wanted keys of ``state``.
-        cuts: those of which only a piece is wanted.
-    """
+    """A nested dict to save or to load into, names of its parameters, and pieces of those that are cut."""
 
     def __init__(self, names: Iterable[str], cuts: Mapping[str, tuple[CutState, Piece]]) -> None:
         super().__init__(state={}, options=None)
@@ -140,8 +132,7 @@ class Owned(dict[str, Any]):
 class SafeLoadPlanner(DefaultLoadPlanner):
     """DCP's own planner, without pickled code; it asks for all state that an optimizer owns on this rank.
 
-    A new optimizer has no state with keys to ask for. So the metadata of the checkpoint says what there is to
-    load.
+    The metadata of the checkpoint says what there is to load.
     """
 
     def set_up_planner(

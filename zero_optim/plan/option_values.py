@@ -114,14 +114,13 @@ class OptionValues:
         self.by_group: list[dict[str, Plain]] = []
         self.digest = bytes(DIGEST_NBYTES)
         self._groups: list[dict[str, _Entry]] = []
-        self._left_out: Collection[OptionKey] = frozenset()
+        self._left_out: frozenset[OptionKey] = frozenset()
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
         """Store all groups' options; ``left_out`` ones do not count for the digest."""
         before = self._groups
         if len(groups) != len(before) or self._left_out != left_out:
-            before = [{} for _ in groups]
-        self._left_out = left_out
+            before, self._left_out = [{} for _ in groups], frozenset(left_out)
         self._groups = [
             _entries_of(number, *pair, left_out)
             for number, pair in enumerate(zip(groups, before, strict=True))

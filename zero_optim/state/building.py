@@ -74,25 +74,24 @@ def build(
         if registration.is_open:
             registration.fill(buckets, inputs.store)
             leaves.keep(buckets)
-        with failing_together(group):
-            leaf_of = {param: leaves.add(param, piece) for param, piece in pieces.items()}
-            local = LocalOptimizer(default, groups, asked.specs, leaf_of, options.assume_separable)
-            if options.mirror:
-                local.check_dicts()
-        local.agree_on_traits(group)
-        owned = new_owned(inputs, group, leaves, average, local, groups, pieces)
+        local = partial(asked.local_over, default, groups)
+        owned = new_owned(inputs, group, leaves, average, groups, pieces, local)
         owned.keep()
     # Now that no leaf holds the memory that parameters leave.
     sharding.add(every, plan, short_names(groups))
     told = registration.passed_on(buckets, inputs.store, group, every)
     core = Core(inputs, group, sharding, owned, groups)
+    _begin(core, read_by)
+    return core, told
+
+
+def _begin(core: Core, read_by: torch.nn.Module | None) -> None:
     core.show_state()
     if read_by is not None:
-        LazyGather(read_by, sharding)
+        LazyGather(read_by, core.sharding)
     core.take_mirror_lanes()
-    if options.mirror and not core.is_mirrored:
+    if core.inputs.options.mirror and not core.is_mirrored:
         logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
-    return core, told
 
 
 def new_sharding(
@@ -122,11 +121,17 @@ def new_owned(
     group: RankGroup,
     leaves: Leaves,
     average: WeightAverage,
-    local: LocalOptimizer,
     groups: Sequence[ParamGroup],
     pieces: Mapping[Tensor, Piece],
+    local_over: Callable[[dict[Tensor, Tensor]], LocalOptimizer],
 ) -> OwnedState:
-    """Put together what this rank owns, with files for it if it is kept in files; all ranks call."""
+    """Put together what this rank owns, with files for it if it is kept in files; all ranks call.
+
+    ``local_over`` builds the user's classes over the leaves of the parameters.
+    """
+    with failing_together(group):
+        local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
+    local.agree_on_traits(group)
     files = inputs.store.files
     kept = None if files is None else KeptState(files, leaves, average, local)
     owned = OwnedState(group, leaves, average, local, pieces, kept)

@@ -4,8 +4,7 @@ The optimizer and the rooms above work on a `Core`. Nothing here
 communicates, but `mirror_state`, and `check_unreduced` in rare cases.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,6 @@ from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import KeptRows
 from zero_optim.state.cut_state import CutState
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.moving import Held, RowMap
@@ -39,17 +37,8 @@ from zero_optim.units.store import Store
 class Core:
     """The parts of an optimizer. `rebinding` replaces some of them.
 
-    Attributes:
-        inputs: what plans are made from.
-        ranks: that share the state; see `group`.
-        sharding: who owns what, and the buckets.
-        owned: what this rank keeps, and the local optimizers.
-        groups: the public ``param_groups``.
-        snapshot: of which moment the state is.
-        mirror: the copies for the buddy.
-        state: the public ``state``: what this rank owns, and what users put in its place.
-        mesh: of the replicas that hold what this rank's group holds, where a wrapper has a mesh. Checkpoints
-            ask for it.
+    ``groups`` and ``state`` are the public ones. ``mesh`` is that of a wrapper whose replicas hold what this
+    group holds; checkpoints ask for it.
     """
 
     inputs: PlanInputs
@@ -92,8 +81,7 @@ class Core:
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse options of groups with which a class does not bear that parameters are cut.
 
-        An ordinary step compares the identities of options. A class is tried only if an option of a group
-        with cut parameters has changed in kind since the last step, and once for each kind.
+        A class is tried once for each kind of options; an ordinary step compares identities alone.
         """
         if self.sharding.has_cuts:
             self.owned.local.check_cuts(groups, self._cuts_of)
@@ -103,13 +91,9 @@ class Core:
         return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
-        """Refuse sparse gradients of cut parameters, unless trials of the class with such gave equal bits.
+        """Refuse sparse gradients of those that are cut, unless trials of the class gave equal bits.
 
-        To be called on all ranks, before a step with such gradients. The first call tries the class, which
-        takes some 10 ms.
-
-        Args:
-            params: those whose gradients are sparse; what is not cut, or not in the optimizer, is left out.
+        All ranks call, before a step with such gradients. The first call tries the class: some 10 ms.
         """
         concerned = [param for param in params if len(self.sharding.pieces.get(param, ())) > 1]
         if concerned:
@@ -183,10 +167,8 @@ class Core:
         """Return the state of what this rank owns, by parameter, and global entries."""
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         others = set(self.params).difference(self.own_params())
-        found = {key: value for key, value in self.state.items() if key not in others}
-        return {
-            key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in found.items()
-        }
+        own = {key: value for key, value in self.state.items() if key not in others}
+        return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 
     def held(self) -> Held:
         """Give what this rank holds, by index of the parameter: state, and the rows themselves."""
@@ -203,13 +185,11 @@ class Core:
         storages = [tensor.untyped_storage() for tensor in inner_tensors(self.state)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def shaped_entries(self, param: Tensor, group: int) -> frozenset[str]:
-        """Name the state entries that must have the shape of a parameter of the group with this index."""
-        return self.owned.local.of_group(group).shaped_entries(param.dim())
-
-    def group_numbers(self) -> dict[Tensor, int]:
-        """List for each parameter the index of its group."""
-        return {param: number for number, group in enumerate(self.groups) for param in group["params"]}
+    def shaped_entries(self) -> dict[Tensor, frozenset[str]]:
+        """Name for each parameter the state entries that must have its shape."""
+        local, numbered = self.owned.local, enumerate(self.groups)
+        asked = [(param, local.of_group(number)) for number, group in numbered for param in group["params"]]
+        return {param: built.shaped_entries(param.dim()) | {MASTER, EMA} for param, built in asked}
 
     def piece_list(self) -> list[Pieces]:
         """List for each parameter, in order, which ranks own which rows."""
@@ -219,24 +199,19 @@ class Core:
         self, held: Sequence[Pieces], wanted: Sequence[Pieces], hosts: Sequence[int] | None = None
     ) -> RowMap:
         """Make the map of a move, see there; without ``hosts`` each holder is a rank of the group."""
-        shapes, numbers = [tuple(param.shape) for param in self.params], self.group_numbers()
-        shaped = {
-            index: self.shaped_entries(param, numbers[param]) | {MASTER, EMA}
+        shapes, shaped = [tuple(param.shape) for param in self.params], self.shaped_entries()
+        cut = {
+            index: shaped[param]
             for index, (param, *ends) in enumerate(zip(self.params, held, wanted, strict=True))
             if not all(is_whole(piece, param.shape) for pieces in ends for piece in pieces)
         }
-        return RowMap(shapes, shaped, held, wanted, range(self.ranks.size) if hosts is None else hosts)
+        return RowMap(shapes, cut, held, wanted, range(self.ranks.size) if hosts is None else hosts)
 
     def cut_states(self) -> dict[Tensor, CutState]:
         """List for each cut parameter how its state lies on its owners."""
-        pieces, numbers = self.sharding.pieces, self.group_numbers()
-        return {
-            param: CutState(
-                tuple(param.shape), pieces[param], self.shaped_entries(param, numbers[param]) | {MASTER, EMA}
-            )
-            for param in self.params
-            if len(pieces[param]) > 1
-        }
+        pieces, shaped = self.sharding.pieces, self.shaped_entries()
+        cut = (param for param in self.params if len(pieces[param]) > 1)
+        return {param: CutState(tuple(param.shape), pieces[param], shaped[param]) for param in cut}
 
     def take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         """Go on with other state of what this rank owns, and options; all ranks call, and fail together."""
@@ -248,10 +223,9 @@ class Core:
         self.mirror.drop()
 
     def remember(self) -> Callable[[], None]:
-        """Copy this rank's state, options and owned parameters, for a load that may fail later.
+        """Copy this rank's state, options and owned parameters; all ranks call what it returns, or none.
 
-        Returns:
-            A function that restores all of it on this rank; all ranks call it, or none.
+        That restores all of it on this rank.
         """
         self.sharding.under_way.wait()
         put_back = self.owned.remember(self.own_params())
@@ -297,30 +271,12 @@ class Core:
         if not self.is_mirrored:
             return 0
         self.follow_state()
-        leaves, state, params, total = self.owned.leaves, self.own_state(), self.own_params(), 0
-        numbers = self.group_numbers()
-        for param in params:
-            rows, entries = leaves.rows(param), state.get(param, {})
+        leaves, params, held, total = self.owned.leaves, self.params, self.held(), 0
+        shaped = [names - {MASTER, EMA} for names in self.shaped_entries().values()]
+        for index, rows in held.values.items():
+            entries = held.state.get(index, {})
             total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))
             if self.snapshot.untouched:
-                planned = self.shaped_entries(param, numbers[param]) - entries.keys()
-                total += len(planned) * rows.numel() * leaves.stepped_dtype(param).itemsize
+                itemsize = leaves.stepped_dtype(params[index]).itemsize
+                total += len(shaped[index] - entries.keys()) * rows.numel() * itemsize
         return total
-
-    # ------------------------------------------------------------------ units of a fully sharded model
-
-    @contextmanager
-    def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
-        """Have state dicts of the model show parameters of units as they are; yields what is kept of each."""
-        buckets = self.sharding.row_buckets
-        for bucket in buckets:
-            bucket.is_left = True
-        try:
-            yield {param: kept for bucket in buckets for param, kept in bucket.all_kept()}
-        finally:
-            for bucket in buckets:
-                bucket.is_left = False
-
-    def keep_unit_rows(self) -> None:
-        """Step the rows that the buckets of units keep, once these are filled."""
-        self.owned.leaves.keep(self.sharding.row_buckets)

@@ -26,11 +26,8 @@ from zero_optim.plan.strides import dense_strides, strides_of_rows
 class CutState:
     """How the state of one cut parameter lies on its owners.
 
-    Attributes:
-        shape: of the parameter.
-        pieces: its rows, by owner.
-        shaped: names of entries that surely have the parameter's shape. Others may have it too: those that a
-            class makes only with some options.
+    ``shaped`` names entries that surely have the parameter's shape. Others may have it too: those that a
+    class makes only with some options.
     """
 
     shape: tuple[int, ...]
@@ -48,13 +45,7 @@ class CutState:
         return (piece.stop - piece.start, *self.shape[1:])
 
     def is_cut(self, name: object, shape: tuple[int, ...], piece: Piece | None = None) -> bool:
-        """Whether an entry with this shape is cut by rows.
-
-        Args:
-            name: of the entry.
-            shape: that of the whole entry, or with ``piece`` that of the entry beside the piece.
-            piece: of a parameter.
-        """
+        """Whether an entry is cut by rows; the shape is that of the whole, or of what is beside a piece."""
         wanted = self.shape if piece is None else self.shape_of(piece)
         # A step count of shape (1,) beside a piece of one element is none of its rows.
         return tuple(shape) == wanted and (name in self.shaped or max(shape) > 1)
@@ -70,12 +61,8 @@ class CutState:
         return picked
 
     def cut_entries(self, entries: Nested, piece: Piece) -> dict[str, Tensor]:
-        """List the entries beside a piece that are rows of a whole.
-
-        Raises:
-            TypeError: one is no plain dense tensor, so that nobody knows how its rows are joined.
-        """
-        found = {}
+        """List the entries beside a piece that are rows of a whole; TypeError if these cannot be joined."""
+        rows = {}
         for name, value in entries.items() if isinstance(entries, dict) else ():
             if isinstance(value, Tensor) and self.is_cut(name, value.shape, piece):
                 if type(value) not in (Tensor, Parameter) or value.layout != torch.strided:
@@ -83,17 +70,14 @@ class CutState:
                         f"'{name}' of a cut parameter is a {type(value).__name__} of layout {value.layout}, "
                         "whose rows cannot be joined: build the optimizer with cuts=False"
                     )
-                found[name] = value
-        return found
+                rows[name] = value
+        return rows
 
 
 class Joined:
-    """Whole entries of cut parameters, in CPU memory, for the rows of one piece after the other.
+    """Whole entries of cut parameters, by index, in CPU memory.
 
     Rows are received where they belong in the whole, so joining needs no memory beyond it.
-
-    Args:
-        cuts: the cut parameters, by index.
     """
 
     def __init__(self, cuts: Mapping[int, CutState]) -> None:
@@ -155,12 +139,9 @@ class Joined:
         return made
 
     def merge(self, parts: list[dict[Any, Any]]) -> dict[Any, Any]:
-        """Merge what the owners hold, by index and in the order of the ranks.
+        """Merge what the owners hold, by index and in the order of the ranks; the first of several counts.
 
-        Of what several owners hold, global entries for example, the first one's counts.
-
-        Raises:
-            StateMismatchError: the owners of a parameter's pieces keep different entries.
+        StateMismatchError if the owners of a parameter's pieces keep different entries.
         """
         for rows, apart in self._apart:
             rows.copy_(apart)

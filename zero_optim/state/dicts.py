@@ -26,8 +26,6 @@ from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.run.progress import progress
 from zero_optim.state.core import Core
 from zero_optim.state.moving import Held, move, told_by
-from zero_optim.step.averages import EMA
-from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
@@ -73,11 +71,7 @@ def load(
 ) -> None:
     """Load a whole state dict that every rank has, or ``src`` alone; all ranks call.
 
-    Args:
-        core: of the optimizer.
-        state_dict: as `ZeroRedundancyOptimizer.load_state_dict` takes it; left as it is.
-        src: likewise.
-        run_hooks: gives the dict to load, which hooks may have changed.
+    The dict is left as it is. ``run_hooks`` returns the one to load, which hooks may have changed.
     """
     group = core.group
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
@@ -176,14 +170,12 @@ def check_fits(core: Core, state_dict: Mapping[str, Any]) -> None:
         raise StateMismatchError(
             f"the state dict has groups of {saved} parameters, this optimizer has {present}"
         )
-    wrong, numbers = [], core.group_numbers()
+    wrong, shaped = [], core.shaped_entries()
     for name, param, key in zip(param_names(core.groups), core.params, _saved_keys(state_dict), strict=True):
         entry = state_dict["state"].get(key, {})
         if not isinstance(entry, dict):
             continue
-        must = core.shaped_entries(param, numbers[param])
-        must |= {MASTER, EMA} if core.sharding.is_cut(param) else set()
-        for entry_name in sorted(must & entry.keys()):
+        for entry_name in sorted(shaped[param] & entry.keys()):
             got = entry[entry_name]
             if isinstance(got, Tensor) and got.shape != param.shape:
                 wrong.append(f"{name}: '{entry_name}' has shape {tuple(got.shape)}")

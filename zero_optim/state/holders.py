@@ -7,10 +7,10 @@ Note [Who holds the state]
     two runs.
 
 Note [Going back to a mirror]
-    If the ranks do not hold one whole state, but keep mirrors, they go back to the newest version of these
-    that is whole among them, see Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks
-    of the former group, by their numbers there. The host of a lost one is its buddy. All that a rank gives
-    comes from its copies, also for itself, and so do options.
+    If the ranks do not hold one whole state, but keep mirrors, they go back to the newest version that is
+    whole among them: Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks of the
+    former group, by their numbers there. The host of a lost one is its buddy. State and options come from
+    copies only, on every rank.
 """
 
 import json
@@ -24,9 +24,10 @@ from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.groups import ParamGroup, describe_options, param_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.state.core import Core
+from zero_optim.state.mirror import Kept
 from zero_optim.state.moving import Held
-from zero_optim.state.versions import GO_BACK, Kept, common_version
 
+GO_BACK = "Go back to a checkpoint, with zero_optim.checkpoint.rebind() on all ranks"
 _MOST_NAMED = 5  # parameters in a message
 
 
@@ -41,7 +42,7 @@ class Holding:
         has_everywhere: its state has global entries.
         pieces: rows held, as (index of the parameter, start, stop).
         steps: how many steps were taken.
-        kept: what it keeps of mirrors; None if nothing.
+        kept: of mirrors.
     """
 
     age: int
@@ -55,15 +56,13 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """What the ranks of a new group hold together.
+    """What the ranks of a new group hold together: state of some age, after so many steps.
 
     Attributes:
-        first: a rank that gives what is the same for all.
-        age: of the state.
-        steps: how many were taken.
+        first: a rank that has what is the same for all.
         pieces: which holder has which rows of each parameter; none if any of its rows is lost.
         hosts: the rank of each holder.
-        held: what the holders have whose host this rank is.
+        held: by holder, what this rank hosts.
         tells: the first rank tells the others the options, and global entries.
         options: of this rank's version of the mirrors, if they go back to one; None for those of the groups.
     """
@@ -101,9 +100,9 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
     ]
     goes_back = any(holding.kept for holding in holdings) and _loses_state(holdings)
     try:
-        found = _live(core, group, holdings, own)
-        if found is None or all(found.pieces) or not goes_back:
-            return found
+        live = _live(core, group, holdings, own)
+        if live is None or all(live.pieces) or not goes_back:
+            return live
     except (LostStateError, RankMismatchError):  # the same on every rank
         if not goes_back:
             raise
@@ -163,7 +162,7 @@ def _holders_of_one_state(holdings: Sequence[Holding]) -> list[int]:
 
 def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]) -> list[Pieces]:
     """Tell for each parameter which rank holds which rows; none if any row is lost."""
-    names, found = param_names(core.groups), []
+    names, every = param_names(core.groups), []
     held: list[list[Piece]] = [[] for _ in names]
     for rank in holders:
         for index, start, stop in holdings[rank].pieces:
@@ -177,26 +176,48 @@ def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]
                     "ranks of one former group, and new ones, whose optimizer was neither stepped nor loaded"
                 )
         is_lost = sum(piece.stop - piece.start for piece in pieces) < num_rows(param.shape)
-        found.append(() if is_lost else tuple(pieces))
-    return found
+        every.append(() if is_lost else tuple(pieces))
+    return every
 
 
 def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Holders:
-    """Go back, see Note [Going back to a mirror]. Does not communicate."""
-    common = common_version([holding.kept for holding in holdings])
-    kept = holdings[common.first].kept
-    assert kept is not None  # that rank was in the former group
-    pieces: list[list[Piece]] = [[] for _ in core.params]
-    for index, *piece in kept.pieces:
-        pieces[index].append(Piece(*piece))
-    values, beside = core.mirror.values_of(common, group.rank)
+    """Go back, see Note [Going back to a mirror]. Does not communicate; the same error on every rank."""
+    here = {each.kept.rank: (rank, each.kept) for rank, each in enumerate(holdings) if each.kept is not None}
+    known = [each.kept for each in holdings if each.kept is not None]
+    if len({each.token for each in known}) > 1 or len(here) < len(known):
+        raise RankMismatchError(
+            "the ranks keep mirrors of two runs: rebind ranks of one former group, and new ones, whose "
+            "optimizer was neither stepped nor loaded"
+        )
+    size = known[0].size
+    lost = [rank for rank in range(size) if rank not in here]
+    buddies = {rank: (rank + 1) % size for rank in lost}
+    gone = [rank for rank in lost if buddies[rank] in lost]
+    if gone:
+        whose = ", ".join(f"that of rank {rank} was on rank {buddies[rank]}" for rank in gone)
+        raise LostStateError(
+            f"{ranks_text(lost)} of the former group are lost, and mirrors with them: {whose}. {GO_BACK}"
+        )
+    numbers = set.intersection(*({number for number, *_ in each.own} for each in known))
+    numbers.intersection_update(*(here[buddies[rank]][1].others for rank in lost))
+    if not numbers:
+        raise LostStateError(f"the ranks that are left have no version of the mirrors in common. {GO_BACK}")
+    number = max(numbers)
+    versions = [each for rank in known for each in rank.own if each[0] == number]
+    hosts = [here[buddies.get(rank, rank)][0] for rank in range(size)]
+    hosted = [former for former, host in enumerate(hosts) if host == group.rank]
+    values, beside = core.mirror.values_of(number, hosted)
     beside = beside or {"options": None, "everywhere": {}}
     held = {
         former: Held(each["state"], each["values"], beside["everywhere"], is_live=False)
         for former, each in values.items()
     }
-    every = [tuple(some) for some in pieces]
-    return Holders(common.first, common.age, common.steps, every, common.hosts, held, True, beside["options"])
+    first, kept = min(here.values(), key=lambda each: each[0])
+    pieces: list[list[Piece]] = [[] for _ in core.params]
+    for index, *piece in kept.pieces:
+        pieces[index].append(Piece(*piece))
+    age, steps = max(age for *_, age in versions), min(steps for _, steps, _ in versions)
+    return Holders(first, age, steps, list(map(tuple, pieces)), hosts, held, True, beside["options"])
 
 
 def refuse_lost(names: Sequence[str]) -> None:

@@ -4,31 +4,18 @@
 the next forward and backward pass.
 
 Note [Versions]
-    A version is what all ranks own at one moment, such as the end of a step. Versions have consecutive
-    numbers, equal on every rank. Of each version a rank keeps two copies: its *own*, of what it owns, and the
-    *other's*, of what the rank before it owns. A rank may be lost at any moment: in a backward pass, while it
-    steps, between two gathers, in the middle of sending a version. Then the others must find a version that
-    is *whole* among them: each has its own copy, and the buddy of the lost rank the other's.
+    A version is what all ranks own at one moment. A rank keeps its *own* copy of it and the *other's*: what
+    the rank before it owns. When a rank is lost, the others must find a version that is *whole* among them:
+    each has its own copy, and the buddy of the lost rank the other's.
 
-    So before version v+1 takes any memory from the ones before, the ranks exchange a few bytes. A rank
-    sends its bytes when both of its copies of version v are whole. Who has received those of all ranks knows
-    that v is whole everywhere. It drops what is older than v, and begins v+1.
+    So before version v+1 takes memory from older ones, the ranks exchange a few bytes. A rank sends its bytes
+    when both of its copies of v are whole. Who has received those of all ranks drops what is older than v,
+    and begins v+1. No rank drops v before it knows that v+1 is whole everywhere. So all that are left hold
+    the newest version of which any of them knows that. Several ranks may be lost, but no rank and its buddy.
 
-    Let v be the newest version of which some rank knows that. Every rank held v whole when it sent its
-    bytes. A rank drops copies of v only when it knows that v+1 is whole everywhere, and no rank does. So all
-    that are left hold v, and the lost rank's part is with its buddy. This holds for several lost ranks too,
-    if no buddy of theirs is lost.
-
-    The first version has none before it. So it is made at once, and `update` returns when all ranks know that
-    it is whole, before anything is stepped.
-
-    A rank that steps changes its state in place, and its buddy's copy may be lost with the buddy. That is why
-    it keeps its own copy as well. Nothing is ever restored from what the optimizer holds: a survivor may have
-    taken half of the next step, or all of it.
-
-    Version v is sent while version v-1 is still kept, so there are two copies each of own and other's: four
-    times what a rank owns. Where the bytes do not pass in the time of one forward and backward pass, the next
-    step ends later, as it waits for them before it exchanges the few bytes.
+    The first version has none before it, so `update` returns when it is whole on all ranks. A rank keeps its
+    own copy since it changes its state in place, and may be half way through a step. Four copies, of two
+    versions, are held while one is sent. If the bytes take longer than a pass, the next step waits for them.
 
 Note [Forms]
     A copy is one flat tensor of bytes: the memory of all tensors, one after the other. Its *form* says which
@@ -40,7 +27,7 @@ import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,53 +41,56 @@ from zero_optim.comm.sending import start_recv, start_send
 from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.wire import pack, unpack
 from zero_optim.plan.pieces import Pieces
-from zero_optim.state.versions import Common, Kept
 
 _WORD = struct.Struct("<qqq?8s")  # steps, bytes of the form, bytes of the tensors, whether it failed, token
 NUM_LANES = 2  # a rank sends and receives at the same time, for which gloo needs two groups
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a rank of a former group says of its copies when it comes to a new one.
+
+    Attributes:
+        token: of the former group, the same on all its ranks.
+        rank, size: in that group.
+        own: [number, steps, age] of each version of which it has its own copy.
+        others: the numbers of those of which it has the copy of the rank before.
+        pieces: [parameter, owner, start, stop] of all pieces in the former group.
+    """
+
+    token: str
+    rank: int
+    size: int
+    own: list[list[int]]
+    others: list[int]
+    pieces: list[list[int]]
+
+
+class _Packed(NamedTuple):
     """What is copied: its form and tensors, and the form as bytes if it has to be sent."""
 
     form: Skeleton
     tensors: list[Tensor]
     form_bytes: bytes
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-def _no_memory() -> Tensor:
-    return torch.empty(0, dtype=torch.uint8)
-
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A copy of what one rank owns.
+    """A copy of what one rank owns, in the first ``nbytes`` of a memory, and its form."""
 
-    Attributes:
-        memory: bytes; the first ones are the copy.
-        nbytes: how many.
-        form: what they are.
-    """
-
-    memory: Tensor = field(default_factory=_no_memory)
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     nbytes: int = 0
     form: Skeleton = field(default_factory=list)
 
     def reserve(self, nbytes: int) -> Tensor:
-        """Give so many bytes of memory."""
+        """Return so many bytes of memory."""
         if self.memory.numel() < nbytes:
             self.memory = torch.empty(nbytes, dtype=torch.uint8)
         return self.memory[:nbytes]
 
     def take(self, packed: _Packed) -> Tensor:
-        """Copy what is given; gives the bytes to send."""
-        self.nbytes, self.form = packed.nbytes, packed.form
+        """Copy a value; returns the bytes to send."""
+        self.nbytes, self.form = sum(tensor.nbytes for tensor in packed.tensors), packed.form
         room = self.reserve(self.nbytes + len(packed.form_bytes))
         pack(packed.tensors, room[: self.nbytes])
         if packed.form_bytes:
@@ -116,13 +106,7 @@ class _Copy:
 class _Version:
     """The copies of a version on one rank; see Note [Versions].
 
-    Attributes:
-        number: of the version.
-        steps: how many steps had been taken.
-        age: of the state.
-        own: the copy of what this rank owns.
-        beside: what every rank has: options and global entries. It is not sent.
-        other: the copy of what the rank before owns, once it is whole.
+    ``beside`` is what every rank has: options and global entries. ``other`` is None until it is whole.
     """
 
     number: int
@@ -133,8 +117,7 @@ class _Version:
     other: _Copy | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _UnderWay:
+class _UnderWay(NamedTuple):
     """A version on its way: works to receive it, and to send it."""
 
     arriving: _Copy
@@ -144,10 +127,9 @@ class _UnderWay:
 
 
 class Mirror:
-    """The copies that this rank keeps. A pickle or a copy of it is empty.
+    """The copies that this rank keeps. A pickle or a copy of it is empty: the buddy has none of the copy's.
 
-    Attributes:
-        nbytes: what this rank sent for the last version.
+    ``nbytes`` is what this rank sent for the last version.
     """
 
     def __init__(self) -> None:
@@ -161,7 +143,7 @@ class Mirror:
         self._said = ""  # the form that the buddy has, as text
 
     def __reduce__(self) -> "tuple[type[Mirror], tuple[()]]":
-        """Copy and pickle without the versions: the buddy has none of the copy's."""
+        """See the class."""
         return Mirror, ()
 
     @property
@@ -190,7 +172,9 @@ class Mirror:
         """
         is_first = not self._versions
         if is_first:
-            self._begin(group)
+            self.take_lanes(group)  # a copy of an optimizer has none
+            self._rank, self._size = group.rank, group.size
+            self._number, self._said = 0, ""  # equal on ranks that have come new
         self._finish()
         words, packed = self._exchange(value, steps)
         for old in self._versions[:-1]:  # now the last one is whole everywhere
@@ -199,11 +183,10 @@ class Mirror:
         if is_first:
             self._token = words[0][-1].hex()
         self._number += 1
-        own, other = self._spare_copy(), self._spare_copy()
+        own, arriving = (self._spare.pop() if self._spare else _Copy() for _ in range(2))
         room = own.take(packed)
-        version = _Version(self._number, max(word[0] for word in words), age, own, beside)
-        self._versions.append(version)
-        self._start(room, other, *words[(self._rank - 1) % self._size][1:3])
+        self._versions.append(_Version(self._number, max(word[0] for word in words), age, own, beside))
+        self._start(room, arriving, *words[(self._rank - 1) % self._size][1:3])
         if is_first:
             self._finish()
             self._lanes()[0].all_gather_fixed(b"\1")
@@ -216,11 +199,6 @@ class Mirror:
         """
         if self._lease is None:
             self._lease = lease(group.during("mirror"), NUM_LANES, ON_HOST)
-
-    def _begin(self, group: RankGroup) -> None:
-        self.take_lanes(group)  # a copy of an optimizer has none
-        self._rank, self._size = group.rank, group.size
-        self._number, self._said = 0, ""  # equal on ranks that have come new
 
     def _lanes(self) -> Sequence[RankGroup]:
         assert self._lease is not None  # the first update takes it
@@ -236,7 +214,7 @@ class Mirror:
             packed = _Packed(form, tensors, b"" if said == self._said else skeleton_to_bytes(form))
         except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
             failure = error
-        sizes = len(packed.form_bytes), packed.nbytes
+        sizes = len(packed.form_bytes), sum(tensor.nbytes for tensor in packed.tensors)
         word = _WORD.pack(steps, *sizes, failure is not None, secrets.token_bytes(8))
         words = [_WORD.unpack(each) for each in lane.all_gather_fixed(word)]
         if any(each[3] for each in words):
@@ -245,9 +223,6 @@ class Mirror:
                     raise failure
         self._said, self.nbytes = said, sum(sizes)
         return words, packed
-
-    def _spare_copy(self) -> _Copy:
-        return self._spare.pop() if self._spare else _Copy()
 
     def _start(self, room: Tensor, arriving: _Copy, form_nbytes: int, nbytes: int) -> None:
         """Start to send this rank's copy to its buddy, and to receive that of the rank before."""
@@ -266,18 +241,18 @@ class Mirror:
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
-        for work in under_way.received:
+        other, form_nbytes, received, sent = under_way
+        for work in received:
             work.wait()
-        other, last = under_way.arriving, self._versions[-1]
-        if under_way.form_nbytes:
-            text = other.memory[other.nbytes : other.nbytes + under_way.form_nbytes]
+        if form_nbytes:
+            text = other.memory[other.nbytes : other.nbytes + form_nbytes]
             other.form = skeleton_from_bytes(tensor_to_bytes(text))
         else:
             before = self._versions[-2].other
             assert before is not None  # the first form is always sent, and versions are whole in order
             other.form = before.form
-        last.other = other
-        for work in under_way.sent:
+        self._versions[-1].other = other
+        for work in sent:
             work.wait()
         if self._lease is not None:
             self._lease.under_way.clear()
@@ -300,8 +275,7 @@ class Mirror:
     def let_go(self, *, waits: bool) -> None:
         """Let the process groups go; versions are kept. Does not communicate.
 
-        Args:
-            waits: wait for the version under way. If a rank has ended, it is given up.
+        If it ``waits``, it waits for the version under way, unless a rank has ended.
         """
         try:
             if waits:
@@ -316,11 +290,7 @@ class Mirror:
     # ------------------------------------------------------------------ going back
 
     def kept(self, pieces: Sequence[Pieces]) -> Kept | None:
-        """Tell what is kept; None if nothing is.
-
-        Args:
-            pieces: of each parameter, in the group in which the copies were made.
-        """
+        """Tell what is kept, made in a group with these pieces of each parameter; None if nothing is."""
         if not self._versions:
             return None
         own = [[each.number, each.steps, each.age] for each in self._versions]
@@ -328,20 +298,11 @@ class Mirror:
         every = [[index, *piece] for index, some in enumerate(pieces) for piece in some]
         return Kept(self._token, self._rank, self._size, own, others, every)
 
-    def values_of(self, common: Common, rank: int) -> tuple[dict[int, Nested], Nested]:
-        """Give the values that this rank keeps of a version, and what all ranks have.
-
-        Args:
-            common: the version.
-            rank: this one, in the new group.
-
-        Returns:
-            The values by rank of the former group; empty on a rank that is new. And what was given beside.
-        """
-        hosted = [former for former, host in enumerate(common.hosts) if host == rank]
-        found = [each for each in self._versions if each.number == common.number]
+    def values_of(self, number: int, hosted: Sequence[int]) -> tuple[dict[int, Nested], Nested]:
+        """Return of a version what this rank hosts, by rank of the former group, and what all ranks have."""
         if not hosted:
             return {}, None
-        copies = {self._rank: found[0].own, (self._rank - 1) % self._size: found[0].other}
+        version = next(each for each in self._versions if each.number == number)
+        copies = {self._rank: version.own, (self._rank - 1) % self._size: version.other}
         chosen = {former: copies[former] for former in hosted}
-        return {former: copy.value() for former, copy in chosen.items() if copy is not None}, found[0].beside
+        return {former: copy.value() for former, copy in chosen.items() if copy is not None}, version.beside

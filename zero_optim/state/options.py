@@ -16,6 +16,7 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows
+from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.spec import OptimizerSpec
 from zero_optim.units.store import Store
 
@@ -80,11 +81,8 @@ class ShardingOptions:
 class PlanInputs:
     """What plans are made from, beside parameters and ranks.
 
-    Attributes:
-        options: of the constructor.
-        costs: of each parameter.
-        kept_whole: parameters that the user does not want to be cut.
-        store: keeps the parameters of a fully sharded model.
+    ``kept_whole`` are parameters that the user does not want to be cut. ``store`` keeps the parameters of a
+    fully sharded model.
     """
 
     options: ShardingOptions
@@ -139,13 +137,13 @@ class GroupOptions:
         costs: of parameters.
         may_cut: whether parameters may be cut, as the user wants it.
         specs: of groups with a class of their own.
-        is_tried: whether classes are tried; an untried one bears no cuts.
+        options: of the optimizer. A class that is not tried bears no cuts.
     """
 
     costs: list[Cost]
     may_cut: list[bool]
     specs: list[OptimizerSpec | None]
-    is_tried: bool
+    options: ShardingOptions
 
     @classmethod
     def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
@@ -155,11 +153,20 @@ class GroupOptions:
         for cuts in may_cut:
             check_flags(cuts=cuts)
         specs = [OptimizerSpec.taken_from(group) for group in groups]
-        return cls(costs, may_cut, specs, not options.assume_separable)
+        return cls(costs, may_cut, specs, options)
 
     def describe(self) -> list[str]:
         """Describe them, so that ranks can compare them."""
         return [*(f"optimizer {s.describe()}" for s in self.specs if s), f"cuts of groups {self.may_cut}"]
+
+    def local_over(
+        self, default: OptimizerSpec, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]
+    ) -> LocalOptimizer:
+        """Build the classes of the groups over the leaves of this rank's parameters."""
+        local = LocalOptimizer(default, groups, self.specs, leaf_of, self.options.assume_separable)
+        if self.options.mirror:
+            local.check_dicts()
+        return local
 
     def why_whole(
         self,
@@ -178,6 +185,7 @@ class GroupOptions:
         for group, spec, may in zip(groups, self.specs, self.may_cut, strict=True):
             together = shared if spec is None else [options_of(group)]
             cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
-            asked = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=self.is_tried)
+            is_tried = not self.options.assume_separable
+            asked = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=is_tried)
             why += asked if may else [KEPT_WHOLE] * len(cuts)
         return why

@@ -35,6 +35,7 @@ from zero_optim.state.holders import Holders, find_holders, refuse_lost
 from zero_optim.state.moving import Held, move, told_by
 from zero_optim.state.options import KEPT_WHOLE
 from zero_optim.state.snapshot import Snapshot
+from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
 from zero_optim.units.store import Store
@@ -100,15 +101,9 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
 def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
     """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
 
-    Every parameter has its value on every rank when this is called. Memory is released bucket by bucket of
-    before: beside the rows that are kept there is no copy. If it raises, on every rank, nothing has changed.
-
-    Args:
-        core: of the optimizer.
-        store: keeps them; units and the way of keeping are equal on all ranks.
-
-    Returns:
-        The buckets of the units; they are freed.
+    ``store`` keeps them, equally on all ranks. Every parameter has its value on every rank before. Memory is
+    released bucket by bucket, so there is no second copy. If it raises, on every rank, nothing has changed.
+    Returns the buckets of the units, freed.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
@@ -138,17 +133,10 @@ def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
 def go_over(
     core: Core, group: RankGroup, owners: Sequence[int], *, keep_state: bool, may_lose: bool = False
 ) -> list[Tensor]:
-    """Plan anew for some ranks of a group, and bring them the state; all ranks of the group call.
+    """Plan anew for the ``owners`` among a group's ranks, ascending, and move the state to them; all call.
 
-    Args:
-        core: of the optimizer.
-        group: a new one, or the one before.
-        owners: the ranks that are to own the state, in ascending order.
-        keep_state: False begins with new state, and with the parameters as they are.
-        may_lose: go on where nobody holds some state.
-
-    Returns:
-        The parameters whose state is lost.
+    Without ``keep_state`` the state is new and the parameters stay. With ``may_lose`` it goes on where nobody
+    holds some state. Returns the parameters whose state is lost.
     """
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
     with failing_together(group):
@@ -160,22 +148,22 @@ def go_over(
         about.append(f"cuts of groups {core.inputs.may_cut(core.groups)}")
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
-    found = find_holders(core, group, may_lose=may_lose) if keep_state else None
-    lost = [] if found is None else [index for index, held in enumerate(found.pieces) if not held]
+    holders = find_holders(core, group, may_lose=may_lose) if keep_state else None
+    lost = [] if holders is None else [index for index, held in enumerate(holders.pieces) if not held]
     names = param_names(core.groups)
     refuse_lost([] if may_lose else [names[index] for index in lost])
-    groups, everywhere = _told(core, group, found)
+    groups, everywhere = _told(core, group, holders)
     sharding, plan = _planned(core, group, len(owners), groups, about)
     moved = Held({})
-    if found is not None:
+    if holders is not None:
         to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
-        rows = core.row_map(found.pieces, to, found.hosts)
-        held = {holder: replace(each, everywhere={}) for holder, each in found.held.items()}
+        rows = core.row_map(holders.pieces, to, holders.hosts)
+        held = {holder: replace(each, everywhere={}) for holder, each in holders.held.items()}
         moved = move(group, rows, held)
     if len(owners) < group.size:
         sharding.become(owners.index(group.rank) if group.rank in owners else -1)
     owned = _built(core, group, sharding, plan, groups)
-    if found is not None:
+    if holders is not None:
         state = {params[index]: entries for index, entries in moved.state.items()}
         owned.load({**state, **everywhere}, groups, exact=True)
     # Everything is checked now. Only a rank that dies can stop it from here on.
@@ -185,28 +173,34 @@ def go_over(
         for index, value in moved.values.items():
             owned.leaves.rows(params[index]).copy_(value)
     sharding.add(params, plan, short_names(groups))
-    _keep_unit_rows(core, former)
+    _keep_rows(core, former)
     owned.keep()
     core.show_state()
-    if found is None:
-        core.snapshot = Snapshot()
-    elif core.snapshot.age != found.age or found.options is not None:
-        core.snapshot = Snapshot(found.age, found.steps)
-    else:
-        core.snapshot.steps = found.steps
+    _note_moment(core, holders)
     return [params[index] for index in lost]
 
 
-def _told(core: Core, group: RankGroup, found: Holders | None) -> tuple[list[ParamGroup], Mapping[Any, Any]]:
+def _note_moment(core: Core, holders: Holders | None) -> None:
+    if holders is None:
+        core.snapshot = Snapshot()
+    elif core.snapshot.age != holders.age or holders.options is not None:
+        core.snapshot = Snapshot(holders.age, holders.steps)
+    else:
+        core.snapshot.steps = holders.steps
+
+
+def _told(
+    core: Core, group: RankGroup, holders: Holders | None
+) -> tuple[list[ParamGroup], Mapping[Any, Any]]:
     """Give the groups with the options to go on with, and global entries; all ranks call."""
-    if found is None or not found.tells:
+    if holders is None or not holders.tells:
         return core.groups, {}
-    beside, is_first = {}, group.rank == found.first
+    beside, is_first = {}, group.rank == holders.first
     if is_first:
-        options = found.options or [options_of(each) for each in core.groups]
-        beside = {"options": options, "everywhere": dict(next(iter(found.held.values())).everywhere)}
-    beside = told_by(group, found.first, beside, "the options")
-    keeps_own = is_first and found.options is None
+        options = holders.options or [options_of(each) for each in core.groups]
+        beside = {"options": options, "everywhere": dict(next(iter(holders.held.values())).everywhere)}
+    beside = told_by(group, holders.first, beside, "the options")
+    keeps_own = is_first and holders.options is None
     return core.groups if keeps_own else core.with_options(beside["options"]), beside["everywhere"]
 
 
@@ -239,16 +233,16 @@ def _built(
     def cuts_of(of: ParamGroup) -> list[CutRows]:
         return [leaves.cut_rows(param, cut[param]) for param in of["params"] if param in cut]
 
-    with failing_together(group):
-        leaves, average = new_leaves(core.inputs)
-        leaf_of = {param: leaves.add(param, piece) for param, piece in pieces.items()}
+    def local_over(leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         local = core.owned.local.again(groups, leaf_of)
         local.check_cuts(groups, cuts_of)  # options may have changed, and other parameters are cut
-    local.agree_on_traits(group)
-    return new_owned(core.inputs, group, leaves, average, local, groups, pieces)
+        return local
+
+    leaves, average = new_leaves(core.inputs)
+    return new_owned(core.inputs, group, leaves, average, groups, pieces, local_over)
 
 
-def _keep_unit_rows(core: Core, former: list[ParamBucket]) -> None:
+def _keep_rows(core: Core, former: list[ParamBucket]) -> None:
     """Have the buckets of units keep this rank's rows, and free them, one former bucket after the other.
 
     A former bucket may be one flat tensor, which is released with the last parameter in it: until then the

@@ -13,8 +13,8 @@ class Snapshot:
     Attributes:
         untouched: nothing has changed the state since the optimizer was built.
         age: how often it was changed since: steps, loads and the like, which all ranks do together.
-        steps: calls of step() on this rank, of skipped steps too; after going back as many less.
-        is_torn: a step was given up half way, so that some parameters have taken it and others not.
+        steps: calls of step() on this rank, skipped ones too; after going back as many less.
+        is_torn: a step was given up half way: some parameters have taken it.
         saved: the token of the last checkpoint that was saved or loaded, and the age of its state.
     """
 

@@ -27,10 +27,9 @@ NOT_FOR_OURS = (
 def is_no_step(core: Core) -> bool:
     """Whether a call of ``step()`` is not one of training, and must not run; does not communicate.
 
-    ``torch.distributed.checkpoint.state_dict`` steps an optimizer whose ``state`` is empty, to fill it. On a
-    rank that owns nothing the ``state`` is always empty: it would step alone, and wait for the others for
-    ever. Nothing but the call stack shows who calls. DCP sets the gradients and every ``lr`` to zero, but so
-    does a warm-up from a rate of zero with a dead model, and that step counts.
+    ``torch.distributed.checkpoint.state_dict`` steps an optimizer whose ``state`` is empty, to fill it. A
+    rank that owns nothing would step alone, and wait for ever. Only the call stack shows who calls: zero
+    gradients and rates may also be a warm-up.
     """
     if torch.compiler.is_compiling() or any(core.owned.local.states) or not _is_called_by_dcp():
         return False
@@ -50,13 +49,7 @@ def _is_called_by_dcp() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
-    """Several optimizers as one, to be read.
-
-    Args:
-        optimizers: those that step this rank's leaves.
-        param_groups: the groups of all of them, in the order in which the user gave them.
-        state: of what this rank owns, by parameter of the model; a leaf finds its entries too.
-    """
+    """Several optimizers as one, to be read: groups in the user's order, state by parameter of the model."""
 
     optimizers: tuple[Optimizer, ...]
     param_groups: list[ParamGroup]

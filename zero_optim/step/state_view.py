@@ -47,7 +47,21 @@ class _Beside:
         self.keeper.load(taken, [param])
 
 
-class OwnedEntries(MutableMapping[str, Any]):
+class _View(MutableMapping[Any, Any]):
+    """What both views have of a dict."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def copy(self) -> dict[Any, Any]:
+        """Return a dict with the same values."""
+        return dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class OwnedEntries(_View):
     """The entries of one parameter: the class's present ones, then the master and the average.
 
     Constructed from a mapping, as tools do that rebuild containers, it is a plain mapping.
@@ -96,28 +110,18 @@ class OwnedEntries(MutableMapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter([*(name for name in self._own if name not in self._beside), *self._beside])
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
     def clear(self) -> None:
         """Drop the class's entries; the master and the average restart."""
         for kept in self._beside.values():
             kept.load(self._param, {})
         self._own.clear()
 
-    def copy(self) -> dict[str, Any]:
-        """Return a dict with the same values."""
-        return dict(self)
-
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         """Copy and pickle as a dict, which belongs to no optimizer."""
         return dict, (dict(self),)
 
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
-
-class OwnedStateView(MutableMapping[Any, Any]):
+class OwnedStateView(_View):
     """The state by parameter, for leaves that are not the parameters; writes reach the optimizers' dicts.
 
     A lookup of a missing parameter creates empty entries, as ``torch.optim``'s dict does. ``wait`` is called
@@ -231,9 +235,6 @@ class OwnedStateView(MutableMapping[Any, Any]):
         shown = [param_of.get(key, key) if isinstance(key, Tensor) else key for key in keys]
         return iter(list(dict.fromkeys([*shown, *self._kept_beside()])))
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
     # What MutableMapping makes of the methods above would find a value for every key, and never be empty.
 
     def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - as above
@@ -273,10 +274,3 @@ class OwnedStateView(MutableMapping[Any, Any]):
             self._restart(param)
         for state in self._states:
             state.clear()
-
-    def copy(self) -> dict[Any, Any]:
-        """Return a dict with the same values."""
-        return dict(self)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
