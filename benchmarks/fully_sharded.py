@@ -10,7 +10,6 @@ while it is wrapped, and while it is trained.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,11 +26,11 @@ from harness import (
     show,
     time_interleaved,
 )
-from link import Link, emulated, require_root
+from link import Link, add_options, linked, rate_of, where
 from models import Gpt, Workload, workload
 from recipes import ALONE, CONSECUTIVE, OPTIONS, Contender, compute_alone, training
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
@@ -71,8 +70,8 @@ def optimizer_of(model: Model) -> dict[str, Any]:
     return {"optimizer_class": AdamW, **OPTIONS}
 
 
-def fsdp2(model: Model, *, reshards: bool) -> Wrapped:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def fsdp2(model: Model, *, reshards: bool = True, mesh: DeviceMesh | None = None) -> Wrapped:
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
     fully_shard(model, mesh=mesh)
@@ -186,7 +185,7 @@ def measure(
 ) -> dict[str, Any]:
     run: dict[str, Any] = {"ranks": ranks, "rate": rate, "muon": muon}
     if rounds:
-        with nullcontext() if rate is None else emulated(rate, ranks) as link:
+        with linked(rate, ranks) as link:
             of_ranks = launch(ranks, time_worker, modes, rounds, muon, link, link=link)
         run |= of_ranks[0] | {"nbytes": [rank["nbytes"] for rank in of_ranks]}
     return run | ({"peak_nbytes": peaks(modes, ranks)} if with_memory else {})
@@ -203,12 +202,9 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--muon", action="store_true", help="Muon, on a small GPT of matrices")
-    parser.add_argument("--link", action="store_true", help="ranks over emulated links; needs root")
-    parser.add_argument("--rate", default="1gbit", help="rate of a link, in the notation of tc (1gbit)")
+    add_options(parser)
     options = parser.parse_args()
-    if options.link:
-        require_root()
-    rate = options.rate if options.link else None
+    rate = rate_of(options)
     with_memory = not (options.link or options.no_memory or options.muon)  # a link changes nothing about it
     runs = [
         measure(options.modes, ranks, options.rounds, rate, muon=options.muon, with_memory=with_memory)
@@ -221,11 +217,10 @@ def main() -> None:
 
 def tell(run: dict[str, Any]) -> None:
     """Print the tables of one run."""
-    where = "loopback" if run["rate"] is None else f"links of {run['rate']}"
     if "seconds" in run:
         columns = ("iteration", "ms", "/ FSDP2's", "metrics() sent / ideal", "wire / ideal", "fullest rank's")
         what = "Muon, a GPT of matrices" if run["muon"] else "AdamW, GPT"
-        title = f"{what}, {run['ranks']} ranks over {where}: an iteration"
+        title = f"{what}, {run['ranks']} ranks over {where(run['rate'])}: an iteration"
         show(title, columns, [_row(run, kind) for kind in run["seconds"]])
     if "peak_nbytes" in run:
         rows = [

@@ -5,13 +5,14 @@ It holds back what it forwards to a host, as that holds back what it sends. So e
 the rate of its link, at the same time, whoever the others are.
 """
 
+import argparse
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,17 +61,36 @@ class Link:
         raise LookupError(f"no interface {self.interface}")
 
 
-def require_root() -> None:
-    """End with one line, not a traceback, if links cannot be made."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--link`` and ``--rate``, for `rate_of`."""
+    parser.add_argument("--link", action="store_true", help="ranks over emulated links; needs root")
+    parser.add_argument("--rate", default="1gbit", help="rate of a link, in the notation of tc (1gbit)")
+
+
+def rate_of(options: argparse.Namespace) -> str | None:
+    """Return the rate of the links that were asked for, or None; end with one line if they cannot be made."""
+    if not options.link:
+        return None
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if sys.platform != "linux" or os.geteuid() != 0 or missing:
         lacking = f"the commands {' and '.join(missing)} (iproute2)" if missing else "root, on Linux"
         sys.exit(f"an emulated link needs {lacking}: run the benchmark without --link to measure loopback")
+    return str(options.rate)
+
+
+def linked(rate: str | None, size: int = 2) -> AbstractContextManager[Link | None]:
+    """Connect ranks by links of a rate, for the time of a ``with``; None: over loopback, without links."""
+    return nullcontext() if rate is None else emulated(rate, size)
+
+
+def where(rate: str | None) -> str:
+    """Name what connects the ranks, for titles."""
+    return "loopback" if rate is None else f"links of {rate}"
 
 
 @contextmanager
-def emulated(rate: str = "1gbit", size: int = 2) -> Iterator[Link]:
-    """Connect new namespaces, for the time of a ``with``; each link has the rate in each direction."""
+def emulated(rate: str, size: int) -> Iterator[Link]:
+    """Connect new namespaces; each link has the rate in each direction."""
     names = tuple(f"zero-{os.getpid()}-{number}" for number in range(size))
     switch, link = f"zero-{os.getpid()}-switch", Link(names, "veth-zero", rate)
     try:

@@ -32,9 +32,8 @@ from models import workload
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
-import zero_optim.ddp
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 
 SHARDED, UNSHARDED = "zero_optim", "unsharded"
 BUCKET_CAP_MB = 8.0  # of the optimizer, whose buckets sharded gradients have; there are several
@@ -77,20 +76,18 @@ WRAPPERS: dict[str, Wrap] = {
     "ours": lambda model, _: DistributedDataParallel(model),
     "ours, view": lambda model, _: DistributedDataParallel(model, gradient_as_bucket_view=True),
     # Models are equal already. Copying them from rank 0 would take more memory than the gradients.
-    SHARDED_GRADIENTS: lambda model, optimizer: zero_optim.ddp.ShardedDataParallel(
-        model, optimizer, init_sync=False
-    ),
+    SHARDED_GRADIENTS: lambda model, optimizer: ShardedDataParallel(model, optimizer, init_sync=False),
 }
 
 
-def gradient_peaks_here(kinds: list[str]) -> dict[str, int]:
-    """Measure several kinds, one after the other; runs on each rank.
+def gradient_peaks_here() -> dict[str, int]:
+    """Measure all kinds, one after the other; runs on each rank.
 
     New processes for each would take longer to start than all that is measured.
     """
     # What is freed leaves resident memory at once. By itself glibc would keep more and more of it.
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
-    return {kind: gradient_peak(kind) for kind in kinds}
+    return {kind: gradient_peak(kind) for kind in WRAPPERS}
 
 
 def gradient_peak(kind: str) -> int:
@@ -114,21 +111,14 @@ def gradient_peak(kind: str) -> int:
 
 
 def gradient_peaks(ranks: int) -> dict[str, Any]:
-    kinds = [
-        kind
-        for kind in WRAPPERS
-        if kind != SHARDED_GRADIENTS or hasattr(zero_optim.ddp, "ShardedDataParallel")
-    ]
-    by_rank = launch(ranks, gradient_peaks_here, kinds)
-    peaks = {kind: max(of_rank[kind] for of_rank in by_rank) for kind in kinds}
+    by_rank = launch(ranks, gradient_peaks_here)
+    peaks = {kind: max(of_rank[kind] for of_rank in by_rank) for kind in WRAPPERS}
     # Where gradients are dropped, the largest one was there all the same.
     others = peaks.pop(DROPPED) - max(param.nbytes for param in workload("gpt").model.parameters())
     return {"ranks": ranks, "peak_nbytes": {kind: peak - others for kind, peak in peaks.items()}}
 
 
 def tell_gradients(runs: list[dict[str, Any]], whole: int) -> None:
-    if not any(SHARDED_GRADIENTS in run["peak_nbytes"] for run in runs):
-        print("left out: zero_optim.ddp has no ShardedDataParallel, which shards gradients")
     rows = [
         [
             f"W={run['ranks']}, {kind}",

@@ -8,16 +8,14 @@ inside its replica, and 2 (R-1)/R times a rank's part of them across.
 With `--link` each rank has a link to a switch, and *wire* is what its interface sends, in parts of the ideal.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
-from fully_sharded import Wrapped, nbytes_sent, optimizer_of
+from fully_sharded import Wrapped, fsdp2, nbytes_sent, optimizer_of
 from harness import arguments, launch, medians, record, show, time_interleaved
-from link import Link, emulated, require_root
+from link import Link, add_options, linked, rate_of, where
 from models import Gpt, Workload, workload
 from recipes import CONSECUTIVE, Contender, training
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel
@@ -25,15 +23,7 @@ from zero_optim.ddp import FullyShardedDataParallel
 FSDP2, OURS = "FSDP2", "ours"
 
 
-def fsdp2(model: Gpt, mesh: DeviceMesh) -> Wrapped:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    options = optimizer_of(model)
-    return Wrapped(model, options.pop("optimizer_class")(model.parameters(), **options))
-
-
-def ours(model: Gpt, mesh: DeviceMesh) -> Wrapped:
+def ours(model: Gpt, *, mesh: DeviceMesh) -> Wrapped:
     replica = mesh["shard"].get_group()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), process_group=replica, **optimizer_of(model))
     return Wrapped(FullyShardedDataParallel(model, optimizer, mesh=mesh, units=[*model.blocks]), optimizer)
@@ -49,7 +39,7 @@ def worker(replicas: int, size: int, rounds: int, link: Link | None) -> dict[str
     for kind, make in KINDS.items():
         work: Workload = workload("gpt")
         assert isinstance(work.model, Gpt)
-        wrapped = make(work.model, mesh)
+        wrapped = make(work.model, mesh=mesh)
         contenders[kind] = training(work, wrapped.model, wrapped.optimizer)
     times = time_interleaved({kind: each.turn for kind, each in contenders.items()}, rounds, warmup=1)
     return {
@@ -61,7 +51,7 @@ def worker(replicas: int, size: int, rounds: int, link: Link | None) -> dict[str
 
 def measure(replicas: int, size: int, rounds: int, rate: str | None) -> dict[str, Any]:
     ranks = replicas * size
-    with nullcontext() if rate is None else emulated(rate, ranks) as link:
+    with linked(rate, ranks) as link:
         of_ranks = launch(ranks, worker, replicas, size, rounds, link, link=link)
     run = {"replicas": replicas, "size": size, "rate": rate, **of_ranks[0]}
     return run | {"nbytes": [rank["nbytes"] for rank in of_ranks]}
@@ -79,8 +69,9 @@ def tell(run: dict[str, Any]) -> None:
             sent = [of_rank[kind][name] / ideal for of_rank in run["nbytes"] if name in of_rank[kind]]
             shown.append(f"{sum(sent) / len(sent):.4f}" if sent else "")
         rows.append([kind, f"{seconds * 1e3:.1f}", f"{seconds / times[FSDP2]:.3f}", *shown])
-    where = "loopback" if run["rate"] is None else f"links of {run['rate']}"
-    title = f"GPT, AdamW, {replicas} replicas of {size} ranks over {where}: an iteration, resharded"
+    title = (
+        f"GPT, AdamW, {replicas} replicas of {size} ranks over {where(run['rate'])}: an iteration, resharded"
+    )
     show(title, ("", "ms", "/ FSDP2's", "metrics() sent / ideal", "wire / ideal"), rows)
 
 
@@ -89,12 +80,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, metavar="N", help="timed turns (6)")
     parser.add_argument("--replicas", type=int, default=2, metavar="R", help="rows of the mesh (2)")
     parser.add_argument("--size", type=int, default=2, metavar="S", help="ranks of a replica (2)")
-    parser.add_argument("--link", action="store_true", help="ranks over emulated links; needs root")
-    parser.add_argument("--rate", default="1gbit", help="rate of a link, in the notation of tc (1gbit)")
+    add_options(parser)
     options = parser.parse_args()
-    if options.link:
-        require_root()
-    run = measure(options.replicas, options.size, options.rounds, options.rate if options.link else None)
+    run = measure(options.replicas, options.size, options.rounds, rate_of(options))
     tell(run)
     record("mesh", {"runs": [run]}, dry=options.dry)
 

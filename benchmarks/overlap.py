@@ -16,15 +16,14 @@ from each rank. Bytes on the wire are those that the interfaces have sent, with 
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import arguments, launch, medians, record, show, time_interleaved
-from link import Link, emulated, require_root
-from recipes import ALONE, COMPUTED, CONSECUTIVE, QUEUED, SHARDED, TORCH, Contender, chosen
+from link import Link, add_options, linked, rate_of, where
+from recipes import ALONE, COMPUTED, CONSECUTIVE, QUEUED, TORCH, Contender, chosen
 
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
 
@@ -89,7 +88,7 @@ def _of_ranks(value: float) -> list[float]:
 
 
 def measure(name: str, ranks: int, rounds: int, every: bool, rate: str | None) -> dict[str, Any]:
-    with nullcontext() if rate is None else emulated(rate, ranks) as link:
+    with linked(rate, ranks) as link:
         run: dict[str, Any] = launch(ranks, worker, name, every, rounds, link, link=link)[0]
     ideal = 2 * (ranks - 1) / ranks * run["param_nbytes"]  # from each rank
     run |= {"model": name, "ranks": ranks, "rate": rate, "ideal_nbytes": ideal}
@@ -104,14 +103,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gpt"], help="gpt, tiny, resnet (gpt)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--every", action="store_true", help="more recipes, such as zero_step everywhere")
-    parser.add_argument("--link", action="store_true", help="ranks over emulated links; needs root")
-    parser.add_argument("--rate", default="1gbit", help="rate of a link, in the notation of tc (1gbit)")
+    add_options(parser)
     options = parser.parse_args()
-    if options.link:
-        require_root()
-    if not any(kind.startswith(SHARDED) for kind in chosen(every=True)):
-        print("left out: zero_optim.ddp has no ShardedDataParallel, which shards gradients")
-    rate = options.rate if options.link else None
+    rate = rate_of(options)
     cases = [(name, ranks) for name in options.models for ranks in options.ranks]
     runs = [measure(name, ranks, options.rounds, options.every, rate) for name, ranks in cases]
     for run in runs:
@@ -142,19 +136,10 @@ def tell(run: dict[str, Any]) -> None:
                 "" if wire is None else f"{max(wire) / ideal:.4f}",
             ]
         )
-    where = "loopback" if run["rate"] is None else f"links of {run['rate']}"
-    columns = (
-        "iteration",
-        "ms",
-        "/ torch's",
-        "/ bound",
-        "exposed, ms",
-        "metrics(), ms",
-        "queued, ms",
-        "computed, ms",
-    )
+    columns = ["iteration", "ms", "/ torch's", "/ bound", "exposed, ms", "metrics(), ms"]
+    columns += ["queued, ms", "computed, ms"]
     bytes_sent = ("metrics() sent / ideal", "wire / ideal", "fullest rank's")
-    show(f"{run['model']}, {run['ranks']} ranks over {where}", [*columns, *bytes_sent], rows)
+    show(f"{run['model']}, {run['ranks']} ranks over {where(run['rate'])}", [*columns, *bytes_sent], rows)
 
 
 if __name__ == "__main__":

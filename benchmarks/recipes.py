@@ -152,7 +152,7 @@ def queued_seconds() -> float:
 
 
 ALONE, TORCH = "compute alone", "torch DDP + ZeRO"
-SHARDED = "ours, gradients sharded"  # begins the names of what needs ShardedDataParallel
+SHARDED = "ours, gradients sharded"
 RECIPES: dict[str, Callable[[str], Contender]] = {
     ALONE: compute_alone,
     TORCH: pytorch,
@@ -177,7 +177,5 @@ MORE: dict[str, Callable[[str], Contender]] = {
 
 
 def chosen(*, every: bool) -> dict[str, Callable[[str], Contender]]:
-    """Give the recipes that are to be measured and can be: some, or all."""
-    wanted = RECIPES | MORE if every else RECIPES
-    can_shard = hasattr(zero_optim.ddp, "ShardedDataParallel")
-    return {kind: make for kind, make in wanted.items() if can_shard or not kind.startswith(SHARDED)}
+    """Give the recipes that are to be measured: some, or all."""
+    return RECIPES | MORE if every else RECIPES

@@ -6,13 +6,12 @@ optimizer runs on every rank, as under DDP, and does not communicate.
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from harness import Shape, arguments, gpt_shapes, launch, make_params, medians, record, show, time_interleaved
-from link import emulated, require_root
+from link import add_options, linked, rate_of
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
 
@@ -79,31 +78,29 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--workloads", nargs="+", choices=list(workloads()), default=list(workloads()))
     parser.add_argument("--effort", type=float, default=1.0, help="factor on the number of rounds")
-    parser.add_argument("--link", action="store_true", help="2 ranks over an emulated link; needs root")
-    parser.add_argument("--rate", default="1gbit", help="rate of the link, in the notation of tc (1gbit)")
+    add_options(parser)  # a link connects two ranks
     options = parser.parse_args()
-    if options.link:
-        require_root()
+    rate = rate_of(options)
     results: list[dict[str, Any]] = []
     rows: list[list[str]] = []
-    with emulated(options.rate) if options.link else nullcontext() as link:
+    with linked(rate) as link:
         for name in options.workloads:
             work = workloads()[name]
-            for world_size in [2] if options.link else options.ranks:
+            for world_size in [2] if rate else options.ranks:
                 rounds = max(3, round(work.rounds * options.effort))
                 found = medians(launch(world_size, measure, name, rounds, link=link)[0])
                 results.append(
                     {
                         "workload": work.title,
                         "ranks": world_size,
-                        "link": options.rate if options.link else None,
+                        "link": rate,
                         "rounds": rounds,
                         "median_ms": {contender: seconds * 1e3 for contender, seconds in found.items()},
                     }
                 )
                 rows.append([work.title, str(world_size), *(f"{s * 1e3:.2f}" for s in found.values())])
                 rows[-1] += [f"{found[OURS] / found[other]:.2f}" for other in (TORCH, TORCH_VIEW, UNSHARDED)]
-    where = f", over a link of {options.rate}" if options.link else ""
+    where = f", over a link of {rate}" if rate else ""
     columns = ["unsharded", "torch", "torch view", "ours", "packed"]
     columns += ["ours/torch", "ours/view", "ours/unsh."]
     show(

@@ -30,15 +30,15 @@ HEAD = f"""# Every optimizer class
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
 
-Before it shards a class, `zero_optim.probe` tries with the options whether
+Before a class is sharded, `zero_optim.probe` tries with these options whether
 
-- each parameter's step is *separable*: it needs this parameter's own gradient and state only. A class that is
-  not separable is refused, unless `assume_separable=True`;
+- each parameter's step is *separable*: it needs this parameter's own gradient and state only. Other classes
+  are refused, unless `assume_separable=True`;
 - one optimizer may step some of its parameters now and the others later (*in parts*, for `zero_step`);
 - several ranks may own *rows* of one parameter, also if an option that is zero, as a weight decay, changes.
 
-"Fails" lists the trials that a class does not pass. The last column answers: are the parameters after each of
-13 steps, and the saved state, bit for bit those of the unsharded optimizer?
+"Fails" lists the trials that a class does not pass. "Bitwise equal": the parameters after each of 13 steps,
+and the saved state, are those of the unsharded optimizer.
 
 ## Every set of options
 

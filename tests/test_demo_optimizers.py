@@ -26,19 +26,17 @@ def test_a_class_of_the_users_is_found_in_the_folder_he_is_in(
     assert optimizers.find("my_optimizers:Mine").__name__ == "Mine"
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("adamw", "unknown optimizer adamw; did you mean AdamW"),
-        ("Nothing", "give a class of torch.optim or torch_optimizer"),
-        ("nowhere:Mine", "cannot import nowhere:Mine: ModuleNotFoundError"),
-        ("torch.optim:Nothing", "cannot import torch.optim:Nothing: AttributeError"),
-        ("json:loads", "json:loads is not a class derived from torch.optim.Optimizer"),
-    ],
-)
-def test_a_name_that_leads_to_no_optimizer_is_refused(name: str, line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        optimizers.find(name)
+def test_a_name_that_leads_to_no_optimizer_is_refused() -> None:
+    lines = {
+        "adamw": "unknown optimizer adamw; did you mean AdamW",
+        "Nothing": "give a class of torch.optim or torch_optimizer",
+        "nowhere:Mine": "cannot import nowhere:Mine: ModuleNotFoundError",
+        "torch.optim:Nothing": "cannot import torch.optim:Nothing: AttributeError",
+        "json:loads": "json:loads is not a class derived from torch.optim.Optimizer",
+    }
+    for name, line in lines.items():
+        with pytest.raises(ValueError, match=line):
+            optimizers.find(name)
 
 
 def test_without_torch_optimizer_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,16 +46,10 @@ def test_without_torch_optimizer_the_line_says_how_to_get_it(monkeypatch: pytest
 
 
 def test_options_are_python_literals_or_words() -> None:
-    arguments = [
-        "lr=3e-4",
-        "steps=2",
-        "betas=(0.9, 0.95)",
-        "list=[1, 2]",
-        "fused=True",
-        "off=false",
-        "x=none",
-    ]
-    assert optimizers.parse([*arguments, "mode=adjust_lr", "empty="]) == {
+    arguments = (
+        "lr=3e-4 steps=2 betas=(0.9,0.95) list=[1,2] fused=True off=false x=none mode=adjust_lr empty="
+    )
+    options = {
         "lr": 3e-4,
         "steps": 2,
         "betas": (0.9, 0.95),
@@ -68,12 +60,10 @@ def test_options_are_python_literals_or_words() -> None:
         "mode": "adjust_lr",
         "empty": "",
     }
-
-
-@pytest.mark.parametrize("argument", ["lr", "=3", "a b=3", "lr={}"])
-def test_what_is_no_option_is_refused(argument: str) -> None:
-    with pytest.raises(ValueError, match="--opt"):
-        optimizers.parse([argument])
+    assert optimizers.parse(arguments.split()) == options
+    for argument in ("lr", "=3", "a b=3", "lr={}"):
+        with pytest.raises(ValueError, match="--opt"):
+            optimizers.parse([argument])
 
 
 def test_only_the_default_optimizer_has_presets_and_named_options_win() -> None:
@@ -82,23 +72,19 @@ def test_only_the_default_optimizer_has_presets_and_named_options_win() -> None:
     assert optimizers.with_presets("SGD", {"lr": 1.0}) == (("lr", 1.0),)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "line"),
-    [
+def test_a_class_that_cannot_train_with_its_options_is_refused() -> None:
+    cases: list[tuple[str, optimizers.Options, str]] = [
         ("AdamW", (("lrr", 1.0),), "AdamW has no option lrr; did you mean lr?; it takes lr, betas"),
         ("AdamW", (("params", 1),), "no option params"),
         ("AdamW", (("lr", -1),), "Invalid learning rate"),
         ("SGD", (("lr", "quick"),), "TypeError"),
         ("LBFGS", (), "closure"),
         ("SparseAdam", (), "dense gradients"),
-    ],
-)
-def test_a_class_that_cannot_train_with_its_options_is_refused(
-    name: str, options: optimizers.Options, line: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(line)) as caught:
-        optimizers.check(name, options)
-    assert "\n" not in str(caught.value)
+    ]
+    for name, options, line in cases:
+        with pytest.raises(ValueError, match=re.escape(line)) as caught:
+            optimizers.check(name, options)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_class_without_a_learning_rate_is_left_to_itself() -> None:

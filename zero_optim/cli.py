@@ -165,8 +165,8 @@ def _as_launcher() -> Iterator[None]:
     def interrupt(signum: int, _: object) -> None:
         raise InterruptedRunError(signum)
 
-    heard = [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-    before = {signum: signal.signal(signum, interrupt) for signum in heard}
+    signals = [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, interrupt) for signum in signals}
     safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"  # Python 3.11 or newer
     try:

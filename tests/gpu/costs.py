@@ -176,37 +176,13 @@ def _contender(here: Here, kind: str, width: int, depth: int) -> Iterate:
     return iterate
 
 
-def _sizes(here: Here, width: int, depth: int) -> tuple[int, int]:
-    return (width, depth) if here.is_cuda else (32, 2)  # on the CPU only the code is of interest
-
-
 CONTENDERS = ("torch", "ours", "ours, zero_step")
-
-
-def memory(here: Here, width: int, depth: int) -> Figures:
-    """Peak of what training allocates, each contender alone, in MiB."""
-    width, depth = _sizes(here, width, depth)
-    figures: Figures = {}
-    for kind in CONTENDERS:
-        gc.collect()
-        if here.is_cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(here.device)
-        before = torch.cuda.memory_allocated(here.device) if here.is_cuda else 0
-        iterate = _contender(here, kind, width, depth)
-        for _ in range(WARM_UP):
-            iterate()
-        here.synchronize()
-        if here.is_cuda:
-            peak = torch.cuda.max_memory_allocated(here.device) - before
-            figures[f"{kind} MiB"] = round(peak / MIB, 1)
-        del iterate
-    return figures or {"MiB": "not measured on the CPU"}
 
 
 def speed(here: Here, width: int, depth: int, rounds: int) -> Figures:
     """Median time of an iteration in ms, in turns, of the slowest rank; and the ratio to PyTorch's."""
-    width, depth = _sizes(here, width, depth)
+    if not here.is_cuda:
+        width, depth = 32, 2  # only the code is of interest
     torch.use_deterministic_algorithms(False)  # what it costs is no contender's
     contenders = {kind: _contender(here, kind, width, depth) for kind in CONTENDERS}
     names = list(contenders)

@@ -76,10 +76,7 @@ ROWS_WITH_HOOKS = (
 
 ONE_OR_TWO_RANKS: dict[str, Run] = {
     **{f"table: {row}": (assert_row, row) for row in ROWS},
-    **{
-        f"mixed precision: {make.__name__}": (casts.test_training_gives_the_bits_of_a_run_by_hand, make, {})
-        for make in (casts.plain_adamw, casts.sharded_adamw)
-    },
+    "mixed precision: every policy": (casts.test_training_gives_the_bits_of_a_run_by_hand, {}),
     "parameters: units kept": (parameters.keeps_units, "", False),
     "parameters: LoRA": (parameters.trains_adapters, True),
     "parameters: LoRA, checkpointing": (parameters.trains_adapters, True, "not reentrant"),

@@ -12,17 +12,11 @@ Clock = dict[int, int]  # for each timeline, by its number, how much of its work
 
 @dataclass(eq=False)
 class Timeline:
-    """Something that does one piece of work after the other: a stream, or a thread of the CPU.
+    """Something that does one piece of work after the other: a stream, or a thread of the CPU."""
 
-    Attributes:
-        name: in reports.
-        number: no other timeline has it.
-        clock: work of all timelines that has ended before the next work here begins.
-    """
-
-    name: str
-    number: int
-    clock: Clock = field(default_factory=dict)
+    name: str  # in reports
+    number: int  # no other timeline has it
+    clock: Clock = field(default_factory=dict)  # work of all timelines that ends before the next work here
 
     def tick(self) -> int:
         """Begin the next piece of work; returns its place in the order."""
@@ -69,16 +63,12 @@ class Event:
 
 
 class Stream(Timeline):
-    """A stream, as ``torch.cuda.Stream``.
-
-    Attributes:
-        gets_memory_in_order: whoever uses it lets it wait first. So memory need not be safe when it is freed,
-            but when it is handed out again.
-    """
+    """A stream, as ``torch.cuda.Stream``."""
 
     def __init__(self, clocks: "Clocks", name: str, number: int) -> None:
         super().__init__(name, number)
         self._clocks = clocks
+        # If it waits before each use, memory must be safe when it is handed out again, not when it is freed.
         self.gets_memory_in_order = False
         self.device = torch.device("cpu")
 
@@ -101,18 +91,13 @@ class Stream(Timeline):
 
 
 class Clocks:
-    """All timelines, and which ones each thread uses.
-
-    Attributes:
-        lock: held while clocks change.
-        default: the stream that a thread begins with.
-    """
+    """All timelines, and which ones each thread uses."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held while clocks change
         self._numbers = 0
         self._of_thread = threading.local()
-        self.default = self.new_stream("the default stream")
+        self.default = self.new_stream("the default stream")  # that a thread begins with
 
     def new_stream(self, name: str = "") -> Stream:
         with self.lock:

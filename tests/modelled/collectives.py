@@ -29,15 +29,7 @@ _Function = Callable[..., Any]
 
 
 class Work(dist.Work):
-    """The handle of a collective.
-
-    Args:
-        accesses: the model.
-        clock: of the collective's end.
-        kept: its tensors.
-        result: for the future.
-        real: what still moves the data; None if that is done.
-    """
+    """The handle of a collective; ``real`` still moves the data, or is None."""
 
     def __init__(
         self, accesses: Accesses, clock: Clock, kept: _Tensors, result: list[Tensor], real: dist.Work | None
@@ -50,10 +42,13 @@ class Work(dist.Work):
         self._result = result
         self._real = real
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def _finish(self) -> None:
         if self._real is not None:
             self._real.wait()
             self._real = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._finish()
         with self._accesses.clocks.lock:
             self._accesses.clocks.current.see(self._clock)
         self._accesses.stash.pop(self._key, None)
@@ -67,9 +62,7 @@ class Work(dist.Work):
             return self._accesses.clocks.host.sees(self._clock)
 
     def get_future(self) -> Future:
-        if self._real is not None:
-            self._real.wait()
-            self._real = None
+        self._finish()
         future = Future(self._accesses)
         future.complete(self._result, self._clock)
         return future
@@ -135,18 +128,10 @@ _ALWAYS_ASYNC, _NEVER_ASYNC = ("isend", "irecv"), ("send", "recv")
 
 
 class Communicators:
-    """Runs collectives in the model.
+    """Runs collectives in the model; ``report`` is called with races.
 
-    Args:
-        accesses: the model.
-        watching: looks away while gloo moves the data.
-        report: is told of races.
-        is_nccl: communicators that are in use at the same time must be used in one order on all ranks; so two
-            threads must not use two of them unless events order it. What ranks send to each other without a
-            collective has its place among these then.
-
-    Attributes:
-        num_started: how many collectives this rank has started, by group.
+    With NCCL, communicators that are in use at the same time must be used in one order on all ranks; so two
+    threads must not use two of them unless events order it. Sends and receives have their place among these.
     """
 
     def __init__(
@@ -157,7 +142,7 @@ class Communicators:
         self._report = report
         self._is_nccl = is_nccl
         self._streams: dict[str, Stream] = {}
-        self.num_started: dict[str, int] = {}
+        self.num_started: dict[str, int] = {}  # collectives of this rank, by group
         self._place = ""  # of this model, in the store
         self._last: dict[str, tuple[Access, int]] = {}  # by group, with the thread
 
@@ -192,11 +177,7 @@ class Communicators:
         return replacement
 
     def _tell(self, what: str, group: dist.ProcessGroup) -> None:
-        """Compare a collective with what other ranks have started in its place.
-
-        Raises:
-            AssertionError: a rank has started something else. The rank that came later finds it.
-        """
+        """Compare a collective with what other ranks have started in its place; the later rank raises."""
         key, rank, store = str(group.group_name), dist.get_rank(group), c10d._get_default_store()
         with self._watching.looking_away():
             if not self._place:

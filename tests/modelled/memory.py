@@ -61,20 +61,12 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of some memory.
+    """One use of some memory."""
 
-    Attributes:
-        what: the operator or collective.
-        writes: whether it writes.
-        by: the timeline that does it.
-        tick: when, in that timeline.
-        stack: who asked for it.
-    """
-
-    what: str
+    what: str  # the operator or collective
     writes: bool
     by: Timeline
-    tick: int
+    tick: int  # when, in that timeline
     stack: Stack
 
     def ended_before(self, clock: Clock) -> bool:
@@ -86,13 +78,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two things that no event orders.
-
-    Attributes:
-        what: what is wrong.
-        first: the earlier of the two, in the order in which they were asked for.
-        second: the later one.
-    """
+    """Two uses that no event orders, the first as it was asked for first; and what is wrong."""
 
     what: str
     first: Access
@@ -118,22 +104,16 @@ class Segment:
 
 
 class Block:
-    """What was allocated at once.
-
-    Attributes:
-        owner: the stream it was allocated on, to which it returns.
-        users: streams that `record_use` named.
-        is_emptied: it was given back before its storage was gone.
-    """
+    """What was allocated at once."""
 
     def __init__(
         self, start: int, stop: int, owner: Stream, made: Access | None, storage: "weakref.ref[object]"
     ) -> None:
         self.start, self.stop = start, stop
-        self.owner = owner
+        self.owner = owner  # the stream it was allocated on, to which it returns
         self.kind: Kind = "device"
-        self.users: set[Stream] = set()
-        self.is_emptied = False
+        self.users: set[Stream] = set()  # that `record_use` named
+        self.is_emptied = False  # it was given back before its storage was gone
         self.storage = storage
         self.segments = [Segment(start, stop, made)]
 
@@ -164,11 +144,7 @@ class Block:
 
 
 class Memory:
-    """All blocks that are in use.
-
-    Args:
-        report: is told of each race.
-    """
+    """All blocks that are in use; ``report`` is called with each race."""
 
     def __init__(self, report: Callable[[Race], None]) -> None:
         self._report = report
@@ -181,12 +157,9 @@ class Memory:
     def block_of(
         self, tensor: Tensor, owner: Stream, allocated: Callable[[], Access] | None = None
     ) -> tuple[Block, bool]:
-        """Find where a tensor lies, and whether it was unknown.
+        """Find where a tensor, not empty, lies, and whether it was unknown.
 
-        Args:
-            tensor: with at least one element.
-            owner: the stream that it was allocated on, if it is unknown.
-            allocated: tells who allocates it, if it is unknown; None if it was there before.
+        If so, it was allocated on ``owner``, by what ``allocated`` returns, or else before the model.
         """
         self.collect()
         storage = tensor.untyped_storage()
@@ -297,13 +270,9 @@ class Memory:
                     return
 
     def touch(self, block: Block, runs: Sequence[tuple[int, int]], access: Access, clock: Clock) -> None:
-        """Check a use against those before it, and note it.
+        """Check a use of some addresses against those before it, and note it.
 
-        Args:
-            block: the memory.
-            runs: addresses ``[start, stop)`` in it.
-            access: what uses them.
-            clock: what had ended when it began.
+        ``clock``: what had ended when it began.
         """
         for start, stop in runs:
             for segment in block.at(start, stop):

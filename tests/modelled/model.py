@@ -94,15 +94,10 @@ class ModelledAccelerator(streams.Accelerator):
 
 
 class StreamsModel:
-    """The model while it is there, see `modelled_streams`.
-
-    Attributes:
-        races: what was found so far, each pair of stacks once.
-        clocks: the timelines.
-    """
+    """The model while it is there, see `modelled_streams`."""
 
     def __init__(self, *, is_nccl: bool) -> None:
-        self.races: list[Race] = []
+        self.races: list[Race] = []  # each pair of stacks once
         self._reported: set[object] = set()
         self.clocks = Clocks()
         self._memory = Memory(self._report)
@@ -270,28 +265,19 @@ class _Queue:
 
 @contextmanager
 def modelled_streams(*, is_nccl: bool = False, checks: bool = True) -> Iterator[StreamsModel]:
-    """Run code, on all threads started in it, on the model.
+    """Run code, on all threads started in it, on the model; AssertionError at the end if there were races.
 
-    Args:
-        is_nccl: two communicators that two threads use at the same time are an error.
-        checks: raise at the end if there were races.
-
-    Raises:
-        AssertionError: there were.
+    ``is_nccl``: two communicators that two threads use at the same time are an error.
     """
     model = StreamsModel(is_nccl=is_nccl)
     with ExitStack() as stack:
         _install(stack, model)
-        stack.callback(_off, model)
+        stack.callback(setattr, model.watching, "is_on", False)
         stack.enter_context(model.watching.on_this_thread())
         yield model
     if checks:
         found = model.settle()
         assert not found, "\n".join(["the model of streams found races:", *map(str, found)])
-
-
-def _off(model: StreamsModel) -> None:
-    model.watching.is_on = False
 
 
 def _install(stack: ExitStack, model: StreamsModel) -> None:

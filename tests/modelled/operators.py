@@ -23,42 +23,21 @@ from modelled.clocks import Clock, Clocks, Timeline
 from modelled.memory import Access, Block, Kind, Memory, Stack, runs_of
 
 # These make the CPU wait, since what they return has to be known, or has a size that has to be.
-_WAITING = {
-    "_local_scalar_dense",
-    "equal",
-    "masked_select",
-    "nonzero",
-    "unique_consecutive",
-    "unique_dim",
-    "_unique2",
-}
+_WAITING = {"_local_scalar_dense", "equal", "masked_select", "nonzero"}
+_WAITING |= {"unique_consecutive", "unique_dim", "_unique2"}
 _READING = {"tolist", "numpy", "cpu", "__array__"}  # methods that do so without an operator
 _NO_ACCESS = {"set_", "resize_", "detach_", "record_stream", "lift_fresh", "_unsafe_view", "_reshape_alias"}
-_FACTORIES = {
-    torch.arange,
-    torch.as_tensor,
-    torch.empty,
-    torch.empty_strided,
-    torch.eye,
-    torch.full,
-    torch.linspace,
-    torch.ones,
-    torch.rand,
-    torch.randint,
-    torch.randn,
-    torch.randperm,
-    torch.tensor,
-    torch.zeros,
-}
+_FACTORIES = {torch.arange, torch.as_tensor, torch.empty, torch.empty_strided, torch.eye, torch.full}
+_FACTORIES |= {torch.linspace, torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm}
+_FACTORIES |= {torch.tensor, torch.zeros}
 
 
 @cache
 def _signature(operator: Any) -> tuple[tuple[tuple[str, bool, bool], ...], bool, bool]:
     """Read an operator's schema.
 
-    Returns:
-        For each argument its name, whether it is written, and whether only its form matters; whether the
-        operator makes memory; whether the CPU waits for it.
+    Returns for each argument its name, whether it is written, and whether only its form matters; then whether
+    the operator makes memory, and whether the CPU waits for it.
     """
     schema = operator._schema
     name = schema.name.split("::")[-1]
@@ -85,22 +64,14 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 class Accesses:
-    """Notes uses of memory on the timeline that does them.
-
-    Attributes:
-        clocks: the timelines.
-        memory: the memory.
-        host_waits: stacks at which the CPU waited for a stream.
-        mixed: operators on tensors of the device and of the host, and who asked for them.
-        stash: what collectives use that nobody has waited for.
-    """
+    """Notes uses of memory on the timeline that does them."""
 
     def __init__(self, clocks: Clocks, memory: Memory) -> None:
         self.clocks = clocks
         self.memory = memory
-        self.host_waits: list[Stack] = []
-        self.mixed: list[tuple[str, Stack]] = []
-        self.stash: dict[object, Sequence[Tensor]] = {}
+        self.host_waits: list[Stack] = []  # where the CPU waited for a stream
+        self.mixed: list[tuple[str, Stack]] = []  # operators on tensors of the device and of the host
+        self.stash: dict[object, Sequence[Tensor]] = {}  # of collectives that nobody has waited for
 
     def on(
         self,
@@ -217,14 +188,7 @@ class Accesses:
         *,
         non_blocking: bool = False,
     ) -> None:
-        """Note what an operator has done.
-
-        Args:
-            operator: the operator.
-            arguments: name, whether written, whether only the form matters, and the tensor.
-            outputs: what it returned.
-            non_blocking: of a copy.
-        """
+        """Note what an operator has done; ``arguments`` as of `_signature`, with the tensor."""
         _, makes, waits = _signature(operator)
         read = [tensor for _, writes, is_form, tensor in arguments if not writes and not is_form]
         written = [tensor for _, writes, _, tensor in arguments if writes]

@@ -102,10 +102,10 @@ class Display:
             table.add_row(str(rank), f"{shard.num_parameters:,}", *state, *gradients[rank : rank + 1])
         for part_of_page in ("", table, ""):
             self._console.print(part_of_page)
-        kept = [shard.parameter_nbytes for shard in shards if shard.parameter_nbytes is not None]
-        if kept:
+        rows = [shard.parameter_nbytes for shard in shards if shard.parameter_nbytes is not None]
+        if rows:
             peak = max(shard.peak_nbytes or 0 for shard in shards)
-            parts = f"a rank keeps at most {_bytes(max(kept))} of {_bytes(sum(kept))}"
+            parts = f"a rank keeps at most {_bytes(max(rows))} of {_bytes(sum(rows))}"
             self.fact("parameters", f"{parts}; blocks in use take at most {_bytes(peak)}")
 
     def sample(self, prompt: str, added: str) -> None:

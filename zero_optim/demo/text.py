@@ -100,9 +100,9 @@ def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -
     available = (len(tokens) - 1) // context
     count = min(available, MAX_EVAL_WINDOWS)
     starts = torch.arange(count) * available // count * context  # spread evenly if there are too many
-    mine = starts[rank::world_size]
+    own = starts[rank::world_size]
     for first in range(0, max(1, len(starts[::world_size])), 32):
-        yield _cut(tokens, mine[first : first + 32], context)
+        yield _cut(tokens, own[first : first + 32], context)
 
 
 def _cut(tokens: Tensor, starts: Tensor, context: int) -> Windows:

@@ -62,28 +62,21 @@ def traced(path: Path) -> Iterator[None]:
 def spans_of(path: Path) -> list[Span]:
     """Read the spans of the four rows from a Chrome trace, sorted by start."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
-    found = [(row, event) for event in events for row in _rows(event["name"])]
     gathers = [(event["ts"], _stop(event)) for event in events if event["name"].startswith(_GATHER)]
-    for number, (_, event) in enumerate(found):  # rows of units are received as gradients are
-        if event["name"] == "gloo:recv" and any(start <= event["ts"] <= stop for start, stop in gathers):
-            found[number] = "gather", event
-    if not found:
-        return []
     ends = [_stop(event) for event in events if event["name"].startswith(_NODE)]
-    origin = min(float(event["ts"]) for _, event in found)
     spans = []
-    for row, event in found:
-        stop = _stop(event)
-        if event["name"].startswith(BACKWARD):  # at its end it waits for buckets and computes nothing
-            stop = max((end for end in ends if event["ts"] < end <= stop), default=stop)
-        spans.append(Span((event["ts"] - origin) / 1e3, (stop - origin) / 1e3, row, event["name"]))
-    return sorted(spans)
-
-
-def _rows(name: str) -> list[Row]:
-    if name.startswith(_OUTER_STEP):
-        return []
-    return [row for row, starts in _NAMES.items() if name.startswith(starts)]
+    for event in events:
+        name, start, stop = event["name"], float(event["ts"]), _stop(event)
+        row = next((row for row, starts in _NAMES.items() if name.startswith(starts)), None)
+        if row is None or name.startswith(_OUTER_STEP):
+            continue
+        if name == "gloo:recv" and any(first <= start <= last for first, last in gathers):
+            row = "gather"  # rows of units are received as gradients are
+        if name.startswith(BACKWARD):  # at its end it waits for buckets and computes nothing
+            stop = max((end for end in ends if start < end <= stop), default=stop)
+        spans.append((start, stop, row, name))
+    origin = min((start for start, *_ in spans), default=0.0)
+    return sorted(Span((start - origin) / 1e3, (stop - origin) / 1e3, *rest) for start, stop, *rest in spans)
 
 
 def _stop(event: Mapping[str, Any]) -> float:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
@@ -71,7 +72,6 @@ class Trainer:
     def __init__(self, config: RunConfig, device: torch.device, corpus: Corpus) -> None:
         torch.manual_seed(config.seed)  # the same initial weights on any number of ranks
         self.config = config
-        self.device = device
         self.corpus = corpus
         self.step = 0
         self.gpt = GPT(config.shape).to(device)
@@ -96,6 +96,11 @@ class Trainer:
         if hook is not None:
             self._ddp.register_comm_hook(None, hook)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.gpt.embedding.weight.device
+
     def _wrapped(self) -> TorchDistributedDataParallel | FullyShardedDataParallel:
         if self.config.shard == "gradients":
             return ShardedDataParallel(self.gpt, self._optimizer, accumulate="local")
@@ -109,8 +114,8 @@ class Trainer:
         """Run a pass that trains nothing, see Note [Bitwise resume]; return the bytes of its gradients."""
         torch.autograd.backward(self._entropy(self._ddp, *self._samples.take(0, 1), reduction="mean"))
         grads = [param.grad for param in self.gpt.parameters()]
-        held = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
-        nbytes = sum(grad.nbytes for grad in held if grad is not None)
+        grads = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
+        nbytes = sum(grad.nbytes for grad in grads if grad is not None)
         self._optimizer.zero_grad()
         return nbytes
 
@@ -136,10 +141,15 @@ class Trainer:
         )
 
     def _clip(self) -> float | None:
-        """Clip the gradients; return the norm of all together. An overlapped step ends before it is known."""
-        if self.config.overlap != "off":
+        """Clip the gradients; return the norm of all together, or None where no rank knows all."""
+        limit, grads = self.config.clip, [param.grad for param in self.gpt.parameters()]
+        if self.config.overlap == "owners":
             return None
-        return self._optimizer.clip_grad_norm_(self.config.clip or math.inf).item()
+        if self.config.shard != "state":
+            return self._optimizer.clip_grad_norm_(limit or math.inf).item()
+        if limit:
+            return clip_grad_norm_(self.gpt.parameters(), limit).item()
+        return get_total_norm([grad for grad in grads if grad is not None]).item()
 
     def _backward(self) -> Tensor:
         passes = self.config.accumulate
@@ -213,15 +223,15 @@ class Trainer:
         )
         numbers = [owned, self._optimizer.state_nbytes()]
         if isinstance(self._ddp, FullyShardedDataParallel):
-            kept = sum(bucket.row.nbytes for unit in self._ddp.units.units for bucket in unit.buckets)
+            row_nbytes = sum(bucket.row.nbytes for unit in self._ddp.units.units for bucket in unit.buckets)
             nbytes, peak = _peak_of_units(self._ddp, self._pass_without_update)
-            numbers += [nbytes, kept, peak]
+            numbers += [nbytes, row_nbytes, peak]
         elif self.config.shard == "gradients":
             numbers.append(self._pass_without_update())
-        mine = torch.tensor(numbers, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return [Shard(*theirs.tolist()) for theirs in everyone]
+        own = torch.tensor(numbers, device=self.device)
+        of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, own)
+        return [Shard(*numbers.tolist()) for numbers in of_ranks]
 
     def whole(self) -> AbstractContextManager[None]:
         """Gather whole parameters for the body; all ranks enter and leave."""
