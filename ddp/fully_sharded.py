@@ -87,7 +87,7 @@ class FullyShardedDataParallel(nn.Module):
         mesh: as in `ShardedDataParallel`; units are gathered inside each replica. The optimizer is built over
             one row of it, so that each replica has all state; or over all its ranks: then state is there
             once, and a rank holds copies of rows that other replicas own, see Note [Held by a replica] in
-            `zero_optim.units.gathers`.
+            `zero_optim.units.unit_gathers`.
         mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
             is the dtype to compute with, and owners keep and step the parameters as they were.
         device: where parameters and buffers that are on the meta device are to be; None for the default one.

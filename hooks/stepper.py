@@ -10,6 +10,10 @@ Note [Backward passes within backward passes]
     Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Whether DDP
     has assigned gradients by then depends on the DDP. So ``step()`` handles all-zero gradients, and late
     changes of gradients are not noticed. The outermost pass sets partial gradients.
+
+Note [Numbers of a static graph]
+    PyTorch's DDP reduces the first pass of a static graph in a final callback. Each bucket has number 0 then,
+    and none is the last of several. So what comes in such a callback waits for no later bucket.
 """
 
 import weakref
@@ -21,7 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together
 from zero_optim.comm.works import Work
-from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
+from zero_optim.compat.engine import (
+    after_backward,
+    backward_number,
+    has_computed_all,
+    in_backward,
+    in_outer_backward,
+)
 from zero_optim.compat.streams import future_on
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, name_of
@@ -214,8 +224,8 @@ class ZeroStep:
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction and queue it."""
         number, joined, params = bucket.index(), not in_backward(), bucket.parameters()
-        of = self._pass
-        if of is None or number <= of.number:  # the pass before may have broken off
+        of, is_known = self._pass, not joined and backward_number() in self._ending
+        if of is None or (number <= of.number and not is_known):  # the pass before may have broken off
             of = self._new_pass(joined)
         of.number, of.is_complete = number, bucket.is_last()
         if not joined and backward_number() not in self._ending:
@@ -231,7 +241,7 @@ class ZeroStep:
                 self._optimizer.core.check_sparse(params)
         done: TensorFuture = future_on(buffer.device)
         self._held.append(Task(of, params, buffer, reduced, all_used, done))
-        if self._interleave or of.is_complete:
+        if self._interleave or of.is_complete or has_computed_all():
             self._put_held(of)
         if joined and of.is_complete:  # there is no backward pass to end
             self._end_joined(of)

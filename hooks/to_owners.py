@@ -8,7 +8,13 @@ import torch
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import LET_GO
 from zero_optim.comm.lanes import lanes_for_rows
-from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
+from zero_optim.compat.engine import (
+    after_backward,
+    backward_number,
+    has_computed_all,
+    in_backward,
+    in_outer_backward,
+)
 from zero_optim.compat.streams import StreamBeside, future_on, record_use
 from zero_optim.flow.flow import Flow
 from zero_optim.hooks.allreduce import mean_hook
@@ -102,9 +108,10 @@ class ReduceToOwners:
         """Start a bucket's reduction, and wait for an earlier one."""
         # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.
         joined, group = getattr(bucket, "is_shadow", not in_backward()), self._ranks
-        if bucket.index() == 0:
+        is_known = in_backward() and backward_number() in self._ending
+        if bucket.index() == 0 and not is_known:  # else Note [Numbers of a static graph] in `stepper`
             self._begin(joined)
-        if in_backward() and backward_number() not in self._ending:
+        if in_backward() and not is_known:
             self._ending.add(backward_number())
             after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
         self._gradients.ownership(bucket)  # raises for parameters without an owner
@@ -112,7 +119,7 @@ class ReduceToOwners:
             group.during("reduce").count_sum(bucket.buffer())
             return mean_hook(group.process_group, bucket)
         started = self._under_way.start(partial(self._started, bucket, joined))
-        if bucket.is_last():  # no later hook comes, and DDP waits
+        if bucket.is_last() or has_computed_all():  # perhaps no later hook comes, and DDP waits
             self._under_way.wait()
             self._streams.join()
             if joined:  # no backward pass will end

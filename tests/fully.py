@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from zero_optim.ddp import (
     ShardedDataParallel,
     unsharded,
 )
+from zero_optim.units.freed import is_freed
 
 NARROW = PrecisionPolicy(params=torch.bfloat16, gradients=torch.float32, outputs=torch.float32)
 BUDGET = 240_000  # what the largest parameter of a Tower of width 48 takes in its first step, and a bit more
@@ -137,15 +139,15 @@ def trains_alike(model: nn.Module, loss_of: Loss = loss_of, **options: Any) -> N
 
 def assert_alike(model: nn.Module, other: nn.Module) -> None:
     """The parameters of two models, with or without wrappers, have the same bits."""
-    with unsharded(model, writes=False) if is_sharded(model) else torch.no_grad():
-        values = [(name, param.detach().clone()) for name, param in model.named_parameters()]
-    with unsharded(other, writes=False) if is_sharded(other) else torch.no_grad():
-        for (name, value), want in zip(values, other.parameters(), strict=True):
-            assert torch.equal(value, want), name
+    for (name, _), value, want in zip(model.named_parameters(), whole(model), whole(other), strict=True):
+        assert torch.equal(value, want), name
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return any(not any(param.stride()) for param in model.parameters() if param.numel() > 1)
+def whole(model: nn.Module) -> list[Tensor]:
+    """Copies of the parameters, whole."""
+    is_sharded = any(map(is_freed, model.parameters()))
+    with unsharded(model, writes=False) if is_sharded else nullcontext():
+        return [param.detach().clone() for param in model.parameters()]
 
 
 def state_of(model: Any) -> dict[str, Any]:

@@ -69,7 +69,8 @@ class Tiny(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        terms = [(scale * x[0]).sin().sum() for scale in [*self.scales[::2], *self.scales[1::2]]]
+        scales = [*self.scales]  # a slice of a ParameterList would make parameters of what DDP has cast
+        terms = [(scale * x[0]).sin().sum() for scale in [*scales[::2], *scales[1::2]]]
         return torch.stack(terms)
 
 

@@ -107,7 +107,8 @@ class InRankOrder(nn.Module):
 
     def __init__(self, module: nn.Module, replicas: int = 1, by_pass: bool = False) -> None:
         super().__init__()
-        self.module, self.replicas, self.syncs = module, replicas, True
+        self.module, self.replicas = module, replicas
+        self.syncs = self.syncs_buffers = True
         for p in module.parameters():
             if p.requires_grad:
                 p.register_hook(self.averaged) if by_pass else p.register_post_accumulate_grad_hook(
@@ -115,11 +116,16 @@ class InRankOrder(nn.Module):
                 )
 
     def forward(self, x: Tensor) -> Tensor:
+        for buffer in self.module.buffers() if self.syncs_buffers else ():
+            dist.broadcast(buffer, 0)
+        self.syncs_buffers = self.syncs and torch.is_grad_enabled()  # as PyTorch's DDP does
         out: Tensor = self.module(x)
         return out
 
     def averaged(self, grad: Tensor) -> Tensor:
-        size, grad = dist.get_world_size(), grad.to_dense()
+        if grad.is_sparse:
+            return self.averaged(grad.to_dense()).to_sparse(grad.sparse_dim())
+        size = dist.get_world_size()
         everyone = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(size)]
         dist.all_gather(everyone, (grad * (1 / size)).contiguous())
         inner = size // self.replicas
@@ -129,7 +135,8 @@ class InRankOrder(nn.Module):
 
     def average(self, p: Tensor) -> None:
         if self.syncs:
-            p.grad = self.averaged(p.grad)  # type: ignore[arg-type]
+            assert p.grad is not None  # it has been accumulated
+            p.grad = self.averaged(p.grad.to_dense())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

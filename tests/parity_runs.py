@@ -117,14 +117,19 @@ OPTIONS = {
     "cuts, masters, averages": Option(
         {"master_dtype": torch.float32, "ema_decay": 0.5}, dtype=torch.bfloat16, kind="cuts"
     ),
-    "averages": Option({"ema_decay": 0.9}),
     "mixed precision": Option(of_wrapper={"mixed_precision": _BF16}),
     "gradients as views": Option(of_wrapper={"gradient_as_bucket_view": True}),
     "static graph": Option(of_wrapper={"static_graph": True}),
     "two classes": Option(kind="classes"),
     "fused, one bucket": Option({"fused": True, "bucket_cap_mb": 25.0}, {"bucket_cap_mb": 25.0}),
-    "momentum": Option(
-        {"optimizer_class": torch.optim.SGD, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+    "momentum, averages": Option(
+        {
+            "optimizer_class": torch.optim.SGD,
+            "momentum": 0.9,
+            "nesterov": True,
+            "weight_decay": 0.01,
+            "ema_decay": 0.9,
+        }
     ),
     "in files": Option(kind="files"),
 }

@@ -114,8 +114,8 @@ def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit() -> None:
     for unit in model.units.units:
         take, bucket = unit.buckets[0].settle, unit.buckets[0]
 
-        def look(flat: Tensor, take: Any = take) -> None:
-            take(flat)
+        def look(flat: Tensor, changed: Any = None, take: Any = take) -> None:
+            take(flat, changed)
             live.append(model.units.nbytes_live())
 
         bucket.settle = look

@@ -27,7 +27,7 @@ QUICK = (
     "start: no backend, no set_device",
     "parity: AdamW capturable, as views",
     "table: packed | tower | GradScaler | fused, one bucket",
-    "table: gradients | unused | clipped | averages",
+    "table: gradients | unused | clipped | momentum, averages",
     "parity: AdamW fused, cut by rows, float32",
     "table: our DDP alone | unused | ordinary | gradients as views",
     "table: overlap | tower | ordinary | plain",

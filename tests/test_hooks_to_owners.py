@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import overlap
-from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, loss_of
+from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, both_wrappers, loss_of
 from pool import on_ranks
 from test_overlap_errors import Breaking
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
 from zero_optim.hooks import reduce_to_owners
-
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
 def built(

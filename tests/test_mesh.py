@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from breaking import Breaks, BreaksAnywhere
-from fully import Tower, assert_alike, batch, loss_of
+from fully import Tower, assert_alike, batch, loss_of, whole
 from fully import train as train_on
 from meshes import mesh_of
 from pool import Ranks, on_ranks
@@ -35,7 +35,6 @@ from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     ShardedDataParallel,
-    unsharded,
 )
 from zero_optim.errors import CheckpointError, StateMismatchError
 
@@ -54,14 +53,6 @@ def built(
 
 def train(wrapped: Any, optimizer: Any, first: int = 0, steps: int = 3) -> list[float]:
     return train_on(wrapped, optimizer, range(first, first + steps))
-
-
-def whole(model: nn.Module) -> list[Tensor]:
-    """Copies of the parameters, whole."""
-    if any(param.isnan().any() for param in model.parameters()):
-        with unsharded(model, writes=False):
-            return [param.detach().clone() for param in model.parameters()]
-    return [param.detach().clone() for param in model.parameters()]
 
 
 def assert_equal_everywhere(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fully import Tower, assert_alike, assert_equal, loss_of, state_of
+from fully import Tower, assert_alike, assert_equal, loss_of, state_of, whole
 from meshes import mesh_of
 from pool import Ranks, on_ranks
 from test_mesh import (
@@ -17,7 +17,6 @@ from test_mesh import (
     assert_equal_everywhere,
     built,
     train,
-    whole,
 )
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, PrecisionPolicy, full_state_dict, unsharded

@@ -18,7 +18,7 @@ from test_mesh import assert_equal_everywhere
 from test_offload import assert_same_state
 from zero_optim import RemoteRankError, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, Offload, unsharded
-from zero_optim.units import gathers as unit_gathers
+from zero_optim.units import unit_gathers
 from zero_optim.units.mapped import PAGE
 
 

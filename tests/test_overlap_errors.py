@@ -17,24 +17,23 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from overlap import (
-    WRAPPERS,
     Net,
     Setting,
     adamw,
     assert_same_params,
+    both_wrappers,
+    either_way,
     grads_of,
     inputs,
     loss_of,
     plain_step,
+    run_either_way,
 )
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from waiting import LIMIT
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.errors import RemoteRankError
 from zero_optim.hooks import allreduce_hook, zero_step
-
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
-
 
 # ---------------------------------------------------------------------- too late
 
@@ -109,20 +108,17 @@ def assert_equal_on_all_ranks(model: nn.Module, where: object) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("first", [0, 2])
 @both_wrappers
-def test_what_comes_too_late_raises_on_every_rank(wrapper: str, first: int) -> None:
-    """Raises at the first step or at a later one, on every rank; training goes on after it."""
+def test_what_comes_too_late_raises_on_every_rank(wrapper: str) -> None:
+    """Raises at the first step and at later ones, on every rank; training goes on after it."""
     for name, (act, message) in TOO_LATE.items():
         model, optimizer = Setting(wrapper).build(overlap=True)
-        for number in range(first):
-            plain_step(model, optimizer, number)
-        for number in range(2):
+        for number in range(3):
             optimizer.zero_grad()
-            loss_of(model, first + number).backward()
+            loss_of(model, number).backward()
             with pytest.raises(RuntimeError, match=message):
                 act(model, optimizer)
-            if act is clip_by_optimizer or (act is second_pass and first + number):
+            if act is clip_by_optimizer or (act is second_pass and number):
                 optimizer.step()
         plain_step(model, optimizer, 50)
         assert_equal_on_all_ranks(model, name)
@@ -173,12 +169,12 @@ def check_failing_step(wrapper: str, interleave: bool, late: bool = False) -> No
     assert_equal_on_all_ranks(model, "afterwards")
 
 
-@pytest.mark.parametrize("interleave", [True, False])
+@on_ranks(2, slow=4)
+@either_way
 @both_wrappers
-def test_a_step_that_fails_on_one_rank_raises_in_the_backward_pass_of_all(
-    ranks: Ranks, wrapper: str, interleave: bool
-) -> None:
-    ranks.run(check_failing_step, wrapper, interleave)
+def test_a_step_that_fails_on_one_rank_raises_in_the_backward_pass_of_all(wrapper: str, inline: bool) -> None:
+    for interleave in (True, False):
+        run_either_way(inline, check_failing_step, wrapper, interleave, inline)
 
 
 def check_failing_hook(wrapper: str, late: bool = False) -> None:
@@ -212,35 +208,35 @@ def check_failing_hook(wrapper: str, late: bool = False) -> None:
     assert_equal_on_all_ranks(model, "afterwards")
 
 
+@on_ranks(2, slow=4)
+@either_way
 @both_wrappers
 def test_a_reduction_that_fails_on_one_rank_raises_in_the_backward_pass_of_all(
-    ranks: Ranks, wrapper: str
+    wrapper: str, inline: bool
 ) -> None:
-    ranks.run(check_failing_hook, wrapper)
+    run_either_way(inline, check_failing_hook, wrapper, inline)
+
+
+def raising_hook(state: object, bucket: dist.GradBucket) -> Any:
+    raise ArithmeticError("no reduction today")
+
+
+def wrong_hook(state: object, bucket: dist.GradBucket) -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result({"a": "dict"})
+    return future
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ("no reduction today", "no reduction today"),
-        ({"a": "dict"}, "expected the hook's future to hold one tensor, got dict"),
-    ],
-)
 @both_wrappers
-def test_a_hook_that_fails_on_every_rank_raises_there(wrapper: str, result: object, message: str) -> None:
-    """What the hook gives is no reduction, on every rank."""
-
-    def hook(state: object, bucket: dist.GradBucket) -> Any:
-        if isinstance(result, str):
-            raise ArithmeticError(result)  # noqa: TRY004 - it stands for any failure
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(result)
-        return future
-
-    model, _ = Setting(wrapper, hook=lambda: (None, hook)).build(overlap=True)
-    with pytest.raises(Exception, match=message):
-        loss_of(model, 0).backward()
+def test_a_hook_that_fails_on_every_rank_raises_there(wrapper: str) -> None:
+    for hook, message in (
+        (raising_hook, "no reduction today"),
+        (wrong_hook, "expected the hook's future to hold one tensor, got dict"),
+    ):
+        model, _ = Setting(wrapper, hook=lambda hook=hook: (None, hook)).build(overlap=True)  # type: ignore[misc]
+        with pytest.raises(Exception, match=message):
+            loss_of(model, 0).backward()
 
 
 class Broken(torch.autograd.Function):
@@ -299,12 +295,29 @@ def check_broken_off(interleave: bool, waits: bool) -> None:
     assert_trains_on(model, optimizer)
 
 
+def check_broken_off_late(interleave: bool, waits: bool) -> None:
+    """As `check_broken_off`, where DDP tells of a pass only when the second one after it begins."""
+    model, optimizer = run_broken_off(interleave)
+    messages = []
+    for _ in range(4):
+        if waits:
+            optimizer.wait_for_gathers()
+        optimizer.zero_grad()
+        try:
+            plain_step(model, optimizer, 2)
+        except RuntimeError as error:
+            messages.append(str(error))
+    assert any("ended with an exception" in message for message in messages)
+    assert any("the last backward pass broke off" in message for message in messages) or waits
+    assert_trains_on(model, optimizer)
+
+
+@on_ranks(2)
+@either_way
 @pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("interleave", [True, False])
-def test_training_goes_on_after_a_backward_pass_that_broke_off(
-    ranks2: Ranks, interleave: bool, waits: bool
-) -> None:
-    ranks2.run(check_broken_off, interleave, waits)
+def test_training_goes_on_after_a_backward_pass_that_broke_off(waits: bool, inline: bool) -> None:
+    for interleave in (True, False):
+        run_either_way(inline, check_broken_off_late if inline else check_broken_off, interleave, waits)
 
 
 # ---------------------------------------------------------------------- what is left, what is done between

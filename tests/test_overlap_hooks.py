@@ -32,7 +32,7 @@ OURS = {
 
 
 def pytorchs_power_sgd() -> tuple[object, object]:
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3, min_compression_rate=1.0)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1.0)
     return state, powerSGD_hook.powerSGD_hook
 
 
@@ -50,13 +50,13 @@ THEIRS: dict[str, Callable[[], tuple[object, object]]] = {
 
 def check_hooks(wrapper: str, inline: bool) -> None:
     for name, hook in OURS.items():
-        assert_same_run(Setting(wrapper, hook=pytorchs(hook)), steps=4 if inline else 7, where=name)
+        assert_same_run(Setting(wrapper, hook=pytorchs(hook)), steps=4, where=name)
     for name, make in THEIRS.items():
         if inline and name not in ("allreduce", "fp16"):
             continue
         # PyTorch's PowerSGD launches collectives from callbacks, which on gloo mix those of several buckets.
         options = {"bucket_cap_mb": 25} if name == "power_sgd" else {}
-        assert_same_run(Setting(wrapper, hook=make, options=options), steps=7, where=("PyTorch's", name))
+        assert_same_run(Setting(wrapper, hook=make, options=options), steps=5, where=("PyTorch's", name))
 
 
 @either_way

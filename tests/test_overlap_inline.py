@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fake_streams import fake_streams, without_thread
+from fake_streams import fake_streams
 from overlap import Setting, adamw, assert_same_params, both_wrappers, loss_of, plain_step
-from pool import Ranks, on_ranks
-from test_overlap_errors import assert_trains_on, check_failing_hook, check_failing_step, run_broken_off
+from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.hooks import allreduce_hook
@@ -36,47 +35,6 @@ def test_lazy_gathers_give_the_same_bits(wrapper: str) -> None:
                     plain_step(model, optimizer, number)
                 optimizer.wait_for_gathers()
             assert_same_params(runs[1][0], runs[0][0], as_view)
-
-
-@pytest.mark.parametrize("interleave", [True, False])
-@both_wrappers
-def test_a_step_that_fails_on_one_rank_raises_in_its_backward_pass(
-    ranks2: Ranks, wrapper: str, interleave: bool
-) -> None:
-    ranks2.run(without_thread, check_failing_step, wrapper, interleave, True)
-
-
-@both_wrappers
-def test_a_reduction_that_fails_on_one_rank_raises_in_its_backward_pass(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(without_thread, check_failing_hook, wrapper, True)
-
-
-def check_broken_off_late(interleave: bool, waits: bool) -> None:
-    """As `check_broken_off`, where DDP tells of a pass only when the second one after it begins."""
-    model, optimizer = run_broken_off(interleave)
-    messages = []
-    for _ in range(4):
-        if waits:
-            optimizer.wait_for_gathers()
-        optimizer.zero_grad()
-        try:
-            plain_step(model, optimizer, 2)
-        except RuntimeError as error:
-            messages.append(str(error))
-    assert any("ended with an exception" in message for message in messages)
-    assert any("the last backward pass broke off" in message for message in messages) or waits
-    assert_trains_on(model, optimizer)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("interleave", [True, False])
-def test_training_goes_on_after_a_backward_pass_that_broke_off(
-    ranks2: Ranks, interleave: bool, waits: bool
-) -> None:
-    ranks2.run(without_thread, check_broken_off_late, interleave, waits)
-
-
-# ---------------------------------------------------------------------- what happens when
 
 
 def traced(trace: list[str], groups: list[dist.ProcessGroup]) -> tuple[Callable[..., Any], Any]:

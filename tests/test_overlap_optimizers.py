@@ -56,12 +56,11 @@ def test_every_class_gives_the_same_bits_or_is_refused_with_the_reason(ranks2: R
         assert set(refused) == REFUSED_IN_PARTS
 
 
-@pytest.mark.parametrize("wrapper", ["torch", "ours"])
-def test_classes_that_count_their_steps_are_refused_with_the_reason(ranks2: Ranks, wrapper: str) -> None:
-    for refused in ranks2.run(check_classes, wrapper, tuple(REFUSED_IN_PARTS), 0):
+def test_classes_that_count_their_steps_are_refused_with_the_reason(ranks2: Ranks) -> None:
+    for refused in ranks2.run(check_classes, "torch", tuple(REFUSED_IN_PARTS), 0):
         assert set(refused) == REFUSED_IN_PARTS
 
 
 @pytest.mark.parametrize("wrapper", ["torch", "ours"])
 def test_some_classes_give_the_same_bits_on_four_ranks(ranks4: Ranks, wrapper: str) -> None:
-    ranks4.run(check_classes, wrapper, SOME, 20)
+    ranks4.run(check_classes, wrapper, SOME, 6)

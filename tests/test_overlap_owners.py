@@ -143,7 +143,7 @@ def noted(numbers: list[int]) -> Any:
     return late
 
 
-@on_ranks(2, forked=True)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_pass_without_zero_grad_raises_on_every_rank(wrapper: str) -> None:
     model = WRAPPERS[wrapper](Net(), find_unused_parameters=True, bucket_cap_mb=0.0005)

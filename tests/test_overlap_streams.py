@@ -3,6 +3,8 @@
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fake_streams import FakeAccelerator, FakeStream, fake_streams
-from overlap import WRAPPERS, Grads, Setting, adamw, assert_same_run, grads_of, loss_of, plain_step
+from overlap import (
+    WRAPPERS,
+    Grads,
+    Net,
+    Setting,
+    adamw,
+    assert_same_run,
+    both_wrappers,
+    either_way,
+    grads_of,
+    loss_of,
+    plain_step,
+)
 from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
@@ -22,7 +36,6 @@ from zero_optim.hooks import owners, passes, zero_step
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.shard import storage
 
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 DEVICE = torch.device("cpu")
 
 
@@ -174,11 +187,8 @@ def replacing(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("interleave", [True, False])
 @both_wrappers
-def test_what_the_user_replaced_is_moved_on_the_thread_of_the_backward_pass(
-    wrapper: str, interleave: bool
-) -> None:
+def test_what_the_user_replaced_is_moved_on_the_thread_of_the_backward_pass(wrapper: str) -> None:
     threads: set[str] = set()
     take_in = storage.InFlat._take_in
 
@@ -186,11 +196,10 @@ def test_what_the_user_replaced_is_moved_on_the_thread_of_the_backward_pass(
         threads.add(threading.current_thread().name)
         take_in(self, index)
 
-    storage.InFlat._take_in = noted  # type: ignore[method-assign]
-    try:
-        assert_same_run(Setting(wrapper, zero={"interleave": interleave}), replacing, 4)
-    finally:
-        storage.InFlat._take_in = take_in  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage.InFlat, "_take_in", noted)
+        for interleave in (True, False):
+            assert_same_run(Setting(wrapper, zero={"interleave": interleave}), replacing, 4)
     assert threads == {threading.current_thread().name}
 
 
@@ -251,25 +260,19 @@ POINTS: dict[str, tuple[Any, str]] = {
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
-def test_an_error_at_any_point_is_raised_when_backward_has_ended(point: str, inline: bool) -> None:
-    wrapper = "ours"
-    with fake_streams() if inline else torch.enable_grad():
-        model, optimizer = Setting(wrapper).build(overlap=True)
-        for number in range(2):
-            plain_step(model, optimizer, number)
-        place, name = POINTS[point]
-        original = getattr(place, name)
-        setattr(place, name, raises_once(original))
-        try:
+@either_way
+def test_an_error_at_any_point_is_raised_when_backward_has_ended(inline: bool) -> None:
+    for place, name in POINTS.values():
+        with fake_streams() if inline else nullcontext(), pytest.MonkeyPatch.context() as patch:
+            model, optimizer = Setting("ours").build(overlap=True)
+            for number in range(2):
+                plain_step(model, optimizer, number)
+            patch.setattr(place, name, raises_once(getattr(place, name)))
             optimizer.zero_grad()
             with pytest.raises(ArithmeticError, match="something failed"):
                 loss_of(model, 2).backward()
-        finally:
-            setattr(place, name, original)
-        assert all(param.grad is not None for param in model.parameters()), "DDP has ended the pass"
-        optimizer.step()
+            assert all(param.grad is not None for param in model.parameters()), "DDP has ended the pass"
+            optimizer.step()
 
 
 class FailingFuture:
@@ -290,15 +293,11 @@ class FailingFuture:
 def test_the_thread_goes_on_after_any_error() -> None:
     """Even if what minds errors fails: both the first error and what it calls."""
     model, optimizer = Setting("ours").build(overlap=True)
-    tensor, abandon = passes._tensor, passes.SteppedPass.abandon
-    passes._tensor = raises_once(tensor)
-    passes.SteppedPass.abandon = raises_once(abandon)  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_tensor", raises_once(passes._tensor))
+        patch.setattr(passes.SteppedPass, "abandon", raises_once(passes.SteppedPass.abandon))
         with pytest.raises(ArithmeticError, match="something failed"):
             loss_of(model, 0).backward()
-    finally:
-        passes._tensor = tensor
-        passes.SteppedPass.abandon = abandon  # type: ignore[method-assign]
     optimizer.step()
     before = [param.detach().clone() for param in model.parameters()]
     plain_step(model, optimizer, 1)
@@ -318,20 +317,17 @@ def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> N
 # ---------------------------------------------------------------------- known to be used
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("wrapper", "how", "searches"),
-    [
-        ("ours", "", False),
-        ("ours", "may be unused", True),
-        ("torch", "", True),
-        ("torch", "wrapper given", False),
-        ("torch", "may be unused", True),
-    ],
+SEARCHES = (
+    ("ours", "", False),
+    ("ours", "may be unused", True),
+    ("torch", "", True),
+    ("torch", "with its wrapper", False),
+    ("torch", "may be unused", True),
 )
-def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used(
-    wrapper: str, how: str, searches: bool
-) -> None:
+
+
+@on_ranks(2)
+def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used() -> None:
     calls: list[object] = []
     all_zero, flags = passes._all_zero, owners.OwnerReduction._flags
 
@@ -343,19 +339,16 @@ def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used(
         calls.append(self)
         return flags(self, joined)
 
-    options = {"find_unused_parameters": True} if how == "may be unused" else {}
-    passes._all_zero = noted_zeros
-    owners.OwnerReduction._flags = noted_flags  # type: ignore[method-assign]
-    try:
-        for gradients in ("everywhere", "owners"):
-            model = Setting(wrapper, options=options).build(overlap=False)[0]
-            model = WRAPPERS[wrapper](model.module, bucket_cap_mb=0.0004, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_all_zero", noted_zeros)
+        patch.setattr(owners.OwnerReduction, "_flags", noted_flags)
+        for (wrapper, how, searches), gradients in product(SEARCHES, ("everywhere", "owners")):
+            options = {"find_unused_parameters": True} if how == "may be unused" else {}
+            model = WRAPPERS[wrapper](Net(), bucket_cap_mb=0.0004, **options)
             optimizer = adamw(model)
-            given = model if how == "wrapper given" else None
-            model.register_comm_hook(None, zero_step(optimizer, gradients=gradients, ddp=given))  # type: ignore[arg-type]
+            known = model if how == "with its wrapper" else None
+            hook = zero_step(optimizer, gradients=gradients, ddp=known)  # type: ignore[arg-type]
+            model.register_comm_hook(None, hook)
             plain_step(model, optimizer, 0)
-            assert bool(calls) == searches, gradients
+            assert bool(calls) == searches, (wrapper, how, gradients)
             calls.clear()
-    finally:
-        passes._all_zero = all_zero
-        owners.OwnerReduction._flags = flags  # type: ignore[method-assign]

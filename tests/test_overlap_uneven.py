@@ -153,7 +153,9 @@ def check_uneven(wrapper: str, order: str, options: dict[str, Any], factor: floa
     assert state.keys() == expected.keys()
     for index, entries in expected.items():
         assert all(torch.equal(state[index][key], value) for key, value in entries.items()), index
-    for each, optimizer in runs:  # the loop after the context goes on, from equal parameters and options
+    for each, optimizer in runs:  # the loop after the context goes on
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01  # the active rank's scheduler went on alone
         optimizer.zero_grad()
         loss_of(each, 10).backward()
         optimizer.step()

@@ -5,16 +5,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parity import assert_row, choose_rows
+from parity import assert_rows, batches
 from parity_runs import OPTIONS, Row
 from pool import Pool, on_ranks
 from training import assert_same_bits, assert_same_state, make_params, set_grads, train_both, twin
 from zero_optim import NotConsolidatedError, ZeroRedundancyOptimizer
 
+BATCHES = batches()
 
-@pytest.mark.parametrize("row", choose_rows(), ids=str)
-def test_a_run_has_the_bits_of_the_run_without_sharding(pool: Pool, row: Row) -> None:
-    pool.run(OPTIONS[row.option].size, assert_row, row)
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+def test_runs_have_the_bits_of_runs_without_sharding(pool: Pool, rows: list[Row]) -> None:
+    pool.run(OPTIONS[rows[0].option].size, assert_rows, rows)
 
 
 @on_ranks(2)

@@ -13,7 +13,8 @@ from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
-from zero_optim.units.bucket import UnitBucket
+from zero_optim.shard.storage import left_freed
+from zero_optim.units.unit_bucket import UnitBucket
 
 ROWS, WHOLE = "rows", "whole"
 
@@ -109,7 +110,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         units.supply.check_unpinned()
         rows, rest = _own_state(module, units)
         loaded = _checked(state, {name: own.place for name, (_, own) in rows.items()}, rest)
-    with failing_together(group), units.supply.left_freed():
+    with failing_together(group), left_freed(units.supply.buckets):
         module.load_state_dict(state[WHOLE], strict=False)
     values = {rows[name][0]: own for name, own in loaded.items()}
     for bucket in units.supply.buckets:
@@ -146,7 +147,7 @@ def _asked_of(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
 
 def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Take the state dict without communication; return the parameters of units by name, and all of it."""
-    with units.supply.left_freed():
+    with left_freed(units.supply.buckets):
         state = dict(module.state_dict())
     params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
     names = {}

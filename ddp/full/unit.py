@@ -4,15 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
-from zero_optim.units.bucket import UnitBucket, WideBucket
-from zero_optim.units.gathers import UnitGathers
+from zero_optim.units.unit_bucket import UnitBucket, WideBucket
+from zero_optim.units.unit_gathers import UnitGathers
 
 OUTERMOST = "the outermost unit"
 
@@ -129,9 +128,9 @@ class UnitSupply:
         self.group, self.gathers, self.stamps = group, gathers, stamps
 
     @property
-    def buckets(self) -> Iterable[UnitBucket]:
+    def buckets(self) -> list[UnitBucket]:
         """Those of all units."""
-        return chain.from_iterable(unit.buckets for unit in self.units)
+        return [bucket for unit in self.units for bucket in unit.buckets]
 
     def start(self, unit: Unit, purpose: Purpose, *, tells: bool = False) -> None:
         """Start the gather of a unit that is not whole; with stamps if it `tells` of steps."""
@@ -202,14 +201,3 @@ class UnitSupply:
         """Raise RuntimeError if somebody needs parameters of any unit whole."""
         for bucket in self.buckets:
             bucket.check_unpinned()
-
-    @contextmanager
-    def left_freed(self) -> Iterator[None]:
-        """Have state dicts show the parameters as they are; does not communicate."""
-        for bucket in self.buckets:
-            bucket.is_left = True
-        try:
-            yield
-        finally:
-            for bucket in self.buckets:
-                bucket.is_left = False

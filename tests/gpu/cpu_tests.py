@@ -40,7 +40,7 @@ WIDE = PrecisionPolicy(*[torch.float32] * 5, "units")
 # Of the table of parity.
 ROWS = (
     Row("packed", "dtypes", "ordinary", "plain"),
-    Row("packed", "complex", "ordinary", "averages"),
+    Row("packed", "complex", "ordinary", "momentum, averages"),
     Row("packed", "tower", "GradScaler", "fused, one bucket"),
     Row("views", "tower", "clipped", "masters"),
     Row("views", "many tiny", "freezing", "two classes"),
@@ -54,7 +54,7 @@ ROWS = (
     Row("views", "tower", "Join", "plain"),
     Row("gradients", "tower", "ordinary", "mixed precision"),
     Row("gradients", "sparse", "ordinary", "plain"),
-    Row("gradients", "unused", "clipped", "averages"),
+    Row("gradients", "unused", "clipped", "momentum, averages"),
     Row("gradients", "tower", "freezing", "plain"),
     Row("gradients", "gpt", "no_sync", "plain"),
     Row("gradients", "reentrant checkpoints", "closure", "plain"),
@@ -70,7 +70,7 @@ ROWS_WITH_HOOKS = (
     Row("overlap", "tower", "ordinary", "plain"),
     Row("overlap, torch's DDP", "gpt", "no_sync", "plain"),
     Row("overlap, owners", "unused", "closure", "plain"),
-    Row("overlap, lazy", "convolutions", "ordinary", "masters, averages"),
+    Row("overlap, lazy", "convolutions", "ordinary", "masters"),
     Row("to owners", "tower", "clipped", "plain"),
 )
 

@@ -18,7 +18,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.health.watchdog import patient, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.storage import KeptRows
+from zero_optim.shard.storage import KeptRows, left_freed
 from zero_optim.units.freed import is_freed
 
 
@@ -112,14 +112,8 @@ class Objects:
         It is by their addresses.
         """
         buckets = [] if self.optimizer is None else self.optimizer.core.sharding.row_buckets
-        for bucket in buckets:
-            bucket.is_left = True
-        try:
-            every = (kept for bucket in buckets for kept in bucket.all_kept())
-            yield {param.data_ptr(): rows for param, rows in every if param.numel()}
-        finally:
-            for bucket in buckets:
-                bucket.is_left = False
+        with left_freed(buckets) as kept:
+            yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
 
     def model_state(self) -> dict[str, Any]:
         """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model."""

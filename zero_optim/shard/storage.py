@@ -11,8 +11,9 @@ Note [Moving parameters]
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -116,6 +117,18 @@ class KeptRows:
 
     stride: tuple[int, ...]  # of the parameter when it is whole, in elements
     rows: Tensor | None  # in memory that stays; None if it owns none
+
+
+@contextmanager
+def left_freed(buckets: Sequence[RowBucket]) -> Iterator[dict[Tensor, KeptRows]]:
+    """Have state dicts show parameters as they are; yields this rank's part of each."""
+    for bucket in buckets:
+        bucket.is_left = True
+    try:
+        yield {param: kept for bucket in buckets for param, kept in bucket.all_kept()}
+    finally:
+        for bucket in buckets:
+            bucket.is_left = False
 
 
 class RowStore(Protocol):

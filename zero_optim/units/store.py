@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
-from zero_optim.units.bucket import UnitBucket
 from zero_optim.units.freed import is_freed
 from zero_optim.units.keeping import Keeping, RowKeeping
-from zero_optim.units.memory import FreePages
 from zero_optim.units.on_host import HostKeeping
+from zero_optim.units.unit_bucket import UnitBucket
+from zero_optim.units.unit_memory import FreePages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, which would miss the second gather's
     values. So one storage stays, and its memory comes and goes: Note [Pages that move] in
-    `zero_optim.units.memory`. PyTorch does not check reads of an emptied storage. So a freed parameter
+    `zero_optim.units.unit_memory`. PyTorch does not check reads of an emptied storage. So a freed parameter
     shows one expanded NaN (zero for dtypes without), and a write in place raises. `settle` changes the
     version only after a step or load.
 
@@ -40,9 +40,9 @@ from zero_optim.shard.places import Form
 from zero_optim.shard.storage import KeptRows
 from zero_optim.units.freed import ShownWhenFreed
 from zero_optim.units.keeping import RowKeeping
-from zero_optim.units.memory import FreePages
 from zero_optim.units.row import Place, UnitFlat, UnitRow
 from zero_optim.units.uncopied import Uncopied
+from zero_optim.units.unit_memory import FreePages
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
