@@ -13,14 +13,7 @@ from zero_optim.ddp import DistributedDataParallel
 
 
 def pauses(rank: int, steps: int, long: int, longest: float) -> dict[int, float]:
-    """Plan the pauses of a rank, by step: one step in ten has one of up to 1 ms, and a few have long ones.
-
-    Args:
-        rank: whose.
-        steps: of the run.
-        long: how many long ones.
-        longest: seconds; they have between half of it and all of it.
-    """
+    """Plan the pauses of a rank, by step: one step in ten has one of up to 1 ms, and a few have long ones."""
     source = random.Random(rank)
     planned = {step: source.uniform(0, 1e-3) for step in source.sample(range(steps), steps // 10)}
     for step in source.sample(range(steps), long):

@@ -50,15 +50,7 @@ class Together:
 
 @dataclass(eq=False)
 class Operation:
-    """A collective that was issued.
-
-    Attributes:
-        number: counted by group.
-        delay: seconds until it runs although nobody has waited for it.
-        prepare: called just before it runs.
-        start: starts it on gloo.
-        future: done when it has ended.
-    """
+    """A collective that was issued."""
 
     number: int
     delay: float
@@ -68,11 +60,7 @@ class Operation:
 
 
 class Line:
-    """The collectives of one group, which two threads run.
-
-    Args:
-        seed: of the delays.
-    """
+    """The collectives of one group, which two threads run."""
 
     def __init__(self, seed: str) -> None:
         self.random = random.Random(seed)
@@ -163,14 +151,7 @@ class LateWork(dist.Work):
 
 
 class LateGroup(dist.ProcessGroup):
-    """A process group whose collectives run late.
-
-    Args:
-        rank: of this process in the group.
-        size: of the group.
-        gloo: runs the collectives.
-        seed: of the delays.
-    """
+    """A process group whose collectives run late."""
 
     def __init__(self, rank: int, size: int, gloo: Any, seed: str) -> None:
         super().__init__(rank, size)

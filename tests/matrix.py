@@ -47,13 +47,7 @@ FAILURES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What survivors say.
-
-    Attributes:
-        meaning: for the table's legend.
-        pattern: of "Class: message", with ``{bad}`` for the number of the rank that had the trouble.
-        passes_timeout: they say it after the timeout, not at once; None for either.
-    """
+    """What survivors say."""
 
     meaning: str
     pattern: str
@@ -101,15 +95,7 @@ OUTCOMES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One failure in one phase.
-
-    Attributes:
-        phase: of `troubled.PHASES`.
-        failure: of `FAILURES`.
-        outcome: of `OUTCOMES`; empty if the cell has no meaning.
-        size: number of ranks; the last one has the trouble, or rank 0 in two of the columns.
-        reason: why it has no meaning.
-    """
+    """One failure in one phase."""
 
     phase: str
     failure: str
@@ -205,13 +191,7 @@ QUICK = _diagonal()
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended.
-
-    Attributes:
-        error: what it raised, as "Class: message"; None if nothing.
-        seconds: from the trouble until then; None if it ended before.
-        exitcode: of its process; None if that did not end by itself.
-    """
+    """How a rank ended."""
 
     error: str | None
     seconds: float | None
@@ -220,13 +200,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Result:
-    """How a cell ended.
-
-    Attributes:
-        cell: which.
-        endings: by rank.
-        loaded: what loading the newest checkpoint raised; None if nothing.
-    """
+    """How a cell ended."""
 
     cell: Cell
     endings: list[Ending]

@@ -46,11 +46,7 @@ END_TIMEOUT = 30.0  # for a process whose pipe is closed to end
 
 
 class RankError(AssertionError):
-    """A call failed on some ranks. The message holds the report of each rank.
-
-    Attributes:
-        reports: by rank; the traceback of a rank that raised, or the stack of a rank that was still running.
-    """
+    """A call failed on some ranks. The message holds the report of each rank."""
 
     def __init__(self, headline: str, reports: dict[int, str]) -> None:
         self.reports = reports
@@ -81,12 +77,6 @@ def on_ranks(
     """Runs a test function on every rank of one or more world sizes; ``conftest`` does it.
 
     The arguments of the function, fixtures too, are pickled, and are equal on every rank.
-
-    Args:
-        *sizes: world sizes; the function runs once for each.
-        slow: one more, in tests marked slow.
-        forked: of processes that are replaced in milliseconds, for a call that fails.
-        timeout: see ``Pool.run``.
     """
     fixture = "forked_pool" if forked else "pool"
 
@@ -98,14 +88,7 @@ def on_ranks(
 
 
 class Pool:
-    """Worker processes for any world size: rank r of a call runs on worker r.
-
-    Args:
-        context: how they start: spawned, or forked from a server (see ``forked``). They cannot be forked from
-            this process, which has torch's threads.
-        late_seed: of the backend that lies in wait, see ``late_backend``; None for gloo.
-        device: type of the device that tests run on, see ``on_device``.
-    """
+    """Worker processes for any world size: rank r of a call runs on worker r."""
 
     def __init__(
         self, context: BaseContext | None = None, late_seed: int | None = None, device: str = "cpu"
@@ -141,21 +124,7 @@ class Pool:
     def run(
         self, world_size: int, function: Callable[..., T], *args: object, timeout: float = CALL_TIMEOUT
     ) -> list[T]:
-        """Calls ``function(*args)`` on every rank, inside a gloo default process group, and waits for all.
-
-        Args:
-            world_size: number of ranks.
-            function: at the top level of a test module, since it is sent by name.
-            *args: equal on every rank. They are pickled, and so are the returned values.
-            timeout: seconds for the call, not counting the start of the processes.
-
-        Returns:
-            What the function returned, by rank.
-
-        Raises:
-            RankError: it raised on some rank, or a rank's process died.
-            RankTimeoutError: it took longer than ``timeout`` on some rank.
-        """
+        """Calls ``function(*args)`` on every rank, inside a gloo default process group, and waits for all."""
         __tracebackhide__ = True
         ranks = range(world_size)
         self._calls += 1

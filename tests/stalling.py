@@ -29,13 +29,7 @@ _STALLS = "a rank is about to stall"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended.
-
-    Attributes:
-        said: what its function returned, or the error of ours that it raised, as "Class: message".
-        seconds: from when all ranks had begun.
-        exitcode: of its process; None if it had to be killed.
-    """
+    """How a rank ended."""
 
     said: Any
     seconds: float
@@ -62,13 +56,6 @@ def outcomes(
     """Call ``function(*args)`` on some ranks in a gloo group, and tell how each one ends.
 
     The watchdog gives up no wait that takes too long until a rank calls `about_to_stall` or `stay_away`.
-
-    Args:
-        size: number of ranks.
-        function: at the top level of a module.
-        *args: for it.
-        meanwhile: called here as soon as the ranks run.
-        limit: seconds that the run may take.
     """
     context = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -122,12 +109,7 @@ def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., 
 
 @dataclass
 class Trouble:
-    """Whether the trouble of a run has begun, as this process knows it.
-
-    Attributes:
-        notes: a client of the store for this alone: one that waits for a key lets no other thread ask.
-        has_begun: it has.
-    """
+    """Whether the trouble of a run has begun, as this process knows it."""
 
     notes: Any = None
     has_begun: bool = False
@@ -137,11 +119,7 @@ _TROUBLE = Trouble()  # of this process, which is forked for one run
 
 
 def judge_no_wait_before_the_trouble(notes: Any) -> None:
-    """Have the watchdog give up no wait until `about_to_stall`, however slow the machine is until then.
-
-    Args:
-        notes: a client, of this process and for nothing else, of a store that outlives every rank.
-    """
+    """Have the watchdog give up no wait until `about_to_stall`, however slow the machine is until then."""
     judge, _TROUBLE.notes = Verdicts.judge_wait, notes
 
     def judge_later(verdicts: Verdicts, record: Record, seconds: float) -> None:

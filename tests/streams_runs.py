@@ -30,11 +30,7 @@ CAP_MB = 0.001  # several buckets of several parameters, so that their order mat
 
 
 class Part(nn.Sequential):
-    """Layers that a rank may leave unused, though they are called.
-
-    Attributes:
-        is_skipped: the output does not depend on the parameters.
-    """
+    """Layers that a rank may leave unused, though they are called."""
 
     is_skipped = False
 
@@ -69,24 +65,7 @@ class Net(nn.Module):
 
 @dataclass
 class Run:
-    """One training run on this rank.
-
-    Args:
-        overlap: keyword arguments of `zero_step`; None for a step after the backward pass.
-        hook: a comm hook without state; None for DDP's own reduction.
-        options: of the optimizer.
-        ddp_options: of the wrapper.
-        sharded: gradients are sharded; keyword arguments of `ShardedDataParallel`.
-        fully: parameters are sharded too; keyword arguments of `FullyShardedDataParallel`.
-        lazily: the optimizer gathers lazily.
-        before: called with this object before each forward pass.
-        between: called with this object between the forward and the backward pass.
-        after: called with this object after each backward pass.
-
-    Attributes:
-        streams: the model of streams; None in a run without it.
-        at_end: called when the run has ended.
-    """
+    """One training run on this rank."""
 
     overlap: dict[str, Any] | None = None
     hook: Hook | None = None
@@ -146,13 +125,7 @@ def batch(step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """A race, as it travels between processes.
-
-    Attributes:
-        text: as it is shown.
-        first: what was asked for first, and the functions that asked for it.
-        second: likewise what came later.
-    """
+    """A race, as it travels between processes."""
 
     text: str
     first: tuple[str, ...]

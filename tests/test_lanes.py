@@ -236,18 +236,6 @@ def test_ranks_may_be_members_of_different_numbers_of_groups() -> None:
     add_up(lanes_beside(RankGroup.of(None)))
 
 
-def check_again() -> int:
-    """Lanes end with the default group: a new one has its own, and they work."""
-    lanes = lanes_beside(RankGroup.of(None))
-    add_up(lanes)
-    return len(lanes.groups)
-
-
-def test_lanes_are_made_anew_after_all_groups_were_destroyed(ranks2: Ranks) -> None:
-    for _ in range(3):  # the same processes, another default group each time
-        assert ranks2.run(check_again) == [2, 2]
-
-
 @on_ranks(2)
 def test_destroying_the_default_group_ends_the_lanes() -> None:
     lanes = lanes_beside(RankGroup.of(None))

@@ -62,10 +62,6 @@ def outputs_without_a_wait() -> list[bool]:
     return [*seen, tensor.tolist() == [0.0] * 3, torch.cat(received).tolist() == [1.0, 1.0]]
 
 
-def test_outputs_are_nan_until_somebody_waits(late2: Ranks) -> None:
-    assert late2.run(outputs_without_a_wait) == [[False, True, True, True], [True, True, True, True]]
-
-
 def an_input_written_too_early() -> float:
     tensor = torch.full((1,), 5.0)
     with patch.object(late_backend, "DELAYS", (30.0,)):  # so that only a wait lets it run
@@ -74,10 +70,6 @@ def an_input_written_too_early() -> float:
         tensor.fill_(7.0)
     work.wait()
     return tensor.item()
-
-
-def test_inputs_are_read_late(late2: Ranks) -> None:
-    assert late2.run(an_input_written_too_early) == [7.0, 7.0]
 
 
 def exchanged_in_both_directions() -> list[float]:
@@ -92,10 +84,6 @@ def exchanged_in_both_directions() -> list[float]:
     return [received[0].item(), received[-1].item(), future.wait().item()]
 
 
-def test_sends_futures_and_barriers_work(late2: Ranks) -> None:
-    assert late2.run(exchanged_in_both_directions) == [[1.0, 1.0, 20.0], [0.0, 0.0, 20.0]]
-
-
 def joined_with_other_collectives() -> float:
     layer = nn.Linear(1, 1)
     model = parallel.DistributedDataParallel(layer)
@@ -108,18 +96,27 @@ def joined_with_other_collectives() -> float:
     return layer.weight.grad.item()
 
 
-def test_pytorchs_join_may_keep_a_handle_in_cpp_alone(late2: Ranks) -> None:
-    assert late2.run(joined_with_other_collectives) == [2.0, 2.0]
-
-
 def steps_on_a_thread() -> bool:
     model = nn.Linear(4, 4)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     return optimizer.iteration.overlap().takes_thread
 
 
-def test_parts_are_stepped_on_a_thread_as_on_gloo(late2: Ranks) -> None:
-    assert late2.run(steps_on_a_thread) == [True, True]
+def tried() -> list[object]:
+    joined = joined_with_other_collectives()  # PyTorch's Join may keep a handle in C++ alone
+    return [
+        outputs_without_a_wait(),
+        an_input_written_too_early(),
+        exchanged_in_both_directions(),
+        joined,
+        steps_on_a_thread(),
+    ]
+
+
+def test_outputs_are_nan_until_somebody_waits_inputs_are_read_late_and_all_else_works(late2: Ranks) -> None:
+    first, second = late2.run(tried)
+    assert first == [[False, True, True, True], 7.0, [1.0, 1.0, 20.0], 2.0, True]
+    assert second == [[True, True, True, True], 7.0, [0.0, 0.0, 20.0], 2.0, True]
 
 
 # ---------------------------------------------------------------------- one test of each kind
@@ -200,11 +197,6 @@ def trained_right(kind: str) -> bool:
 
 
 KINDS = ["plain", "overlap", "owners", "lazy", "sharded", "fully"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_right_code_trains_right(late2: Ranks, kind: str) -> None:
-    assert late2.run(trained_right, kind) == [True, True]
 
 
 def planted(phase: str) -> Callable[..., Any]:

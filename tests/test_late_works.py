@@ -21,14 +21,13 @@ from pool import Ranks, on_ranks
 from waiting import LIMIT
 from zero_optim import StalledError
 from zero_optim.comm import sending
-from zero_optim.comm.backends import parse_config
+from zero_optim.comm.backends import aborts_of, parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.records import Verdict
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.comm.works import Work
 from zero_optim.compat import streams
-from zero_optim.compat.engine import aborts_of
 from zero_optim.health.watchdog import Watchdog
 
 

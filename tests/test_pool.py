@@ -29,12 +29,6 @@ def process_id() -> int:
     return os.getpid()
 
 
-def sum_of_ranks(start: torch.Tensor) -> torch.Tensor:
-    total = start + dist.get_rank()
-    dist.all_reduce(total)
-    return total
-
-
 def fail_on(bad: int) -> None:
     if dist.get_rank() == bad:
         raise ValueError("one bad rank")
@@ -148,17 +142,6 @@ def test_values_come_back_in_rank_order(ranks_2_and_4: Ranks) -> None:
     assert ranks_2_and_4.run(rank_and_size) == [
         (rank, ranks_2_and_4.size) for rank in range(ranks_2_and_4.size)
     ]
-
-
-def test_tensors_travel_both_ways_and_ranks_can_talk(ranks: Ranks) -> None:
-    start = torch.tensor([0.5, 1.5])
-    expected = start * ranks.size + sum(range(ranks.size))
-    for total in ranks.run(sum_of_ranks, start):
-        assert torch.equal(total, expected)
-
-
-def test_a_world_of_one_works_too(ranks1: Ranks) -> None:
-    assert ranks1.run(rank_and_size) == [(0, 1)]
 
 
 def test_processes_are_kept_between_calls_and_world_sizes(pool: Pool) -> None:

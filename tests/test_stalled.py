@@ -66,13 +66,7 @@ def test_a_rank_that_does_not_call_step_is_named_with_what_it_did_last() -> None
         ended, "rank 2 has not called step() (last seen: step() 1 ended ", "ranks 0, 1 wait in the gather of "
     )
     check(ended, "bucket 0 (1.bias, …)")
-
-
-@pytest.mark.slow
-def test_the_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
-    ended = outcomes(2, step_without_one)
-    assert ended[0].said == ended[1].said
-    check(ended, "rank 1 has not called step()")
+    assert ended[2].said == ended[0].said  # it comes too late
 
 
 def test_a_rank_that_is_slow_but_in_time_is_waited_for() -> None:
@@ -287,9 +281,7 @@ def construct_while_one_ends() -> str:
 
 
 def test_a_rank_that_ends_before_it_constructs_ends_the_construction_of_the_others() -> None:
-    for outcome in outcomes(3, construct_while_one_ends)[:-1]:
-        assert str(outcome.said).startswith("StalledError: stalled")
-        assert "rank 2 has " in outcome.said
+    check(outcomes(3, construct_while_one_ends), "rank 2 has ")
 
 
 # ---------------------------------------------------------------------- what else can be asked for

@@ -29,7 +29,7 @@ def params_of(optimizer: ZeroRedundancyOptimizer) -> list[Tensor]:
 
 def give_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
     for param in params_of(optimizer):
-        param.grad = torch.ones_like(param)
+        param.grad = torch.ones_like(param) if param.requires_grad else None
 
 
 def step(optimizer: ZeroRedundancyOptimizer) -> None:
@@ -96,24 +96,20 @@ def test_options_that_are_a_rank_s_own_may_differ() -> None:
         step(optimizer)
 
 
-@on_ranks(1)
-def test_names_of_own_options_are_checked() -> None:
-    with pytest.raises(TypeError, match=r"own_options to be names of options, such as \('lr',\), got 'lr'"):
-        make(own_options="lr")
-
-
 class Counts(torch.optim.SGD):
-    """Notes in its groups how often it stepped a parameter, and which rank it is."""
+    """Notes in its groups how often it stepped a parameter, in place too, and which rank it is."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
         for group in self.param_groups:
-            group["at"] = dist.get_rank()
-            group["count"] = 0
+            group.update(at=dist.get_rank(), count=0, total=torch.zeros(()), log=[])
+        self.defaults.update(total=torch.zeros(()), log=[])
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["count"] += len(group["params"])
+            group["total"] += len(group["params"])
+            group["log"].append(float(group["total"]))
         return super().step(closure)
 
 
@@ -126,40 +122,14 @@ def test_what_a_class_writes_into_its_groups_may_differ() -> None:
         optimizer.metrics()
         step(optimizer)
         found.append(optimizer.metrics()["collectives/agree"])
-    counts = [group["count"] for group in optimizer.param_groups]
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, counts)
-    assert told[0] != told[1]
+    for key in ("count", "log"):
+        dist.all_gather_object(told, [group[key] for group in optimizer.param_groups])
+        assert told[0] != told[1], key
     assert found[0] > 0
     assert found[-1] == 0, "asked once"
-
-
-class CountsInPlace(torch.optim.SGD):
-    """Counts in tensors and lists of its groups, which stay the same objects."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            group.update(count=torch.zeros(()), log=[])
-        self.defaults.update(count=torch.zeros(()), log=[])
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["count"] += len(group["params"])
-            group["log"].append(float(group["count"]))
-        return super().step(closure)
-
-
-@on_ranks(2)
-def test_what_a_class_changes_in_place_in_its_groups_may_differ() -> None:
-    optimizer = make(CountsInPlace, assume_separable=True, cuts=False)
-    for _ in range(2):
-        step(optimizer)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, optimizer.param_groups[0]["log"])
-    assert told[0] != told[1]
     optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
-    with pytest.raises(RankMismatchError, match=r"step\(\): lr of group 0: rank 0 has 0.5; rank 1 has 1.5\."):
+    with pytest.raises(RankMismatchError, match=r"step\(\): lr of group 0: rank 0 has 0.5; rank 1 has 1.5"):
         step(optimizer)
 
 
@@ -186,8 +156,11 @@ def test_no_option_leaves_a_rank_waiting() -> None:
 @on_ranks(2)
 def test_options_are_compared_by_value() -> None:
     optimizer = make(torch.optim.Adam, betas=(0.9, 0.99))
-    optimizer.metrics()
     one = dist.get_rank() == 1
+    optimizer.metrics()
+    step(optimizer)
+    num_gathers = optimizer.metrics()["collectives/total"]
+    assert num_gathers == 2, "a step has no collective but its gathers"
     group = optimizer.param_groups[0]
     for values in (
         {"lr": 1 if one else 1.0, "amsgrad": 0 if one else False},
@@ -210,16 +183,6 @@ def test_numbers_that_are_close_count_as_equal() -> None:
     step(optimizer)
     assert optimizer.metrics()["collectives/agree"] > 0
     step(optimizer)
-
-
-@on_ranks(2)
-def test_a_tensor_that_is_changed_in_place_on_one_rank_is_noticed() -> None:
-    optimizer = make(lr=torch.tensor(0.25))
-    step(optimizer)
-    if dist.get_rank() == 0:
-        optimizer.param_groups[0]["lr"].mul_(2)
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 0.25"):
-        step(optimizer)
 
 
 class Moves(torch.optim.SGD):
@@ -295,22 +258,38 @@ def test_a_rate_that_differed_in_a_step_that_gathers_lazily_raises_in_the_next()
     check_equal(optimizer)
 
 
+def of_params(*params: nn.Parameter, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.125, **options)
+
+
 @on_ranks(2)
-def test_a_step_has_no_collective_but_its_gathers() -> None:
-    optimizer = make()
-    for rate in (0.5, 0.25):
-        optimizer.metrics()
-        optimizer.param_groups[0]["lr"] = rate
-        step(optimizer)
-        assert optimizer.metrics()["collectives/total"] == 2
+def test_whatever_a_rank_owns_it_is_heard() -> None:
+    bf16 = [nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16)) for _ in range(2)]
+    narrow = of_params(*bf16, master_dtype=torch.float32)
+    frozen = of_params(nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False))
+    assert len({piece.owner for pieces in frozen.pieces().values() for piece in pieces}) == 2
+    for optimizer in (narrow, frozen):
+        give_gradients(optimizer)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+        with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+            optimizer.step()
+    changed = make(lr=torch.tensor(0.25))
+    step(changed)
+    if dist.get_rank() == 0:
+        changed.param_groups[0]["lr"].mul_(2)  # in place
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 0.25"):
+        step(changed)
 
 
 @on_ranks(1)
-def test_one_rank_alone_has_no_stamps() -> None:
+def test_one_rank_alone_has_no_stamps_and_checks_names_of_own_options() -> None:
     optimizer = make()
     assert optimizer.core.sharding.gathers.stamps is None
     assert not any(bucket.layout.rooms for bucket in optimizer.core.sharding.buckets)
     step(optimizer)
+    with pytest.raises(TypeError, match=r"own_options to be names of options, such as \('lr',\), got 'lr'"):
+        make(own_options="lr")
 
 
 @on_ranks(2)
@@ -327,16 +306,6 @@ def test_owners_of_one_cut_parameter_are_heard() -> None:
     with pytest.raises((ArithmeticError, RemoteRankError), match="no such root"):
         step(optimizer)
     check_equal(optimizer)
-
-
-@on_ranks(2)
-def test_narrow_parameters_carry_stamps_too() -> None:
-    params = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in [(8, 4), (8, 4)]]
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.5, master_dtype=torch.float32)
-    step(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
-        step(optimizer)
 
 
 def overlapped() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
@@ -366,17 +335,20 @@ def test_a_failure_in_an_overlapped_step_raises_out_of_backward_on_all() -> None
     check_equal(optimizer)
 
 
-@on_ranks(2)
-def test_a_rate_that_differs_in_an_overlapped_step_is_named_by_step() -> None:
-    model, optimizer = overlapped()
+def check_rate_in_overlapped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     iterate(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(
-        RankMismatchError, match=r"in backward\(\): lr of group 0: rank 0 has 0.5; rank 1 has"
-    ):
+    match = r"in backward\(\): lr of group 0: rank 0 has 0.5; rank 1 has 1.5"
+    with pytest.raises(RankMismatchError, match=match):
         optimizer.step()
     check_equal(optimizer)
+
+
+@on_ranks(2)
+def test_a_rate_that_differs_in_an_overlapped_step_is_named_by_step() -> None:
+    model, optimizer = overlapped()
+    check_rate_in_overlapped_step(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.5
     iterate(model, optimizer)
 
@@ -495,12 +467,7 @@ def test_a_rank_that_owns_nothing_is_heard_in_an_overlapped_step() -> None:
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.125)
     model.register_comm_hook(None, zero_step(optimizer, ddp=model))
-    iterate(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
-    model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
-        optimizer.step()
-    check_equal(optimizer)
+    check_rate_in_overlapped_step(model, optimizer)
 
 
 @on_ranks(4)
@@ -514,15 +481,3 @@ def test_a_rank_whose_rows_lie_in_the_middle_of_a_parameter_is_heard() -> None:
         with pytest.raises(RankMismatchError, match=f"rank {rank} has 0.25"):
             step(optimizer)
     check_equal(optimizer)
-
-
-@on_ranks(2)
-def test_a_rank_that_owns_only_what_is_frozen_is_heard() -> None:
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)]
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.125)
-    assert len({piece.owner for pieces in optimizer.pieces().values() for piece in pieces}) == 2
-    params[0].grad = torch.ones(3)
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
-        optimizer.step()

@@ -2,10 +2,10 @@
 
 import gc
 import os
-import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
 from waiting import wait_until
 from zero_optim.comm import sending, unended
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import StalledError
 
@@ -35,68 +36,82 @@ def stay_for_the_other(folder: Path) -> None:
     wait_until((folder / "1").exists)
 
 
-def stop_in_a_sum(folder: Path) -> str:
-    """Rank 1 is stopped while it waits for the other's part, and goes on when the other has given up."""
+def stop_in(way: str, folder: Path) -> str:
+    """Rank 1 is stopped while it waits for the other, and goes on when the other has given up."""
     optimizer = sharded(linear())  # so that somebody watches
-    sums = dist.new_group()
-    dist.barrier()
-    about_to_stall()
-    said = "came through"
-    try:
-        add(RankGroup.of(sums, [torch.device("cpu")]).within(TIMEOUT))
-    except StalledError as error:
-        said = str(error)
-    stay_for_the_other(folder)
-    dist.destroy_process_group(sums)
-    del sums
-    gc.collect()  # the end of the group waits for no thread
-    assert optimizer is not None
-    return said
-
-
-def add(group: RankGroup) -> None:
-    if dist.get_rank() == 1:
-        _, work = group.start_sum(torch.ones(64))
-        time.sleep(0.2)  # for gloo's thread to ask the other rank for its part; if it does not, all is well
-        default_store().set("pid", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-    else:
-        pid = int(default_store().get("pid"))
-        wait_until(lambda: state_of(pid) == "T")
-        _, work = group.start_sum(torch.ones(64))
-    work.wait()
-
-
-def stop_in_an_agreement(folder: Path) -> str:
-    """Likewise, in what ranks agree on."""
-    optimizer = sharded(linear())
     others = dist.new_group()
     group = RankGroup.of(others, [torch.device("cpu")]).within(TIMEOUT)
     dist.barrier()
     about_to_stall()
     said = "came through"
     try:
-        if dist.get_rank() == 1:
-            threading.Thread(target=stop_soon, daemon=True).start()
-        else:
-            pid = int(default_store().get("pid"))
-            wait_until(lambda: state_of(pid) == "T")
-        group.all_gather_fixed(bytes(64))
+        WAYS[way](group)
     except StalledError as error:
         said = str(error)
     stay_for_the_other(folder)
     dist.destroy_process_group(others)
     del others, group
-    gc.collect()
+    gc.collect()  # the end of the group waits for no thread
     assert optimizer is not None
     return said
 
 
-def stop_soon() -> None:
-    """Stop this process when its main thread waits."""
-    time.sleep(0.5)
+def stop() -> None:
     default_store().set("pid", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_soon() -> None:
+    """Stop this process when its main thread waits."""
+
+    def wait_and_stop() -> None:
+        time.sleep(0.5)
+        stop()
+
+    threading.Thread(target=wait_and_stop, daemon=True).start()
+
+
+def wait_until_the_other_is_stopped() -> None:
+    pid = int(default_store().get("pid"))
+    wait_until(lambda: state_of(pid) == "T")
+
+
+def stop_behind(start: Callable[[], Waitable]) -> Waitable:
+    """Rank 1 is stopped once gloo's thread has turned to the other rank; if it has not, all is well."""
+    if dist.get_rank() == 1:
+        work = start()
+        time.sleep(0.2)
+        stop()
+        return work
+    wait_until_the_other_is_stopped()
+    return start()
+
+
+def in_a_sum(group: RankGroup) -> None:
+    stop_behind(lambda: group.start_sum(torch.ones(64))[1]).wait()
+
+
+def in_an_agreement(group: RankGroup) -> None:
+    stop_soon() if dist.get_rank() == 1 else wait_until_the_other_is_stopped()
+    group.all_gather_fixed(bytes(64))
+
+
+def in_a_started_send(group: RankGroup) -> None:
+    large, start = torch.ones(2**20), (sending.start_recv, sending.start_send)[dist.get_rank()]
+    stop_behind(lambda: start(group, large, 1 - dist.get_rank())).wait()
+
+
+def in_a_send(group: RankGroup) -> None:
+    large = torch.ones(2**20)  # more than the system takes at once
+    if dist.get_rank() == 0:
+        wait_until_the_other_is_stopped()
+        sending.start_recv(group, large, 1).wait()
+    else:
+        stop_soon()
+        sending.send(group, large, 0)
+
+
+WAYS = {way.__name__: way for way in (in_a_sum, in_an_agreement, in_a_started_send, in_a_send)}
 
 
 @on_ranks(2)
@@ -119,55 +134,15 @@ def let_go_on(folder: Path, others: Others) -> None:
     others.kill(1, signal.SIGCONT)
 
 
-def test_a_rank_that_was_stopped_in_a_collective_is_told_when_it_goes_on(tmp_path: Path) -> None:
-    ended = outcomes(2, stop_in_a_sum, tmp_path, meanwhile=partial(let_go_on, tmp_path), limit=60.0)
-    for outcome in ended:
-        assert re.search("rank 1 does not answer", str(outcome.said)), ended
-
-
-def stop_in_a_send(folder: Path, way: str) -> str:
-    """Likewise, in what is sent from rank to rank: more than the system takes at once."""
-    optimizer = sharded(linear())
-    others = dist.new_group()
-    group = RankGroup.of(others, [torch.device("cpu")]).within(TIMEOUT)
-    dist.barrier()
-    about_to_stall()
-    said = "came through"
-    try:
-        send(group, way)
-    except StalledError as error:
-        said = str(error)
-    stay_for_the_other(folder)
-    dist.destroy_process_group(others)
-    del others, group
-    gc.collect()
-    assert optimizer is not None
-    return said
-
-
-def send(group: RankGroup, way: str) -> None:
-    large = torch.ones(2**20)
-    if dist.get_rank() == 0:
-        pid = int(default_store().get("pid"))
-        wait_until(lambda: state_of(pid) == "T")
-        sending.start_recv(group, large, 1).wait()
-    elif way == "started before":
-        work = sending.start_send(group, large, 0)
-        time.sleep(0.2)  # for gloo to tell the other rank of it; if it does not, all is well
-        default_store().set("pid", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-        work.wait()
-    else:
-        threading.Thread(target=stop_soon, daemon=True).start()
-        sending.send(group, large, 0)
-
-
-@pytest.mark.parametrize("way", ["started before", "in the call"])
-def test_a_rank_that_was_stopped_in_a_send_is_told_when_it_goes_on(tmp_path: Path, way: str) -> None:
-    meanwhile = partial(let_go_on, tmp_path)
-    for outcome in outcomes(2, stop_in_a_send, tmp_path, way, meanwhile=meanwhile, limit=60.0):
-        assert re.search("rank 1 does not answer", str(outcome.said)), outcome
-        assert outcome.exitcode == 0  # its end waits for no thread either
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_was_stopped_is_told_when_it_goes_on(tmp_path: Path, way: str) -> None:
+    first, second = outcomes(2, stop_in, way, tmp_path, meanwhile=partial(let_go_on, tmp_path), limit=60.0)
+    assert "rank 1 does not answer" in str(first.said)
+    # What the other rank had sent in an agreement may have come before it closed.
+    came = way == "in_an_agreement" and second.said == "came through"
+    assert came or "rank 1 does not answer" in str(second.said), second
+    if "send" in way:
+        assert (first.exitcode, second.exitcode) == (0, 0)  # their end waits for no thread either
 
 
 @on_ranks(2, forked=True)
@@ -183,14 +158,6 @@ def test_a_send_that_fails_raises_what_gloo_says() -> None:
     else:
         wait_until(lambda: default_store().check(["sent"]))
         group.works.cut()
-
-
-def test_a_rank_that_was_stopped_in_an_agreement_does_not_hang_when_it_goes_on(tmp_path: Path) -> None:
-    meanwhile = partial(let_go_on, tmp_path)
-    first, second = outcomes(2, stop_in_an_agreement, tmp_path, meanwhile=meanwhile, limit=60.0)
-    assert "rank 1 does not answer" in str(first.said)
-    # What the other rank had sent may have come before it closed.
-    assert second.said == "came through" or "rank 1 does not answer" in str(second.said), second
 
 
 class JustEnded:

@@ -46,8 +46,8 @@ def trained() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return model, optimizer
 
 
-@on_ranks(2)
-def test_each_collective_is_kept_with_its_phase_and_names_and_when_it_ended() -> None:
+def record_works() -> list[tuple[str, int]]:
+    """Check what is kept of a run, and return what is numbered in it."""
     began = time.monotonic()
     _kept = trained()
     works = ring()
@@ -60,55 +60,45 @@ def test_each_collective_is_kept_with_its_phase_and_names_and_when_it_ended() ->
         assert began <= record.started <= record.ended <= time.monotonic()
         assert record.waiting_since is None
         assert record.failure is None
-
-
-def number_works() -> list[tuple[str, int]]:
-    _kept = trained()
-    works = RankGroup.of(None).works
-    assert not works.log.waits
+    group = RankGroup.of(None).works
+    assert not group.log.waits
+    activity = group.log.activity
+    assert not activity.open
+    assert activity.last is not None
+    assert (activity.last.name, activity.last.is_over) == ("consolidate_state_dict()", True)
+    calls = ["clip_grad_norm_()", "step()", "consolidate_state_dict()", "forward pass", "backward pass"]
+    built = ["ZeroRedundancyOptimizer()", "DistributedDataParallel()"]
+    assert activity.counts == dict.fromkeys(calls + built, 1)
     # The state is sent from rank to rank, so what is numbered behind it differs.
-    return [(each.text, each.number) for each in works.log.ring if each.group is works][:12]
+    return [(each.text, each.number) for each in group.log.ring if each.group is group][:12]
 
 
-def test_the_works_of_a_group_are_numbered_alike_on_every_rank(ranks2: Ranks) -> None:
-    first, second = ranks2.run(number_works)
+def test_collectives_calls_and_passes_are_kept_and_works_numbered_alike_on_every_rank(ranks2: Ranks) -> None:
+    first, second = ranks2.run(record_works)
     assert first == second
     assert [number for _, number in first[:3]] == [1, 2, 3]
 
 
 @on_ranks(2)
-def test_the_ring_keeps_the_last_works_alone() -> None:
+def test_the_ring_keeps_the_last_works_alone_and_no_tensor() -> None:
     group = RankGroup.of(None)
+    tensor = torch.full((4,), float(dist.get_rank()))
+    seen = weakref.ref(tensor)
+    (work,) = group.broadcast_rows([(1, tensor)], "a tensor")
+    assert isinstance(work, Work)
+    assert isinstance(work.wait(timeout=100.0), bool)
+    assert (work.record.ended is not None, work.record.failure, work.record.timeout) == (True, None, 100.0)
+    assert torch.equal(tensor, torch.ones(4))
+    del tensor, work
+    gc.collect()
+    assert seen() is None
+    assert ring()[-1].text == "an agreement of a tensor"
     for _ in range(KEPT):
         group.begin_work()
     before = ring()
     group.all_gather_fixed(b"x")
     assert len(before) == len(ring()) == KEPT
     assert ring()[:-1] == before[1:]
-
-
-@on_ranks(2)
-def test_the_ring_keeps_no_tensor() -> None:
-    group = RankGroup.of(None)
-    tensor = torch.zeros(4)
-    seen = weakref.ref(tensor)
-    for work in group.broadcast_rows([(0, tensor)], "a tensor"):
-        work.wait()
-    del tensor, work
-    gc.collect()
-    assert seen() is None
-    assert ring()[-1].text == "an agreement of a tensor"
-
-
-@on_ranks(2)
-def test_the_record_of_a_work_tells_whether_it_is_over_and_how_long_a_wait_may_take() -> None:
-    group, tensor = RankGroup.of(None), torch.full((4,), float(dist.get_rank()))
-    (work,) = group.broadcast_rows([(1, tensor)])
-    assert isinstance(work.wait(timeout=100.0), bool)  # type: ignore[call-arg]
-    assert work.record.ended is not None  # type: ignore[attr-defined]
-    assert work.record.failure is None  # type: ignore[attr-defined]
-    assert work.record.timeout == 100.0  # type: ignore[attr-defined]
-    assert torch.equal(tensor, torch.ones(4))
 
 
 @on_ranks(2)
@@ -262,18 +252,6 @@ def test_a_profiler_sees_the_works_by_name() -> None:
     assert {"zero_optim.reduce bucket 0", "zero_optim.reduce bucket 0 wait"} <= names
 
 
-@on_ranks(2)
-def test_calls_and_passes_are_counted() -> None:
-    _kept = trained()
-    activity = RankGroup.of(None).works.log.activity
-    assert not activity.open
-    assert activity.last is not None
-    assert (activity.last.name, activity.last.is_over) == ("consolidate_state_dict()", True)
-    calls = ["clip_grad_norm_()", "step()", "consolidate_state_dict()", "forward pass", "backward pass"]
-    built = ["ZeroRedundancyOptimizer()", "DistributedDataParallel()"]
-    assert activity.counts == dict.fromkeys(calls + built, 1)
-
-
 # ---------------------------------------------------------------------- verdicts
 
 
@@ -281,78 +259,86 @@ def status(*waits: str, inside: tuple[str, int] | None = None, last: str = "", *
     return Status(waits, () if inside is None else (inside,), counts, last)
 
 
-def test_a_verdict_names_who_is_missing_and_what_the_others_wait_for() -> None:
-    waiting = status("the gather of bucket 3 (a.weight, …)", inside=("step()", 8))
-    away = Status((), (), {"step()": 7}, "backward pass 812 ended 34 s ago")
-    told = judge({0: waiting, 1: away, 2: waiting, 3: waiting}, 0, 60.0)
-    assert told.missing == (1,)
-    assert told.message.startswith(
-        "stalled for 60 s: rank 1 has not called step() (last seen: backward pass 812 ended 34 s ago); "
-        "ranks 0, 2, 3 wait in the gather of bucket 3 (a.weight, …). "
-    )
-
-
-def test_a_verdict_tells_in_what_a_rank_is_where_the_others_are_in_nothing() -> None:
-    told = judge({0: status("an agreement"), 1: status(inside=("step()", 8), **{"step()": 8})}, 0, 1.0)
-    assert "rank 1 is in step() and waits for nothing" in told.message
-    told = judge({0: status("an agreement"), 1: status(**{"step()": 8})}, 0, 1.0)
-    assert "rank 1 waits for nothing" in told.message
+STEPPED = {"step()": 8}
+IN_STEP = status("an agreement", inside=("step()", 8))
+AGREES = status("an agreement")
+WAITS = status("the gather of bucket 3 (a.weight, …)", inside=("step()", 8))
+AWAY = Status((), (), {"step()": 7}, "backward pass 812 ended 34 s ago")
+STEPPING = status("the gather of bucket 0 (a)", **{"step()": 3, "backward pass": 3})
+BEHIND = status("the reduction of bucket 0 (a)", **{"step()": 2, "backward pass": 4})
+BUSY = Status(
+    ("the reduction of bucket 0 (a)",),
+    (("backward pass", 3), (OVERLAPPED_STEP, 9)),
+    {"backward pass": 3, OVERLAPPED_STEP: 9},
+)
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("seen", "missing", "said"),
     [
-        (Presence.ENDED, "rank 1 has ended"),
-        (Presence.LEFT, "rank 1 has let go of its optimizers, or has exited"),
-        (Presence.SILENT, "rank 1 does not answer: its process is stopped"),
-        (Presence.ABSENT, "rank 1 has built no optimizer"),
-        (Presence.UNKNOWN, "rank 1 could not be asked"),
-        (status(inside=("step()", 8), **{"step()": 8}), "rank 1 is in step() and waits for nothing"),
-        (status(**{"step()": 8}), "rank 1 has left step()"),
+        ((IN_STEP, Presence.ENDED), (1,), "rank 1 has ended"),
+        ((IN_STEP, Presence.LEFT), (1,), "rank 1 has let go of its optimizers, or has exited"),
+        ((IN_STEP, Presence.SILENT), (1,), "rank 1 does not answer: its process is stopped"),
+        ((IN_STEP, Presence.ABSENT), (1,), "rank 1 has built no optimizer"),
+        ((IN_STEP, Presence.UNKNOWN), (1,), "rank 1 could not be asked"),
+        (
+            (IN_STEP, status(inside=("step()", 8), **STEPPED)),
+            (1,),
+            "rank 1 is in step() and waits for nothing",
+        ),
+        ((IN_STEP, status(**STEPPED)), (1,), "rank 1 has left step()"),
+        (
+            (AGREES, status(inside=("step()", 8), **STEPPED)),
+            (1,),
+            "rank 1 is in step() and waits for nothing",
+        ),
+        ((AGREES, status(**STEPPED)), (1,), "rank 1 waits for nothing"),
+        (
+            (WAITS, AWAY, WAITS, WAITS),
+            (1,),
+            (
+                "stalled for 1 s: rank 1 has not called step() (last seen: backward pass 812 ended "
+                "34 s ago); "
+                "ranks 0, 2, 3 wait in the gather of bucket 3 (a.weight, …). "
+            ),
+        ),
+        (
+            (AGREES, Presence.ENDED, status(), Presence.SILENT),  # nobody else is blamed
+            (1,),
+            "stalled for 1 s: rank 1 has ended: nothing listens at its address any more; rank 0 waits",
+        ),
+        (
+            (AGREES, status("the gather of bucket 0 (a)")),
+            (),
+            "not for the same; rank 0 waits in an agreement; rank 1 waits in the gather of bucket 0",
+        ),
+        ((AGREES, AGREES), (), "every rank waits, all for the same; ranks 0, 1 wait in an agreement"),
+        (
+            (STEPPING, STEPPING, BEHIND),
+            (),
+            (
+                "; times of backward pass: 3 on ranks 0, 1 and 4 on rank 2; "
+                "times of step(): 3 on ranks 0, 1 and 2 on rank 2. "
+            ),
+        ),
+        # One of its threads waits for another one, which steps.
+        (
+            (status("an agreement", inside=("backward pass", 3)), BUSY),
+            (1,),
+            "rank 1 is in an overlapped step and waits for nothing",
+        ),
     ],
 )
-def test_a_verdict_tells_what_is_known_of_a_rank(what: Any, said: str) -> None:
-    told = judge({0: status("an agreement", inside=("step()", 8)), 1: what}, 0, 1.0)
+def test_a_verdict_tells_who_is_missing_and_what_the_others_wait_for(
+    seen: tuple[Any, ...], missing: tuple[int, ...], said: str
+) -> None:
+    told = judge(dict(enumerate(seen)), 0, 1.0)
     assert said in told.message
-    assert told.missing == (1,)
+    assert told.missing == missing
 
 
-def test_where_a_rank_has_ended_nobody_else_is_blamed() -> None:
-    told = judge({0: status("an agreement"), 1: Presence.ENDED, 2: status(), 3: Presence.SILENT}, 0, None)
-    assert told.missing == (1,)
-    assert told.message.startswith(
-        "stalled: rank 1 has ended: nothing listens at its address any more; rank 0 waits"
-    )
-
-
-def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
-    told = judge({0: status("an agreement"), 1: status("the gather of bucket 0 (a)")}, 0, 1.0)
-    assert told.missing == ()
-    assert (
-        "not for the same; rank 0 waits in an agreement; rank 1 waits in the gather of bucket 0"
-        in told.message
-    )
-
-
-def test_ranks_that_all_wait_for_the_same_are_not_said_to_wait_for_different_things() -> None:
-    told = judge({rank: status("an agreement") for rank in range(2)}, 0, 1.0)
-    assert "every rank waits, all for the same; ranks 0, 1 wait in an agreement" in told.message
-
-
-def test_of_ranks_that_wait_for_different_things_it_is_told_who_made_a_call_more_often() -> None:
-    stepping = status("the gather of bucket 0 (a)", **{"step()": 3, "backward pass": 3})
-    behind = status("the reduction of bucket 0 (a)", **{"step()": 2, "backward pass": 4})
-    told = judge({0: stepping, 1: stepping, 2: behind}, 0, 1.0)
-    passes, steps = "3 on ranks 0, 1 and 4 on rank 2", "3 on ranks 0, 1 and 2 on rank 2"
-    assert f"; times of backward pass: {passes}; times of step(): {steps}. " in told.message
-
-
-def test_a_rank_whose_thread_steps_is_missing_though_another_of_its_threads_waits() -> None:
-    inside = ("backward pass", 3), (OVERLAPPED_STEP, 9)
-    busy = Status(("the reduction of bucket 0 (a)",), inside, {"backward pass": 3, OVERLAPPED_STEP: 9})
-    told = judge({0: status("an agreement", inside=("backward pass", 3)), 1: busy}, 0, 1.0)
-    assert told.missing == (1,)
-    assert "rank 1 is in an overlapped step and waits for nothing" in told.message
+def test_a_wait_that_failed_early_is_told_without_seconds() -> None:
+    assert judge({0: AGREES, 1: Presence.ENDED}, 0, None).message.startswith("stalled: rank 1 has ended")
 
 
 def test_what_a_process_says_of_itself_survives_the_way_through_json() -> None:

@@ -41,14 +41,7 @@ _WHEN = "when the trouble began"  # in the store
 
 @dataclass
 class Trouble:
-    """What befalls this rank; the others have none.
-
-    Attributes:
-        failure: a column of the matrix, without the rank; "none" on the other ranks.
-        point: where it happens, once; empty for nowhere.
-        rank: of the one that has it.
-        notes: a store that outlives every rank.
-    """
+    """What befalls this rank; the others have none."""
 
     failure: str = "none"
     point: str = ""
@@ -117,20 +110,7 @@ class Gate(nn.Module):
 
 @dataclass
 class Scene:
-    """A rank of a run: what it has built, and where it is.
-
-    Attributes:
-        folder: of its checkpoints.
-        kind: of the wrapper: "averaged", "sharded", "overlapped", or fully sharded: "units", "offloaded", and
-            "mesh", of two replicas.
-        timeout: of each wait, in seconds.
-        width: of the model that is built next.
-        times: how often the next iteration calls ``step()``.
-        steps: passes that were begun.
-        built: model, wrapper and optimizer.
-        loaded: a state dict.
-        mesh: of two replicas, if there are some. It is made once, by PyTorch, where no timeout of ours holds.
-    """
+    """A rank of a run: what it has built, and where it is."""
 
     folder: Path
     kind: str
@@ -262,19 +242,7 @@ def make_model(width: int = WIDTH) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Phase:
-    """Where the trouble is: a row of the matrix.
-
-    Attributes:
-        call: what one rank leaves out, or makes twice.
-        point: where in it that rank has trouble: "forward", "backward" or "step" of the user's code, or the
-            name of a function of the library.
-        kind: of the wrapper.
-        before: what every rank does before.
-        reshape: makes something have another shape, before the call.
-        after: what every rank does after it, and so also who left out the call.
-        raises_alone: an error there is the rank's own, of which the others hear when it has ended.
-        repeats_step: it is not the call that is left out or made twice, but ``step()`` in it.
-    """
+    """Where the trouble is: a row of the matrix."""
 
     call: Callable[[Scene], object]
     point: str
@@ -371,16 +339,7 @@ PHASES = {
 
 
 def play(failure: str, bad: int, phase_name: str, folder: Path, notes: dist.Store, timeout: float) -> None:
-    """What each rank does: train, save, come to the phase; then one has its trouble.
-
-    Args:
-        failure: what befalls that rank.
-        bad: the rank.
-        phase_name: a row of the matrix.
-        folder: where checkpoints are written.
-        notes: a store that outlives every rank.
-        timeout: of each wait, in seconds.
-    """
+    """What each rank does: train, save, come to the phase; then one has its trouble."""
     phase = PHASES[phase_name]
     is_bad = dist.get_rank() == bad
     TROUBLE.rank, TROUBLE.notes = bad, notes

@@ -83,7 +83,7 @@ ONE_OR_TWO_RANKS: dict[str, Run] = {
     "parameters: LoRA, base on every rank": (parameters.trains_adapters, False),
     "parameters: optimizer built later": (
         made.test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before,
-        False,
+        True,
     ),
     "parameters: odd ones": (made.test_parameters_of_any_form_become_units, False),
     "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),

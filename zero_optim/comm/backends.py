@@ -16,7 +16,7 @@ Note [Devices of a group]
 """
 
 import re
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -25,11 +25,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_optim.compat import private
+from zero_optim.compat.engine import backends_behind
 from zero_optim.compat.streams import current_device, is_asynchronous
 
 T = TypeVar("T")
 
 ON_HOST = "gloo"  # the backend that every PyTorch has, for CPU tensors
+# In what a backend raises where a rank does not come, and where it is gone.
+_LATE = ("imed out",)
+_CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe", "o route to host", "nreachable")
 _PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
 # Such as "[…/gloo/transport/tcp/pair.cc:534]"; or what a wait raises after another one took too long.
 _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused pair closure")
@@ -214,3 +218,22 @@ def raised_by_backend(error: BaseException) -> bool:
     gloo raises plain `RuntimeError`, recognized by its text; others raise classes of `dist`.
     """
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None
+
+
+def tells_of_late_rank(error: BaseException) -> bool:
+    """Return whether a backend's error says that a rank did not come."""
+    return any(word in str(error) for word in _LATE)
+
+
+def tells_of_closed_connection(error: BaseException) -> bool:
+    """Return whether a backend's error says that a rank is gone, or the way to it."""
+    return any(word in str(error) for word in _CLOSED)
+
+
+def aborts_of(group: dist.ProcessGroup) -> list[Callable[[], None]]:
+    """Return the calls that abort a group's pending work, by backend; gloo has none.
+
+    Waiting streams and CPUs go on, with wrong values; the group is unusable afterwards.
+    """
+    gloo: Any = getattr(dist, "ProcessGroupGloo", ())  # PyTorch may be built without it
+    return [backend.abort for backend in backends_behind(group) if not isinstance(backend, gloo)]

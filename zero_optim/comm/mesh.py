@@ -57,7 +57,8 @@ class RankMesh:
         splits = list(owners.works.ranks) == ranks
         inner = _part(mesh, 1, owners) if splits else owners
         everyone = owners if splits else _everyone(ranks, inner, across)
-        found = cls(everyone, inner, across, splits, _places(table, ranks))
+        places = {rank: (row, number) for row, line in enumerate(table) for number, rank in enumerate(line)}
+        found = cls(everyone, inner, across, splits, tuple(places[rank] for rank in ranks))
         for part in (inner, across):
             part.works.log.wholes[part.works.ranks] = found.everyone.works.ranks
         return found
@@ -77,11 +78,6 @@ def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
     return replace(RankGroup.of(mesh.get_group(dimension), owners.data_devices), phase=owners.phase)
 
 
-def _places(table: _Table, ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    found = {rank: (replica, number) for replica, row in enumerate(table) for number, rank in enumerate(row)}
-    return tuple(found[rank] for rank in ranks)
-
-
 def _table(mesh: object, owners: RankGroup, *, may_split: bool) -> _Table:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected mesh to be a torch DeviceMesh, got {type(mesh).__name__}")
@@ -91,7 +87,7 @@ def _table(mesh: object, owners: RankGroup, *, may_split: bool) -> _Table:
             "two of a larger one, such as mesh['replicate', 'shard']"
         )
     table: _Table = mesh.mesh.tolist()
-    if not all(_rises(line) for line in (*table, *zip(*table, strict=True))):
+    if any(low >= high for line in (*table, *zip(*table, strict=True)) for low, high in pairwise(line)):
         raise ValueError(f"expected ranks that rise along rows and columns of the mesh, got {table}")
     ranks = list(owners.works.ranks)
     is_all = ranks == sorted(rank for row in table for rank in row)
@@ -109,17 +105,11 @@ def _table(mesh: object, owners: RankGroup, *, may_split: bool) -> _Table:
     return table
 
 
-def _rises(line: Sequence[int]) -> bool:
-    return all(low < high for low, high in pairwise(line))
-
-
 def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGroup:
     world = RankGroup.of(None, inner.data_devices).within(inner.phase.timeout)
     for known in (world, across):
-        if (
-            list(known.works.ranks) == ranks
-            and {device.type for device in inner.data_devices} <= known.backends.keys()
-        ):
+        serves = {device.type for device in inner.data_devices} <= known.backends.keys()
+        if serves and list(known.works.ranks) == ranks:
             return known
     return made_over(ranks, inner, across)
 

@@ -29,11 +29,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zero_optim.comm.backends import aborts_of
 from zero_optim.comm.records import Activity, Record, Verdict
 from zero_optim.comm.threads import start_thread
 from zero_optim.comm.traffic import Phase, Waitable
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
-from zero_optim.compat.engine import aborts_of
 from zero_optim.compat.streams import Event, is_capturing, recorded_event, wait_for_event
 
 KEPT = 512  # records in the ring

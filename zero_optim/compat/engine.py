@@ -134,7 +134,7 @@ def has_saved_tensors_hooks() -> bool:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's collectives; None if unknown."""
-    for backend in _backends(group):
+    for backend in backends_behind(group):
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
@@ -181,7 +181,7 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
     if (group.size(), group.group_name) != (len(ranks), name):
         size = f"{group.size()} ranks, not {name} of {len(ranks)}"
         raise _changed(f"a group named {group.group_name} of {size}")
-    for made in _backends(group):  # Note [No split communicators]
+    for made in backends_behind(group):  # Note [No split communicators]
         options: Any = getattr(made, "options", None)
         if getattr(options, "split_from", None) is not None:
             options.split_from = None
@@ -199,16 +199,7 @@ def _changed(what: str) -> RuntimeError:
     )
 
 
-def aborts_of(group: dist.ProcessGroup) -> list[Callable[[], None]]:
-    """Return the calls that abort a group's pending work, by backend; gloo has none.
-
-    Waiting streams and CPUs go on, with wrong values; the group is unusable afterwards.
-    """
-    gloo: Any = getattr(dist, "ProcessGroupGloo", ())  # PyTorch may be built without it
-    return [backend.abort for backend in _backends(group) if not isinstance(backend, gloo)]
-
-
-def _backends(group: dist.ProcessGroup) -> list[Any]:
+def backends_behind(group: dist.ProcessGroup) -> list[Any]:
     """Return a group's backends without the wrappers of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     backends = [private.get_backend(group, device) for device in private.device_types(group)]
     return [getattr(backend, "wrapped_pg", backend) for backend in backends]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_optim.comm.frames import differences, ranks_text
-from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Mark, Record, Verdict
+from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Record, Verdict
 from zero_optim.health.peers import Presence
 
 _ADVICE = (
@@ -36,19 +36,16 @@ class Status:
         """Build it from the records of this process."""
         now = time.monotonic()
         listed = sorted(waits, key=lambda record: -record.waited(now))
+        last = activity.last
+        seen = "" if last is None else f"{last.name} {last.count} {'ended' if last.is_over else 'began'}"
         return cls(
             tuple(record.text for record in listed),
             tuple((mark.name, mark.count) for mark in list(activity.open.values())),
             dict(activity.counts),
-            "" if activity.last is None else _mark_text(activity.last, now),
+            seen if last is None else f"{seen} {now - last.time:.0f} s ago",
             None if verdict is None else (verdict.message, verdict.missing),
             is_deciding,
         )
-
-
-def _mark_text(mark: Mark, now: float) -> str:
-    how = "ended" if mark.is_over else "began"
-    return f"{mark.name} {mark.count} {how} {now - mark.time:.0f} s ago"
 
 
 Seen = Mapping[int, Status | Presence]  # by group rank
@@ -92,7 +89,7 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
     for work, ranks in waiting.items():
         told.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
     if not ended and (len(waiting) > 1 or not missing):
-        told += _differences(seen)
+        told += differences({rank: what.counts for rank, what in seen.items() if isinstance(what, Status)})
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
     return Verdict(f"{why}: {'; '.join(told)}. {_ADVICE}", tuple(missing))
 
@@ -114,10 +111,6 @@ def _irregular(seen: Seen) -> list[str]:
         else:
             return []
     return told if regular else []
-
-
-def _differences(seen: Seen) -> list[str]:
-    return differences({rank: what.counts for rank, what in seen.items() if isinstance(what, Status)})
 
 
 def _steps_beside(status: Status) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
+from zero_optim.comm.backends import tells_of_closed_connection, tells_of_late_rank
 from zero_optim.comm.records import Record, Verdict
 from zero_optim.comm.threads import start_thread
 from zero_optim.comm.works import GroupWorks, WorkLog
@@ -29,9 +30,6 @@ EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try
 
 _LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
-# In what gloo raises where a rank does not come, and where it is gone.
-_LATE = ("imed out",)
-_CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe", "o route to host", "nreachable")
 # What a rank may be whose process runs. It is asked again for a while.
 _MUTE = (Presence.SILENT, Presence.CUT_OFF, Presence.UNKNOWN)
 
@@ -114,7 +112,8 @@ class Verdicts:
             if seen is None:
                 seen = self._ask_all(works, self._status(works.whole, record), {})
             found = _verdict_in(seen)
-            if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
+            lower = (what for rank, what in seen.items() if rank < me)
+            if found is None and any(isinstance(what, Status) and what.is_deciding for what in lower):
                 found = _verdict_within(works, 2 * ANSWER_LIMIT)
             if found is None:
                 found, tells = self._kept(works, _judged(works, seen, me, seconds), seen), True
@@ -168,7 +167,7 @@ class Verdicts:
         """Build what a wait raises, see `WorkLog.explain`. May take seconds, and ask all ranks."""
         works = record.group
         began = time.monotonic()
-        is_late, is_closed = (any(word in str(error) for word in words) for words in (_LATE, _CLOSED))
+        is_late, is_closed = tells_of_late_rank(error), tells_of_closed_connection(error)
         while works.verdict is None and self._directory.is_current():
             if works.whole in self._deciding:
                 _verdict_within(works, 0.1)
@@ -216,10 +215,6 @@ def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
 def _verdict_in(seen: Seen) -> Verdict | None:
     told = (what.verdict for what in seen.values() if isinstance(what, Status))
     return next((Verdict(each[0], tuple(each[1])) for each in told if each is not None), None)
-
-
-def _is_deciding(what: Status | Presence) -> bool:
-    return isinstance(what, Status) and what.is_deciding
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread:

@@ -33,7 +33,7 @@ def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a
     """Convert an option to a plain value without waiting; ``depth`` counts nested containers."""
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, bool | float):  # most of them: the next test is slow
+    if type(value) is float or type(value) is bool:  # most of them: the next test is slow
         return float(value) + 0.0
     if isinstance(value, numbers.Real):
         try:
