@@ -83,7 +83,7 @@ def _wrong_optimizer(reader: CheckpointReader, objects: Objects) -> list[str]:
         fix = "give the model as well, or build the optimizer from model.named_parameters()"
         return [f"the checkpoint knows parameters by name, and this optimizer knows no names: {fix}"]
     wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
-    shaped = objects.optimizer.core.shaped_entries()
+    shaped = objects.optimizer.core.shaped_entries(names.param.values())
     for name, param in names.param.items():
         shape = tuple(about["params"].get(name, [None, param.shape])[1])
         if shape != tuple(param.shape):
@@ -229,7 +229,7 @@ def _rows_of_state(
 def _check_shapes(
     optimizer: ZeroRedundancyOptimizer, names: Mapping[Tensor, str], state: Mapping[Tensor, Any], rank: int
 ) -> None:
-    cuts, shaped = optimizer.core.cut_states(), optimizer.core.shaped_entries()
+    cuts, shaped = optimizer.core.cut_states(), optimizer.core.shaped_entries(names)
     for param, name in names.items():
         cut = cuts.get(param)
         shape = tuple(param.shape) if cut is None else cut.shape_of(cut.piece_of(rank))

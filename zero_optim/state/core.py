@@ -185,11 +185,11 @@ class Core:
         storages = [tensor.untyped_storage() for tensor in inner_tensors(self.state)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def shaped_entries(self) -> dict[Tensor, frozenset[str]]:
-        """Name for each parameter the state entries that must have its shape."""
-        local, numbered = self.owned.local, enumerate(self.groups)
-        asked = [(param, local.of_group(number)) for number, group in numbered for param in group["params"]]
-        return {param: built.shaped_entries(param.dim()) | {MASTER, EMA} for param, built in asked}
+    def shaped_entries(self, params: Iterable[Tensor]) -> dict[Tensor, frozenset[str]]:
+        """Name for parameters the state entries that must have their shape; may try a class, in some ms."""
+        asked, local, numbered = set(params), self.owned.local, enumerate(self.groups)
+        every = [(param, local.of_group(number)) for number, group in numbered for param in group["params"]]
+        return {p: built.shaped_entries(p.dim()) | {MASTER, EMA} for p, built in every if p in asked}
 
     def piece_list(self) -> list[Pieces]:
         """List for each parameter, in order, which ranks own which rows."""
@@ -199,19 +199,20 @@ class Core:
         self, held: Sequence[Pieces], wanted: Sequence[Pieces], hosts: Sequence[int] | None = None
     ) -> RowMap:
         """Make the map of a move, see there; without ``hosts`` each holder is a rank of the group."""
-        shapes, shaped = [tuple(param.shape) for param in self.params], self.shaped_entries()
+        shapes = [tuple(param.shape) for param in self.params]
         cut = {
-            index: shaped[param]
+            param: index
             for index, (param, *ends) in enumerate(zip(self.params, held, wanted, strict=True))
             if not all(is_whole(piece, param.shape) for pieces in ends for piece in pieces)
         }
-        return RowMap(shapes, cut, held, wanted, range(self.ranks.size) if hosts is None else hosts)
+        shaped = {cut[param]: names for param, names in self.shaped_entries(cut).items()}
+        return RowMap(shapes, shaped, held, wanted, range(self.ranks.size) if hosts is None else hosts)
 
     def cut_states(self) -> dict[Tensor, CutState]:
         """List for each cut parameter how its state lies on its owners."""
-        pieces, shaped = self.sharding.pieces, self.shaped_entries()
-        cut = (param for param in self.params if len(pieces[param]) > 1)
-        return {param: CutState(tuple(param.shape), pieces[param], shaped[param]) for param in cut}
+        pieces = self.sharding.pieces
+        shaped = self.shaped_entries(param for param in self.params if len(pieces[param]) > 1)
+        return {param: CutState(tuple(param.shape), pieces[param], names) for param, names in shaped.items()}
 
     def take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         """Go on with other state of what this rank owns, and options; all ranks call, and fail together."""
@@ -272,7 +273,7 @@ class Core:
             return 0
         self.follow_state()
         leaves, params, held, total = self.owned.leaves, self.params, self.held(), 0
-        shaped = [names - {MASTER, EMA} for names in self.shaped_entries().values()]
+        shaped = [names - {MASTER, EMA} for names in self.shaped_entries(params).values()]
         for index, rows in held.values.items():
             entries = held.state.get(index, {})
             total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))

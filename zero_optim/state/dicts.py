@@ -170,7 +170,7 @@ def check_fits(core: Core, state_dict: Mapping[str, Any]) -> None:
         raise StateMismatchError(
             f"the state dict has groups of {saved} parameters, this optimizer has {present}"
         )
-    wrong, shaped = [], core.shaped_entries()
+    wrong, shaped = [], core.shaped_entries(core.params)
     for name, param, key in zip(param_names(core.groups), core.params, _saved_keys(state_dict), strict=True):
         entry = state_dict["state"].get(key, {})
         if not isinstance(entry, dict):
