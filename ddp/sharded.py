@@ -38,13 +38,13 @@ class ShardedDataParallel(DistributedDataParallel):
         model = ShardedDataParallel(module, optimizer)
 
     The loop stays as it is, but for ``optimizer.clip_grad_norm_()`` in the place of PyTorch's function. After
-    a backward pass the owner of a parameter has the averaged gradient in ``param.grad``. On other ranks a
-    `PartialGradient` stands there, without memory; what reads it raises. A parameter that no rank used has
-    None on every rank.
+    a backward pass the owner of a parameter has the averaged gradient in ``param.grad``, other ranks a
+    `PartialGradient` without memory, which raises if it is read. A parameter that no rank used has None on
+    every rank.
 
     A gradient is multiplied by one over the number of ranks, then the ranks' gradients are added up in the
-    order of ranks: bf16 and fp16 in float32, and the sum is rounded once. On two ranks that gives, bit for
-    bit, what ``DistributedDataParallel`` gives. With a mesh, the sum of a replica is rounded too.
+    order of ranks: bf16 and fp16 in float32, and the sum is rounded once. On two ranks these are the bits of
+    ``DistributedDataParallel``. With a mesh, the sum of a replica is rounded too.
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
     rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient; on an accelerator, or
@@ -65,15 +65,15 @@ class ShardedDataParallel(DistributedDataParallel):
         optimizer: steps them.
         accumulate: what several backward passes before a step do. "owner": each is reduced, and the owners
             add up. That sends each time, and needs little more memory on an accelerator (on the CPU that of
-            its own gradients once more); ``no_sync()`` is refused. "local": passes
-            under ``no_sync()`` add up whole gradients on each rank, and the next one outside of it reduces
-            the sums. The bits differ: "owner" adds over ranks first, "local" over passes first.
+            its own gradients once more); ``no_sync()`` is refused. "local": passes under ``no_sync()`` add
+            up whole gradients on each rank, and the next one outside of it reduces the sums. The bits differ:
+            "owner" adds over ranks first, "local" over passes first.
         process_group: that of the optimizer; need not be given.
         mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
             shard everything. The optimizer is built over one row of it, ``process_group=mesh.get_group(1)``.
-            All ranks of the mesh construct, and train together. Gradients are averaged over all ranks, and
-            parameters and state are equal in all replicas. What goes across replicas is a row: the gradients'
-            bytes divided by the ranks of a replica, times 2 (R-1)/R for R replicas.
+            All ranks of the mesh construct, and train together. Gradients are averaged over all ranks.
+            Across replicas goes a row: the gradients' bytes divided by the ranks of a replica, times
+            2 (R-1)/R for R replicas.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
             ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and
             ``on_stall``, as in `DistributedDataParallel`.
@@ -119,7 +119,7 @@ class ShardedDataParallel(DistributedDataParallel):
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
 
     def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:
-        """Give all ranks that train the model: those of the optimizer, or of the mesh."""
+        """Return all ranks that train the model: those of the optimizer, or of the mesh."""
         return optimizer.ranks if self._mesh is None else self._mesh.everyone
 
     def _make_reducer(
@@ -130,14 +130,7 @@ class ShardedDataParallel(DistributedDataParallel):
             optimizer.core.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.core.describe())
-        made = OwnerReducer(
-            pairs,
-            optimizer,
-            options,
-            sparse=sparse,
-            wanted=self._wanted(),
-            mesh=mesh,
-        )
+        made = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
         made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
         return made
 
@@ -153,10 +146,7 @@ class ShardedDataParallel(DistributedDataParallel):
         return (self._optimizer.core.sharding.cap_nbytes,)
 
     def detach(self) -> None:
-        """Let go of the process group, as in `DistributedDataParallel`; gradients are dropped.
-
-        Each rank holds a part of them, for owners that may be others in the next group.
-        """
+        """Drop the process group, as in `DistributedDataParallel`, and gradients: owners may change."""
         super().detach()
         for param in self._module_parameters:
             param.grad = None

@@ -21,6 +21,7 @@ from zero_optim.compat.streams import HostCopy, record_use, to_device
 from zero_optim.hooks.bucket import GradBucket, real_buffer
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import param_names
+from zero_optim.plan.layout import spans_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
@@ -44,14 +45,13 @@ class BucketOwnership:
         slots: list[list[int]] = [[] for _ in range(size)]
         start = 0
         for slot, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
-            in_row = param.numel() * (1 + param.is_complex()) // max(1, of_param[-1].stop)
-            for piece in of_param:
-                stop, mine = start + in_row * (piece.stop - piece.start), spans[piece.owner]
+            for owner, begin, end in spans_of(of_param, param.numel() * (1 + param.is_complex())):
+                stop, mine = start + end - begin, spans[owner]
                 if mine and mine[-1][1] == start:
                     mine[-1] = (mine[-1][0], stop)
                 else:
                     mine.append((start, stop))
-                slots[piece.owner].append(slot)
+                slots[owner].append(slot)
                 start = stop
         return cls(tuple(params), tuple(map(tuple, spans)), tuple(map(tuple, slots)))
 

@@ -88,6 +88,14 @@ class ByHand(Optimizer):
                 p.copy_(value)
 
 
+def summed(rows: list[Tensor]) -> Tensor:
+    """Add in order; 16 bits of more than two ranks in float32."""
+    dtype, first = rows[0].dtype, rows[0]
+    if len(rows) > 2 and dtype in (torch.bfloat16, torch.float16):
+        first = first.float()
+    return sum(rows[1:], first).to(dtype)
+
+
 class InRankOrder(nn.Module):
     """Averages gradients over ranks in the order of ranks, and over two replicas, as a mesh does.
 
@@ -121,7 +129,7 @@ class InRankOrder(nn.Module):
         everyone = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(size)]
         dist.all_gather(everyone, (grad * (1 / size)).contiguous())
         inner = size // self.replicas
-        sums = [sum(everyone[first + 1 : first + inner], everyone[first]) for first in range(0, size, inner)]
+        sums = [summed(everyone[first : first + inner]) for first in range(0, size, inner)]
         total = sum(sums[1:], sums[0])
         return torch.empty_like(grad).copy_(total)
 

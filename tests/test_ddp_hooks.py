@@ -22,7 +22,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp_pairs import SMALL_MB, Pair, assert_same, batch, mlp, mlp_loss
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel, GradBucket
 
 Setting = tuple[Callable[[], object], Callable[..., Any]]
@@ -218,25 +218,32 @@ def words_loss(net: nn.Module, number: int) -> Tensor:
     return loss
 
 
-def check_sparse() -> None:
-    kinds: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag)
-    for kind in kinds:
-        for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
-            for hook in (None, default_hooks.allreduce_hook):
-                pair = Pair.of(Words(kind), **options)
-                for model in pair if hook is not None else ():
-                    model.register_comm_hook(None, hook)  # type: ignore[arg-type]
-                for number in range(4):
-                    for model in pair:
-                        model.zero_grad()
-                    pair.backward(lambda model, n=number: words_loss(model, n), (kind, options, hook, number))  # type: ignore[misc]
-                found = pair.ours.module.table.weight.grad
-                assert found.is_sparse
-                assert 0 < found.coalesce().values().shape[0] <= 20
-                assert sum(bucket.is_sparse for bucket in pair.ours.reducer.own.assignment.buckets) == 1
+@pytest.mark.filterwarnings("ignore:Sparse")  # embeddings make sparse tensors, of which PyTorch warns
+@on_ranks(2)
+def test_sparse_gradients_equal_those_of_pytorchs_wrapper() -> None:
+    kinds: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
+        (nn.Embedding, None, {"find_unused_parameters": True}),
+        (nn.Embedding, default_hooks.allreduce_hook, {}),
+        (nn.EmbeddingBag, None, {}),
+        (nn.EmbeddingBag, default_hooks.allreduce_hook, {"gradient_as_bucket_view": True}),
+    )
+    for kind, hook, options in kinds:
+        pair = Pair.of(Words(kind), **options)
+        for model in pair if hook is not None else ():
+            model.register_comm_hook(None, hook)
+        for number in range(4):
+            for model in pair:
+                model.zero_grad()
+            pair.backward(lambda model, n=number: words_loss(model, n), (kind, options, hook, number))  # type: ignore[misc]
+        found = pair.ours.module.table.weight.grad
+        assert found.is_sparse
+        assert 0 < found.coalesce().values().shape[0] <= 20
+        assert sum(bucket.is_sparse for bucket in pair.ours.reducer.own.assignment.buckets) == 1
 
 
-def check_sparse_accumulated() -> None:
+@pytest.mark.filterwarnings("ignore:Sparse")
+@on_ranks(2)
+def test_sparse_gradients_add_up_under_no_sync() -> None:
     model = DistributedDataParallel(Words(nn.Embedding))
     clean = copy.deepcopy(model.module)
     with model.no_sync():
@@ -246,13 +253,6 @@ def check_sparse_accumulated() -> None:
     alone = clean.table.weight.grad.to_dense()
     dist.all_reduce(alone)
     assert_same(model.module.table.weight.grad.to_dense(), alone / 2, "accumulated", 1e-6)
-
-
-# Embeddings make sparse tensors, of which PyTorch warns.
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_gradients_equal_those_of_pytorchs_wrapper(ranks2: Ranks) -> None:
-    ranks2.run(check_sparse)
-    ranks2.run(check_sparse_accumulated)
 
 
 @on_ranks(2)

@@ -20,12 +20,9 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass
 
 
 class LaunchPlaces:
-    """Holds buckets back, and has them launched; see Note [Places of launches]. Does not communicate itself.
+    """Holds buckets back, and has them launched: Note [Places of launches]. No communication of its own.
 
-    Args:
-        units: by number.
-        unit_of: by bucket, the number of its unit.
-        running: gives the backward pass that is running; None for none.
+    ``unit_of``: by bucket, the number of its unit. ``running`` returns the running backward pass.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class LaunchPlaces:
         self._has_ended = False  # a backward pass, since the last forward pass
 
     def called(self, number: int, *, is_outermost: bool) -> None:
-        """Take note that a unit's call begins in a forward pass."""
+        """Note that a unit's call begins in a forward pass."""
         if is_outermost:
             self._trains = torch.is_grad_enabled()
             self._left = None  # no backward pass runs
@@ -56,19 +53,19 @@ class LaunchPlaces:
         self._first.setdefault(number, self._clock)
 
     def returned(self) -> int:
-        """Give the place of a call that has returned."""
+        """Return the place of a call that has returned."""
         self._clock += 1
         return self._clock
 
     def begin(self) -> bool:
-        """Take note that a backward pass begins, or has begun; tell whether to hold its buckets."""
+        """Note that a backward pass begins, or has begun; returns whether to hold its buckets."""
         if self._left is None:
             self._freed = frozenset(number for number in self._first if not self._units[number].is_whole)
             self._left = set(self._freed)
         return bool(self._left)
 
     def reached(self, number: int, place: int | None) -> None:
-        """Take note that a unit is whole in the backward pass, before the next one is fetched.
+        """Note that a unit is whole in the backward pass, before the next one is fetched.
 
         The place is that of its call, whose output was reached; None if something else needs the unit.
         """
@@ -82,7 +79,7 @@ class LaunchPlaces:
         return self._first.get(number, inf) if number else 0
 
     def gathered(self, number: int | None) -> None:
-        """Take note that the gather of a unit was started, or is not needed; None for no unit."""
+        """Note that the gather of a unit was started, or is not needed; None for no unit."""
         if self._left is not None and number in self._left:
             self._left.remove(number)
             current = self._running()
@@ -90,5 +87,5 @@ class LaunchPlaces:
                 current.release()
 
     def end(self) -> None:
-        """Take note that the backward pass is over."""
+        """Note that the backward pass is over."""
         self._left, self._has_ended = None, True

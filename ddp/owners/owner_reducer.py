@@ -84,7 +84,7 @@ class OwnerReducer(Reducer):
         self._inbox.announce(weakly(self._coming))
 
     def follow(self, came: Callable[[int], None]) -> None:
-        """Tell of each gradient, by its parameter's place, when it was taken; `came` is made by `weakly`."""
+        """Call `came`, made by `weakly`, with the place of each parameter whose gradient was taken."""
         self._inbox.follower = came
 
     def rebuild(self) -> bool:

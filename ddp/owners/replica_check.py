@@ -67,7 +67,7 @@ class ReplicaCheck:
             self._hear()
 
     def tell(self, error: BaseException) -> None:
-        """Tell other replicas what all ranks of this one raise of a step, once. Waits for nothing."""
+        """Send other replicas the error that all ranks of this one raise of a step, once. No wait."""
         if self._told_after != self._optimizer.num_steps:
             self._told_after = self._optimizer.num_steps
             self._told.append(self._begun(error))

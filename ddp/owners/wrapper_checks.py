@@ -38,17 +38,9 @@ REFUSED = {
 def check_arguments(
     wrapper: type, accumulate: object, options: Mapping[str, object], refused: Mapping[str, str]
 ) -> None:
-    """Refuse options that a wrapper does not take, and say why.
+    """Raise TypeError for an option that a wrapper does not take, ValueError for a wrong ``accumulate``.
 
-    Args:
-        wrapper: its keyword-only arguments are named among what is expected.
-        accumulate: as given to it.
-        options: the others, by name.
-        refused: what to do in the place of an option of PyTorch's.
-
-    Raises:
-        TypeError: an option is unknown, or has no meaning.
-        ValueError: ``accumulate`` is none.
+    ``refused`` says what to do in the place of an option of PyTorch's.
     """
     if accumulate not in ("owner", "local"):
         raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')

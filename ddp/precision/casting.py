@@ -31,9 +31,9 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collecti
 
 
 class Casting:
-    """Casts a model's floating-point parameters to a dtype, None for none, but for names that are ignored.
+    """Casts a model's floating-point parameters to a dtype, None for none, but for ignored names.
 
-    Parameters with sparse gradients are cast in a way of their own. Does not communicate.
+    ``sparse``: those with sparse gradients. Does not communicate.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class PrecisionPolicy:
         return cls.of(given, module)
 
     def describe(self) -> str:
-        """Describe it, so that ranks can compare it."""
+        """Describe it, for ranks to compare."""
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
     @property
@@ -162,7 +162,7 @@ class PrecisionPolicy:
         return param.is_floating_point() and self.params not in (None, param.dtype)
 
     def compute_dtypes(self, params: Iterable[Tensor]) -> dict[Tensor, torch.dtype]:
-        """List the parameters that get another dtype, with that."""
+        """Return the dtypes of the parameters that get another one."""
         return {param: self.params for param in params if self.params and self.narrows(param)}
 
     # ------------------------------------------------------------------ casts
@@ -188,23 +188,22 @@ class PrecisionPolicy:
 
 
 def sparse_names(model: nn.Module) -> set[str]:
-    """Name the parameters whose gradients are sparse, as PyTorch's DDP finds them."""
-    found: set[str] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            found.update(
-                f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False)
-            )
-    return found
+    """Return the names of the parameters whose gradients are sparse, as PyTorch's DDP finds them."""
+    return {
+        own
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for own, _ in module.named_parameters(name, recurse=False)
+    }
 
 
 def _refuse_left_out(module: nn.Module, classes: Iterable[type], params: torch.dtype | None) -> None:
-    found = [name for name, layer in module.named_modules() if isinstance(layer, tuple(classes))]
-    if found and params is not None:
+    left_out = [name for name, layer in module.named_modules() if isinstance(layer, tuple(classes))]
+    if left_out and params is not None:
         raise ValueError(
             "torch.distributed.fsdp.MixedPrecision leaves out modules of some classes, as "
-            f"{names_text(found)}, which is not possible here: give a zero_optim.ddp.PrecisionPolicy, which "
-            "leaves out none"
+            f"{names_text(left_out)}, which is not possible here: give a zero_optim.ddp.PrecisionPolicy, "
+            "which leaves out none"
         )
 
 

@@ -7,7 +7,7 @@ Note [Phases of a backward pass]
     ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -165,12 +165,13 @@ class BackwardPass:
         else:
             bucket.pending.append(slot)
 
-    def presume_unused(self, indices: Iterable[int]) -> None:
+    def presume_unused(self, indices: Sequence[int]) -> None:
         """Do not wait for some parameters' gradients; to be called before any has come."""
         for index in indices:
             self._expected[index] = 0  # whatever comes is unusual
             self._waiting[self._assignment.places[index][1]] -= 1
-        self._launch_full()
+        if indices:
+            self._launch_full()
 
     @property
     def _num_early(self) -> int:

@@ -98,7 +98,7 @@ class ReducerBucket:
     def adopt(self) -> None:
         """Make gradients that are there views of this bucket, if gradients become that."""
         for param, view in zip(self.params, self.views, strict=True) if self.as_views else ():
-            if param.grad is not None and not param.grad.is_sparse:
+            if type(param.grad) is Tensor and not param.grad.is_sparse:  # no partial one
                 param.grad = view.copy_(param.grad)
 
     # ------------------------------------------------------------------ gradients come

@@ -35,7 +35,7 @@ class History:
         self.carried = [False] * num_params
 
     def order(self) -> list[int]:
-        """Give all parameters in the order in which gradients come, those that had none last."""
+        """Return all parameters in the order in which gradients come, those that had none last."""
         return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
 
     def terms(self, options: ReducerOptions, divisor: float, can_carry_word: bool) -> PassTerms:

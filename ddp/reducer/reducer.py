@@ -103,7 +103,7 @@ class Reducer:
             learn_addresses(self.group)
 
     def reset(self) -> None:
-        """Begin anew: first buckets, nothing learnt. Must be called by all ranks, between iterations."""
+        """Begin anew: first buckets, nothing learnt. All ranks call, between iterations."""
         self._inbox.current = None
         self.history = History(len(self.params))
         self._upcoming = UpcomingPass(self._upcoming.wanted, self._upcoming.is_expected)
@@ -135,10 +135,8 @@ class Reducer:
         """The name of the comm hook; empty without one."""
         return self._slot.name
 
-    # ------------------------------------------------------------------ buckets
-
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
-        """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
+        """Average over other ranks from now on. All of these call, between iterations, and `reset`."""
         self._use(replace(RankGroup.of(process_group, self.params), phase=self.group.phase))
 
     def _use(self, group: RankGroup) -> None:
@@ -187,8 +185,6 @@ class Reducer:
         elif self._slot.members_changed:
             self._assign(None)
 
-    # ------------------------------------------------------------------ what users set
-
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the ranks' number.
 
@@ -204,22 +200,20 @@ class Reducer:
         self._upcoming.divisor = divisor
 
     def expect(self, is_expected: bool) -> None:
-        """Say whether backward passes are expected from now on, to be told to ``wanted``."""
+        """Set whether backward passes are expected from now on, an argument of ``wanted``."""
         self._upcoming.is_expected = is_expected
 
     def set_static_graph(self) -> None:
-        """Take every pass to be like the next one. All ranks call, before their first backward pass."""
+        """Expect every pass to be like the next one. All ranks call, before their first backward pass."""
         self.options = replace(self.options, static_graph=True)
 
     def wait_also(self, future: Future[object]) -> None:
-        """Wait for something else of the caller's when the next backward pass ends."""
+        """Wait for a future of the caller's when the next backward pass ends."""
         self._upcoming.futures.append(future)
 
     def close(self) -> None:
         """Take the hooks off the parameters; a second call does nothing."""
         remove(self._inbox.handles)
-
-    # ------------------------------------------------------------------ a backward pass
 
     def prepare(self, outputs: object = ()) -> None:
         """Look at a forward pass's output before it goes to the user. Optional in ordinary loops.
@@ -256,7 +250,7 @@ class Reducer:
             unread.pop(0).check()
 
     def _first_arrived(self, index: int) -> None:
-        """Take a gradient that came while no backward pass was under way; called by its parameter's hook."""
+        """Take a gradient that came while no backward pass ran; called by its parameter's hook."""
         if self._upcoming.is_reduced(was_prepared=False):
             self._begin().arrived(index)
         else:
@@ -278,9 +272,8 @@ class Reducer:
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
         unused = self._upcoming.pop_unused(self.history.learnt, self.params)
-        if unused:
-            with torch.no_grad():
-                current.presume_unused(unused)
+        with torch.no_grad():
+            current.presume_unused(unused)
         return current
 
     def _open(self) -> Launch:

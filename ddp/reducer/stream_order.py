@@ -33,7 +33,7 @@ class StreamOrder:
         return cls(device, num_buckets) if streams.is_asynchronous(device) else None
 
     def came(self, number: int) -> None:
-        """Take note that a gradient of a bucket has come on the current stream, before it is copied."""
+        """Note that a gradient of a bucket has come on the current stream, before it is copied."""
         stream = streams.current_stream(self._device)
         if stream != self._last[number]:
             self._change(number, stream)
