@@ -52,6 +52,7 @@ def train_until_it_fails(names: tuple[str, ...], interface: str, rank: int, resu
             for model, optimizer in zip(models, optimizers, strict=True):
                 model(torch.ones(2, 64)).sum().backward()
                 optimizer.step()
+                optimizer.zero_grad()
             if number == 2:
                 result.send("trains")
     except RuntimeError as error:

@@ -100,6 +100,7 @@ def backward_without_one(kind: str, *, is_killed: bool = False) -> str:
             os.kill(os.getpid(), signal.SIGKILL) if is_killed else stay_away()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     return "trained"
 
 

@@ -26,6 +26,8 @@ from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.run.progress import progress
 from zero_optim.state.core import Core
 from zero_optim.state.moving import Held, move, told_by
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
@@ -175,7 +177,8 @@ def check_fits(core: Core, state_dict: Mapping[str, Any]) -> None:
         entry = state_dict["state"].get(key, {})
         if not isinstance(entry, dict):
             continue
-        for entry_name in sorted(shaped[param] & entry.keys()):
+        must = shaped[param] if core.sharding.is_cut(param) else shaped[param] - {MASTER, EMA}
+        for entry_name in sorted(must & entry.keys()):
             got = entry[entry_name]
             if isinstance(got, Tensor) and got.shape != param.shape:
                 wrong.append(f"{name}: '{entry_name}' has shape {tuple(got.shape)}")

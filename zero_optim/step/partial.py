@@ -145,9 +145,9 @@ class PartialGradient(Tensor):
             f"{operator} of the gradient of {self._name} needs elements that this rank does not have: "
             f"gradients are sharded, and this one is {owned_by_text(self._pieces)}. To clip, all ranks call "
             "optimizer.clip_grad_norm_(), in the place of torch.nn.utils.clip_grad_norm_(). To add several "
-            "passes up leave that to ShardedDataParallel(accumulate=...); after a pass that reduce_to_owners "
-            "has reduced, call zero_grad() before the next one. The rows of this rank are "
-            'in ".piece"; optimizer.owned_parameters() are those of which there are any'
+            "passes up leave that to ShardedDataParallel(accumulate=...); after a pass that a hook has "
+            "reduced to owners (reduce_to_owners, zero_step), call zero_grad() before the next one. The rows "
+            'of this rank are in ".piece"; optimizer.owned_parameters() are those of which there are any'
         )
 
     @classmethod
