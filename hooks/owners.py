@@ -160,9 +160,10 @@ class OwnerGradients:
     def start(self, group: RankGroup, bucket: GradBucket, *, joined: bool, all_used: bool) -> OwnerReduction:
         """Start a bucket's reduction; all ranks call, in bucket order."""
         ownership = self.ownership(bucket)
-        self.reduced.append((ownership.params, bucket.buffer()))
         lanes = self.lanes.groups
-        return OwnerReduction(group, lanes, bucket, ownership, joined=joined, all_used=all_used)
+        reduction = OwnerReduction(group, lanes, bucket, ownership, joined=joined, all_used=all_used)
+        self.reduced.append((ownership.params, bucket.buffer()))
+        return reduction
 
     def ownership(self, bucket: GradBucket) -> BucketOwnership:
         """Return a bucket's ownership; cached until DDP rebuilds its buckets."""

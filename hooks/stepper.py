@@ -221,6 +221,10 @@ class ZeroStep:
         self._ending: set[int] = set()  # the engine's numbers of the passes that will call `_end`
         self._queue = ThreadQueue(overlap) if overlap.takes_thread else InlineQueue(overlap)
 
+    def __deepcopy__(self, memo: object) -> "ZeroStep":
+        """Return the hook itself, like a function: a copied DDP has the hook of the original."""
+        return self
+
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction and queue it."""
         number, joined, params = bucket.index(), not in_backward(), bucket.parameters()
@@ -323,9 +327,14 @@ class ZeroStep:
                 self._end_step(of, is_inner)
         except BaseException:
             of.abandon()
+            self._drop_buffers()
             raise
         if of.error is not None:
             raise of.error
+
+    def _drop_buffers(self) -> None:
+        if self._to_owners is not None:
+            self._to_owners.reduced = []
 
     def _end_step(self, of: SteppedPass, is_inner: bool) -> None:
         current = self._overlap.current
@@ -343,6 +352,7 @@ class ZeroStep:
     def _end_joined(self, of: SteppedPass) -> None:
         """Take part in the same gathers."""
         self._pass = None
+        self._drop_buffers()
         self._overlap.wait_for_steps()
         current = self._overlap.current
         lends = current is None or current.lends  # step() lends owners the gradients

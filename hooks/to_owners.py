@@ -104,6 +104,10 @@ class ReduceToOwners:
         self._under_way = Flow(_NUM_UNDER_WAY)
         self._ending: set[int] = set()  # numbers of the engine's passes that will call `_end`
 
+    def __deepcopy__(self, memo: object) -> "ReduceToOwners":
+        """Return the hook itself, like a function: a copied DDP has the hook of the original."""
+        return self
+
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction, and wait for an earlier one."""
         # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.

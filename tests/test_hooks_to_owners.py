@@ -1,5 +1,6 @@
 """The comm hook that reduces gradients to owners: what `test_parity` does not show of it."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, both_wrappers, loss_of
 from pool import on_ranks
 from test_overlap_errors import Breaking
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
-from zero_optim.hooks import reduce_to_owners
+from zero_optim.hooks import reduce_to_owners, zero_step
 
 
 def built(
@@ -52,6 +53,16 @@ def test_uneven_inputs_give_the_bits_of_ddp(wrapper: str) -> None:
         optimizer.step()
     for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
         assert torch.equal(param, want)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [reduce_to_owners, zero_step])
+def test_a_copied_wrapper_shares_the_hook(make: Any) -> None:
+    model = WRAPPERS["torch"](Net())
+    model.register_comm_hook(None, make(adamw(model)))
+    loss_of(model, 0).backward()
+    twin = copy.deepcopy(model)
+    assert [hook for hook, _ in twin._comm_hooks] == [hook for hook, _ in model._comm_hooks]
 
 
 @on_ranks(2)

@@ -28,7 +28,7 @@ class _Entry:
 
     def wait(self) -> None:
         if not self.is_over:
-            self.is_unclaimed = False
+            self.is_unclaimed, self.is_over = False, True  # also if it fails
             self.is_over = self.work.wait() is not False
 
 
@@ -56,12 +56,14 @@ class Flow:
     @property
     def is_unclaimed(self) -> bool:
         """Whether somebody has still to wait for some work."""
-        return any(entry.is_unclaimed for entry in self._entries)
+        with self._lock:
+            return any(entry.is_unclaimed for entry in self._entries)
 
     def start(self, begin: Callable[[], Started], size: float = 1, keys: Iterable[Hashable] = ()) -> Started:
         """Start work when it fits beside the rest; ``keys`` are what `wait_for` will ask for."""
-        while self._entries and sum(entry.size for entry in self._entries) + size > self._most:
-            self.finish_first()
+        with self._lock:
+            while self._entries and sum(entry.size for entry in self._entries) + size > self._most:
+                self.finish_first()
         work = begin()
         entry = _Entry(work, size)
         with self._lock:
@@ -103,9 +105,7 @@ class Flow:
     def _forget(self) -> None:
         """Drop what is over, or parameters would keep the work of every step."""
         left = deque(entry for entry in self._entries if not entry.is_over)
-        if not left:
-            self._by_key.clear()
-        elif len(left) < len(self._entries):
+        if len(left) < len(self._entries) or not left:
             of_keys = ((key, [one for one in some if not one.is_over]) for key, some in self._by_key.items())
             self._by_key = {key: some for key, some in of_keys if some}
         self._entries = left
