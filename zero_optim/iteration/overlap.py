@@ -89,9 +89,7 @@ class OverlappedStep:
             )
 
     def rest(self, groups: Sequence[ParamGroup]) -> list[Tensor]:
-        """Return what ``step()`` must still step: parameters that train or have a gradient; equal on every
-        rank.
-        """
+        """Return what ``step()`` must still step: what trains or has a gradient; equal on every rank."""
         left = [param for param in params_of(groups) if param not in self.stepped]
         return [param for param in left if param.requires_grad or param.grad is not None]
 
@@ -188,8 +186,9 @@ class Overlap:
         under_way.wait()
 
     def _error_of_last_step(self, lane: RankGroup, call: Call) -> Exception | None:
-        """Return the last step's error from the stamps, raised when this pass has ended: other ranks wait for
-        it.
+        """Return the last step's error from the stamps.
+
+        It is raised when this pass has ended: the other ranks reduce its buckets, and wait for this one.
         """
         try:
             self._core.sharding.settle(lane.during("agree"), call, with_last=False)
