@@ -99,7 +99,6 @@ def choose_rows(planned: Planned, loads: Sequence[float], *, even_buckets: bool 
 
 
 def _cut_rows(planned: Planned, num_ranks: int) -> _CutRows:
-    """Cut the buckets that gain; rows have owners 0, 1, 2, …."""
     if num_ranks == 1 or not any(planned.steps):
         return {}
     min_nbytes = min_row_nbytes(sum(planned.nbytes_of(range(len(planned.numels)))))
@@ -140,7 +139,6 @@ def _group_by_group(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> 
 
 
 def _row_owners(planned: Planned, cut: _CutRows, ranks: RankLoads) -> dict[int, list[int]]:
-    """Assign cut rows to the least loaded ranks, and update the loads."""
     owners: dict[int, list[int]] = {}
     for number, rows in cut.items():
         bucket, taken = planned.buckets[number], ranks.take(len(rows))

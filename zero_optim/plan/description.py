@@ -102,7 +102,6 @@ class _Describer:
         return f"partial({', '.join([self.describe(value.func), *filter(None, given)])})"
 
     def _bound_value(self, value: object) -> str:
-        """Describe a bound value; empty if these do not count."""
         return self.describe(value) if self._bound or callable(value) else ""
 
     def _function(self, function: Any) -> str:  # noqa: ANN401 - kinds of functions have no common type

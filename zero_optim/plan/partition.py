@@ -15,7 +15,7 @@ def assign_owners(
     A later group changes no earlier owner. In a group the costliest item goes first, to the least loaded rank
     (longest-processing-time rule, Graham, "Bounds on multiprocessing timing anomalies", 1969). For one group
     the fullest rank holds at most 4/3 of the best possible. Ties go to the lower index or rank. Costs are
-    finite and >= 0; ``loads`` are what ranks own already. ValueError otherwise.
+    finite and >= 0; ``loads`` are what ranks own already. ValueError for other costs.
     """
     if num_ranks < 1:
         raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")

@@ -46,7 +46,6 @@ def first_accepted(subject: OptimizerUnderTest) -> tuple[OptimizerUnderTest, Tri
 
 
 def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
-    """Return what a class needs that an ordinary step lacks."""
     for feed in (_FEEDS[0], replace(_FEEDS[0], num_groups=1), _FEEDS[3]):
         for step, needs in ((_step_with_closure, NEEDS_CLOSURE), (_step_with_graph, NEEDS_SECOND_ORDER)):
             try:

@@ -50,7 +50,6 @@ def _first_difference(record: TrialRecord, run: TrialRun, step_run: StepRun) -> 
 
 
 def _how_much(got: bytes, expected: bytes, dtype: torch.dtype) -> str:
-    """Return the size of a difference, which tells rounding from another algorithm."""
     a, b = (torch.frombuffer(bytearray(bits), dtype=dtype).double().numpy() for bits in (got, expected))
     with np.errstate(all="ignore"):
         apart = float(np.nanmax(np.abs(a - b) / np.maximum(np.abs(b), 1e-30), initial=0.0))

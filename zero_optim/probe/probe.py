@@ -144,7 +144,6 @@ def _why_shape_used(subject: OptimizerUnderTest, trial: TrialRecord) -> str | No
 
 
 def _moves_frozen(subject: OptimizerUnderTest, trial: TrialRecord) -> bool:
-    """Return whether a step changes frozen parameters."""
     for kind in (0, 1):
         try:
             run = start(subject, trial.feed, trial.starts)

@@ -55,7 +55,6 @@ class BuiltOptimizer:
         return traits
 
     def _check_followed(self, leaves: list[set[int]]) -> None:
-        """Raise ValueError if the class put other tensors into its groups."""
         first = len(self.numbers) - len(leaves)
         if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(

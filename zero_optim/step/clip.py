@@ -180,7 +180,6 @@ def global_grad_norm(
 def _norms_here(
     grads: Sequence[Tensor | None], order: float, foreach: bool | None, keeping: Keeping | None
 ) -> Tensor | None:
-    """Return the norms of this rank's gradients; 1-D, float64."""
     portions = gradients_in_portions(keeping, [grad for grad in grads if grad is not None], are_read=True)
     some = [norms for portion in portions if (norms := _norms(portion, order, foreach)) is not None]
     return None if not some else some[0] if len(some) == 1 else torch.cat(some)
