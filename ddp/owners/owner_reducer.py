@@ -189,8 +189,8 @@ class OwnerReducer(Reducer):
     def shadow(self) -> None:
         """Join one backward pass of the others, with zeros, and keep what this rank owns.
 
-        Drops earlier gradients: inside ``Join`` each reduced pass has a step, so they were used. The optimizer
-        drops the new ones after its step.
+        Drops earlier gradients: inside ``Join`` each reduced pass has a step, so they were used. The
+        optimizer drops the new ones after its step.
         """
         for param in self.params:
             param.grad = None
