@@ -1,9 +1,8 @@
-"""Who owns the gradients of a bucket, and what stands in ``param.grad`` on this rank.
+"""The owners of a bucket's gradients, and the value of ``param.grad`` on this rank.
 
 Note [Gradients set by hand]
     Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows
-    of what stands there on this rank to what is reduced, once; on other ranks it is dropped. Where all ranks
-    put the same there, DDP gives the same.
+    of them to the result, once; other ranks drop them. If all ranks set the same, DDP gives the same.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,10 +45,10 @@ class BucketOwners:
         return PartialGradient(param, pieces, rows, name, self.dtype, comes, self.agree)
 
     def shown(self, slot: int, param: Tensor, kept: Tensor | None, reduced: Tensor | None) -> Tensor:
-        """Return what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
+        """Return ``param.grad``: the gradient on the owner of the whole, else a partial one.
 
-        ``kept`` is the gradient of earlier passes, to which ``reduced`` is added in place. It may be whole,
-        put there by the user: Note [Gradients set by hand].
+        ``kept``, the gradient of earlier passes, gets ``reduced`` added in place. It may be whole:
+        Note [Gradients set by hand].
         """
         if kept is None:
             if reduced is None or len(self.pieces[slot]) > 1 or self._keeps_another(param):
@@ -67,7 +66,6 @@ class BucketOwners:
         return kept if isinstance(kept, PartialGradient) else owned(kept, self.agree)
 
     def _taken_over(self, slot: int, param: Tensor, whole: Tensor) -> Tensor:
-        """Return what this rank keeps of a gradient set by hand."""
         piece = piece_of(self.pieces[slot], self.rank)
         if piece is None:
             return self._partial(slot, param, None)

@@ -49,9 +49,8 @@ class _Filling:
 class OwnerBucket(ReducerBucket):
     """Gradients that go to their owners together, in portions. Does not communicate.
 
-    If it carries the word of a failure, as the last bucket does, each row has an element for that behind its
-    gradients: every rank reads its own row alone, and may own nothing of this bucket. A sparse gradient is
-    summed on every rank, as without owners, and kept by its owners alone.
+    In the last bucket each row has one more element, the word of a failure: every rank reads only its own
+    row, and may own nothing here. A sparse gradient is summed on every rank, and kept by its owners alone.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class OwnerBucket(ReducerBucket):
         return self.params[0].new_empty(0, dtype=dtype, requires_grad=False)
 
     def shadow(self) -> "OwnerBucket":
-        """Return this one: without gradients it sends zeros, and its owners keep what was reduced."""
+        """Return this one: without gradients it sends zeros."""
         return self
 
     @property
@@ -89,21 +88,21 @@ class OwnerBucket(ReducerBucket):
         return self._plan.carries_word
 
     def write_failure_word(self) -> None:
-        """Have the rows that are sent say that something went wrong."""
+        """Mark the rows to be sent as failed."""
         self._filling.failed = True
 
     def begin(
         self, kept: Mapping[int, Tensor], pace: Callable[[float], None] | None = None, *, adds_at_once: bool
     ) -> None:
-        """Begin a backward pass, with the gradients of earlier ones, by slot, as `give` gave them.
+        """Begin a backward pass; ``kept`` has the gradients of earlier ones, by slot.
 
-        ``pace`` is called before gradients are copied, with the part that is filled, from 0 to 1. Sums may be
-        added to earlier gradients at once, and not only when the pass is known to be good: Note [Sums apart].
+        ``pace`` is called before copies, with the filled part, from 0 to 1. ``adds_at_once``: add sums to
+        earlier gradients before the pass is known to be good: Note [Sums apart].
         """
         self._filling = _Filling(dict(kept), pace, adds_at_once, is_open=True)
 
     def has_gradient(self, slot: int) -> bool:
-        """Whether a parameter has got one in this pass."""
+        """Whether a parameter got a gradient in this pass."""
         return slot in self._filling.taken or self.params[slot].grad is not None
 
     # ------------------------------------------------------------------ gradients come
@@ -155,17 +154,17 @@ class OwnerBucket(ReducerBucket):
     # ------------------------------------------------------------------ gradients go
 
     def pop_rows(self) -> OwnerRows:
-        """Return the rows to be sent, zeros if nothing was copied; this object drops them."""
+        """Return and drop the rows to be sent, zeros if nothing was copied."""
         rows, self._filling.rows = self._filling.rows, None
         return OwnerRows(self._plan, self._owners.rank, self.flat, zeros=True) if rows is None else rows
 
     @property
     def word(self) -> float:
-        """What is sent behind the rows, if there is a place for it: NaN if something went wrong."""
+        """The element behind the rows, with ``carries_word``: NaN after a failure."""
         return float("nan") if self._filling.failed else 0.0
 
     def take_over(self, total: Tensor) -> Tensor:
-        """Take over the sum of this rank's row, and return the word of a failure, one element, or none."""
+        """Keep the sum of this rank's row; return the word of a failure, one element, or none."""
         filling, owners = self._filling, self._owners
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
@@ -180,7 +179,7 @@ class OwnerBucket(ReducerBucket):
         return total[-1:].clone() if self.can_carry_failure_word else self.flat  # no view: that would keep it
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
-        """Make what was reduced the parameters' own on their owners, and partial gradients elsewhere."""
+        """Hand out reduced gradients on their owners, and partial gradients elsewhere."""
         filling, self._filling = self._filling, _Filling()
         streams.record_use(*filling.reduced.values())
         for slot, (index, param) in enumerate(zip(self.indices, self.params, strict=True)):
@@ -193,7 +192,7 @@ class OwnerBucket(ReducerBucket):
                 param.grad = self._owners.shown(slot, param, kept, filling.reduced.get(slot))
 
     def give_back(self, *, drops: bool) -> None:
-        """Go back to the gradients of the passes before, unless this one has ended."""
+        """Restore the gradients of earlier passes, unless this pass has ended."""
         filling, self._filling = self._filling, _Filling()
         for slot, param in enumerate(self.params if filling.is_open else ()):
             if drops or slot in filling.kept:

@@ -84,7 +84,7 @@ class OwnerReducer(Reducer):
         self._inbox.announce(weakly(self._coming))
 
     def follow(self, came: Callable[[int], None]) -> None:
-        """Call `came`, made by `weakly`, with the place of each parameter whose gradient was taken."""
+        """Call `came`, made by `weakly`, with a parameter's place after each gradient."""
         self._inbox.follower = came
 
     def rebuild(self) -> bool:
@@ -119,7 +119,7 @@ class OwnerReducer(Reducer):
 
     @property
     def _is_apart(self) -> bool:
-        """Whether rows travel on process groups of their own, and wait for nothing that waits for them."""
+        """Whether rows travel on process groups of their own."""
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def check_finished(self, *, waits: bool = True) -> None:
@@ -140,7 +140,7 @@ class OwnerReducer(Reducer):
     # ------------------------------------------------------------------ a backward pass
 
     def _coming(self, index: int) -> None:
-        """Begin a pass that no output has announced, before autograd adds its first gradient to anything."""
+        """Begin an unannounced pass, before autograd adds its first gradient."""
         if not accumulates(self.params[index]):  # torch.autograd.grad asks for it
             return
         if self._upcoming.is_reduced(was_prepared=False):
@@ -149,7 +149,7 @@ class OwnerReducer(Reducer):
             self._check_local()
 
     def _open(self) -> Launch:
-        """Put reduced gradients aside: autograd would add to them what is yet to be reduced."""
+        """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
         line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
@@ -172,7 +172,7 @@ class OwnerReducer(Reducer):
             self._check.read()
 
     def _check_local(self) -> None:
-        """Refuse, once in a pass that is not reduced, gradients of one that was, before any is added to."""
+        """Refuse, once in an unreduced pass, to add to reduced gradients."""
         number = backward_number()
         if number == self._local_number:
             return
@@ -187,11 +187,10 @@ class OwnerReducer(Reducer):
 
     @torch.no_grad()
     def shadow(self) -> None:
-        """Take part in one backward pass of the others, with zeros, and keep what this rank owns.
+        """Join one backward pass of the others, with zeros, and keep what this rank owns.
 
-        An owner has its reduced gradients from here; nobody else could lend them to it. Those before have
-        been stepped with: inside ``Join`` each reduced pass has a step. This rank's loop has ended, which
-        would have dropped them. So does the optimizer when it has stepped with the new ones.
+        Drops earlier gradients: inside ``Join`` each reduced pass has a step, so they were used. The
+        optimizer drops the new ones after its step.
         """
         for param in self.params:
             param.grad = None
@@ -213,9 +212,9 @@ def assign_to_owners(
     optimizer: ZeroRedundancyOptimizer,
     most: int,
 ) -> BucketAssignment:
-    """Make buckets of the parameters at some places; in each the last parameter is the first.
+    """Make buckets of the parameters at some places, the last parameter first. Does not communicate.
 
-    The largest bucket is sent in ``most`` portions. Does not communicate.
+    The largest bucket is sent in ``most`` portions.
     """
     pieces, names, params = optimizer.pieces(), reduced.names, reduced.params
     listed = [sorted(indices, reverse=True) for indices in members]

@@ -1,11 +1,10 @@
-"""Computing in a narrower dtype than parameters are kept in, for ``mixed_precision=`` of DDP.
+"""Computation in a narrower dtype than the parameters', for ``mixed_precision=`` of DDP.
 
 Note [Casts in the place of parameters]
-    During a forward pass modules find casts where their parameters are kept. Autograd has made them, so
-    gradients reach the parameters as any other: in their dtype, counted by the same hooks. Checkpointed
-    activations are computed again in the backward pass: casts are put back in place when it reaches the
-    output of the forward pass, and taken out when it ends. PyTorch's DDP gives each parameter other data
-    instead; a forward pass without a backward pass then leaves the model in the narrow dtype.
+    During a forward pass modules see casts in the place of their parameters. Autograd made them, so gradients
+    reach the parameters in their dtype, by the same hooks. Checkpointed activations are computed again in the
+    backward pass: casts are put back when it reaches the forward pass's output, until it ends. PyTorch's DDP
+    replaces each parameter's data; a forward without a backward pass then leaves the model narrow.
 """
 
 from collections.abc import Collection, Iterator
@@ -106,7 +105,7 @@ class Casts:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the modules find the casts in the place of their parameters."""
+        """Replace the modules' parameters by the casts."""
         self._put()
         try:
             yield

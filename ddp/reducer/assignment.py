@@ -1,16 +1,15 @@
-"""What is settled before a backward pass: the options, and which gradient travels in which bucket.
+"""The reducer's options, and the assignment of gradients to buckets.
 
 Note [PyTorch's buckets]
-    Sums over more than two ranks round as the place of an element in its bucket has it. So buckets are those
-    of PyTorch's DDP, in every pass. The first ones are filled in the order of registration, and reduced from
-    the last to the first. Where parameters may be unused they stay. Otherwise there is one for each dtype
-    until the order of gradients is known: after the first pass, with a static graph after the second.
+    With more than two ranks, the rounding of a sum depends on the element's place in its bucket. So buckets
+    are those of PyTorch's DDP, in every pass. The first ones follow the order of registration, and are
+    reduced from the last to the first. Where parameters may be unused they stay. Otherwise there is one per
+    dtype until the order of gradients is known: after the first pass, with a static graph after the second.
 
 Note [Buckets in rows]
-    A comm hook that reduces to owners adds up in the order of ranks, so no bits depend on the buckets. It may
-    name those of the optimizer, with the parameters in the order of rows. Then a row is one part of the
-    bucket, sent from there and summed there. PyTorch's DDP does not ask, and the hook copies. Rows are not
-    padded.
+    A comm hook that reduces to owners adds in the order of ranks, so no bits depend on the buckets. It may
+    name the optimizer's buckets, with parameters in the order of rows. Then a row is one part of the bucket,
+    sent and summed in place. PyTorch's DDP does not ask, and the hook copies. Rows are not padded.
 """
 
 import sys
@@ -37,19 +36,18 @@ class ReducerOptions:
 
     Attributes:
         bucket_caps_nbytes: capacity of the first, second, … bucket in bytes, the last for all that follow.
-        limits_first_buckets: these capacities hold for the first pass's buckets too; otherwise there is one
-            for each dtype, unless parameters may be unused.
-        find_unused_parameters: parameters without a gradient are nothing wrong.
-        static_graph: every pass is like the first, which is watched: parameters may be unused, or get several
-            gradients.
+        limits_first_buckets: the capacities hold for the first pass too; otherwise it has one bucket per
+            dtype, unless parameters may be unused.
+        find_unused_parameters: parameters may get no gradient.
+        static_graph: every pass is like the first: parameters may be unused, or get several gradients.
         gradient_as_bucket_view: ``param.grad`` becomes a view of its bucket, which saves a copy.
-        skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without any used one;
+        skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without a used one;
             these have to be the same on all ranks.
-        batched_grad_copy: copy gradients into a bucket all at once, however large they are.
-        reduce_dtype: in which gradients of floating-point parameters are reduced, None for the parameters'
-            own. Where it is another one, gradients are not views of their bucket.
-        timeout: seconds after which a wait is given up, None for the process group's own timeout.
-        on_stall: what happens then: "raise", or "exit" to end the process.
+        batched_grad_copy: copy all gradients of a bucket at once, whatever their size.
+        reduce_dtype: for gradients of floating-point parameters, None for the parameters' own. With another
+            dtype, gradients are not views of their bucket.
+        timeout: seconds until a wait is given up, None for the process group's timeout.
+        on_stall: then "raise", or "exit" to end the process.
 
     Raises:
         ValueError: a capacity below 1 byte, or none.
@@ -77,7 +75,7 @@ class ReducerOptions:
         return not (self.find_unused_parameters or self.static_graph)
 
     def dtype_of(self, param: Tensor) -> torch.dtype | None:
-        """Return the dtype in which a parameter's gradient is reduced; None for its own."""
+        """Return the dtype for reducing a parameter's gradient; None for its own."""
         return self.reduce_dtype if param.is_floating_point() else None
 
 
@@ -85,7 +83,7 @@ class ReducerOptions:
 class ReducedParams:
     """The parameters whose gradients are reduced; the same on every rank, in the same order.
 
-    ``sparse`` names those with sparse gradients; ``index_of`` has the place of each by its id.
+    ``sparse`` names those with sparse gradients; ``index_of`` maps ids to places.
     """
 
     names: Sequence[str]
@@ -107,17 +105,16 @@ class ReducedParams:
         return self.names[index] in self.sparse
 
     def describe(self) -> list[str]:
-        """Describe them, for ranks to compare."""
+        """Describe them, for comparison between ranks."""
         described = describe_params(zip(self.names, self.params, strict=True))
         return [f"sparse: {sorted(self.sparse)}", *described]
 
 
 @dataclass(frozen=True, slots=True)
 class BucketAssignment:
-    """Where the gradient of each parameter travels; the same on every rank.
+    """The place of each parameter's gradient: bucket, bucket number, slot. The same on every rank.
 
-    Buckets are in the order of reduction. A place is a parameter's bucket, its number, and the slot there.
-    Labels name the buckets in messages.
+    Buckets are in the order of reduction. Labels name them in messages.
     """
 
     names: Sequence[str] = ()
@@ -148,7 +145,7 @@ def assign(
 ) -> BucketAssignment:
     """Make the buckets, in the order of gradients if it is known. A sparse gradient is alone.
 
-    ``members`` are those of buckets that a comm hook names: Note [Buckets in rows].
+    ``members`` are the buckets that a comm hook names: Note [Buckets in rows].
     """
     params = reduced.params
     listed = [] if members is None else indices_of_members(reduced, members, order)
@@ -171,7 +168,7 @@ def assign(
 def _pytorchs_buckets(
     reduced: ReducedParams, options: ReducerOptions, order: Sequence[int] | None
 ) -> list[list[int]]:
-    """Fill buckets as PyTorch's DDP does; see Note [PyTorch's buckets]."""
+    """Fill buckets as PyTorch's DDP does."""
     params = list(enumerate(reduced.params))
     keys = [(param.dtype, index if reduced.is_sparse(index) else None) for index, param in params]
     nbytes = [param.numel() * param.element_size() for _, param in params]
@@ -188,10 +185,10 @@ def _pytorchs_buckets(
 def indices_of_members(
     reduced: ReducedParams, members: Members, order: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Return the places of the parameters of each bucket, in the order in which the buckets become full.
+    """Return the parameters' places by bucket, in the order in which buckets become full.
 
-    Parameters that are not reduced are left out. A sparse gradient has a bucket of its own. Without an order
-    of gradients the last parameter comes first.
+    Leaves out parameters that are not reduced. A sparse gradient has its own bucket. Without an order of
+    gradients the last parameter comes first.
     """
     listed: list[list[int]] = []
     for of_bucket in members:
@@ -225,7 +222,7 @@ def _name_params(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> lis
 
 
 def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Describe parameters, for ranks to compare."""
+    """Describe parameters, for comparison between ranks."""
     return [
         f"{name} {tuple(param.shape)} {param.dtype}, strides {dense_strides(param)}, "
         f"{'trainable' if param.requires_grad else 'frozen'}"

@@ -1,10 +1,9 @@
-"""One backward pass: which gradients have come, which buckets are on their way, what went wrong.
+"""One backward pass: counts gradients, launches buckets, records failures.
 
 Note [Phases of a backward pass]
-    A `BackwardPass` is made at the first sign of a pass, and dropped at its end; nothing else remembers it.
-    It is ``RUNNING`` while gradients come, and ``ENDING`` when the engine has called. If an exception ends
-    the pass, it is ``BROKEN_OFF`` until the next forward or backward pass ends it, together with the other
-    ranks.
+    A `BackwardPass` lives from the first sign of a pass to its end. It is ``RUNNING`` while gradients come,
+    and ``ENDING`` when the engine has called. If an exception ends the pass, it is ``BROKEN_OFF`` until the
+    next forward or backward pass ends it, together with the other ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from zero_optim.errors import ReductionError
 
 
 class Phase(Enum):
-    """Where a backward pass stands. See Note [Phases of a backward pass]."""
+    """See Note [Phases of a backward pass]."""
 
     RUNNING = "gradients come, and full buckets are launched"
     BROKEN_OFF = "an exception has ended it, and the other ranks have not been told"
@@ -45,7 +44,7 @@ Kind = Literal["every", "some", "learning", "learnt"]
 
 @dataclass(frozen=True, slots=True)
 class PassTerms:
-    """How a backward pass is to go."""
+    """What is fixed for a backward pass when it begins."""
 
     kind: Kind
     expected: Sequence[int]  # gradients of each parameter; 0 while that is learnt: whatever comes is unusual
@@ -61,13 +60,13 @@ class PassTerms:
         return self.kind in ("some", "learning")
 
     def report(self, group: RankGroup, failure: str | None, used: Sequence[bool]) -> FailureReport:
-        """Report to the other ranks, after the last bucket; all call."""
+        """Start the report to the other ranks, after the last bucket; all call."""
         used = used if self.asks_for_use else ()
         return FailureReport(group, failure, used, in_last_bucket=self.failure_word_in_last_bucket)
 
 
 class BackwardPass:
-    """Counts gradients down and launches buckets in order, each as soon as it and all before it are full."""
+    """Counts gradients and launches buckets in order, each once it and all before it are full."""
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
     is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
@@ -95,7 +94,7 @@ class BackwardPass:
     # ------------------------------------------------------------------ phases
 
     def break_off(self) -> None:
-        """Note that an exception has ended the pass; does nothing if that is known."""
+        """Note that an exception has ended the pass; a second call does nothing."""
         if self.phase is not Phase.RUNNING:
             return
         self.phase = Phase.BROKEN_OFF
@@ -115,7 +114,7 @@ class BackwardPass:
     # ------------------------------------------------------------------ gradients come
 
     def note(self, text: str, index: int) -> None:
-        """Note something wrong with a parameter's gradient; see `report`."""
+        """Note an error about a parameter's gradient: a text of `report`."""
         self._troubles.note(text, self._assignment.names[index])
 
     def arrived(self, index: int) -> None:
@@ -148,7 +147,7 @@ class BackwardPass:
                 self._launch_full()
 
     def _unusual(self, index: int) -> None:
-        """Sort out a gradient that is not the one that was waited for."""
+        """Handle a gradient that was not expected."""
         bucket, number, slot = self._assignment.places[index]
         if self._streams is not None:
             self._streams.came(number)
@@ -166,7 +165,7 @@ class BackwardPass:
             bucket.pending.append(slot)
 
     def presume_unused(self, indices: Sequence[int]) -> None:
-        """Do not wait for some parameters' gradients; to be called before any has come."""
+        """Do not wait for some parameters' gradients; call before any has come."""
         for index in indices:
             self._expected[index] = 0  # whatever comes is unusual
             self._waiting[self._assignment.places[index][1]] -= 1
@@ -175,11 +174,11 @@ class BackwardPass:
 
     @property
     def _num_early(self) -> int:
-        """How many buckets are launched as soon as they are full; the others when the pass ends."""
+        """How many buckets are launched when full; the others at the end of the pass."""
         return len(self._waiting) - self.terms.failure_word_in_last_bucket
 
     def _launch_full(self) -> None:
-        """Launch, in order, what is full and has nothing before it that is not."""
+        """Launch full buckets, up to the first that is not full."""
         if self.is_held:
             return
         num_early, reductions = self._num_early, self.reductions
@@ -187,7 +186,7 @@ class BackwardPass:
             self._launch_next()
 
     def launch_due(self, is_due: Callable[[int], bool]) -> None:
-        """Launch, in order, the buckets whose number is due, as far as no gradient of them is to come."""
+        """Launch, in order, the buckets whose number is due, up to the first that expects a gradient."""
         reductions = self.reductions
         while reductions.num_passed < self._num_early and is_due(reductions.num_passed):
             bucket = self._assignment.buckets[reductions.num_passed]
@@ -201,7 +200,7 @@ class BackwardPass:
                 self._launch_next()
 
     def release(self) -> None:
-        """Launch buckets as soon as they are full, from now on."""
+        """From now on, launch buckets as soon as they are full."""
         self.is_held = False
         with self._held_up:
             self._launch_full()
@@ -223,7 +222,7 @@ class BackwardPass:
         self.reductions.launch_next()
 
     def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
-        """Copy what has not been copied yet: all of it, or the gradients that did not come, by slot."""
+        """Copy what was not copied yet, with zeros for missing gradients."""
         rest: Sequence[int] = ()
         if self.terms.kind == "learning":
             rest = range(len(used))
@@ -239,7 +238,7 @@ class BackwardPass:
     # ------------------------------------------------------------------ the end
 
     def launch_rest(self) -> None:
-        """Launch every bucket that has not been, with what gradients there are."""
+        """Launch every other bucket, with the gradients that have come."""
         self._check_complete()
         while self.reductions.num_passed < len(self._waiting):
             self._launch_next()
@@ -260,7 +259,7 @@ class BackwardPass:
         return bucket.has_gradient(slot)
 
     def report(self, group: RankGroup) -> FailureReport:
-        """Report what went wrong and what was used to the other ranks, after the last bucket; all call."""
+        """Report failures and used parameters to the other ranks, after the last bucket; all call."""
         used: list[bool] = []
         if self.terms.asks_for_use:
             used = [
@@ -270,7 +269,7 @@ class BackwardPass:
         return self.terms.report(group, self._troubles.message(), used)
 
     def check(self, report_to_come: FailureReport) -> None:
-        """Raise, on every rank, what went wrong, before anything is handed out; all ranks call."""
+        """Raise ReductionError on every rank if one failed, before results are handed out; all ranks call."""
         try:
             if report_to_come.in_last_bucket:
                 self.reductions.drain(report_to_come)
@@ -280,7 +279,7 @@ class BackwardPass:
             raise
 
     def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
-        """Wait for every bucket, and make reduced gradients the parameters' own, but for unused ones."""
+        """Wait for every bucket, and hand out the reduced gradients, except for unused parameters."""
         for bucket, reduced in self.reductions.results(report_to_come):
             bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
@@ -289,13 +288,13 @@ class BackwardPass:
                     record_use(self._set_aside[index])
 
     def drop(self, report_to_come: FailureReport) -> None:
-        """Wait for every bucket as `give` does, but leave the parameters' gradients alone, or zero."""
+        """Wait for every bucket, but leave the parameters' gradients alone, or zero."""
         for bucket, _ in self.reductions.results(report_to_come):
             bucket.clear()
 
 
 class PassWithGraph(BackwardPass):
-    """A backward pass with ``create_graph=True``. What is done with its gradients stays out of the graph."""
+    """A backward pass with ``create_graph=True``; its own operations stay out of the graph."""
 
     keeps_graph = True
 

@@ -1,4 +1,4 @@
-"""A bucket: gradients that are reduced together, and the flat tensor in which they travel."""
+"""A bucket: gradients that are reduced together, in one flat tensor."""
 
 from collections.abc import Iterable, Sequence
 from operator import is_
@@ -21,9 +21,9 @@ LARGE_NBYTES = 2**15
 class ReducerBucket:
     """The gradients of some parameters in one flat tensor, whole on every rank. Does not communicate.
 
-    Parameters, of one dtype and device, have indices among all, and slots here. Gradients are reduced in
-    ``dtype``, None for the parameters' own. They may become views of the flat tensor, or be copied all in one
-    call, when the bucket is full. A sparse gradient is alone, and is the flat tensor itself.
+    The parameters have one dtype and device, indices among all, and slots here. Gradients are reduced in
+    ``dtype``, None for the parameters' own. They may become views of the flat tensor. A sparse gradient is
+    alone, and is the flat tensor itself.
     """
 
     is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
@@ -80,11 +80,11 @@ class ReducerBucket:
         return not self.is_sparse and self.flat.numel() > 0
 
     def write_failure_word(self) -> None:
-        """Make the first element NaN, and with it the sum of all ranks; see Note [Word of a failure]."""
+        """Make the first element NaN, and so the sum of all ranks: Note [Word of a failure]."""
         self.flat[:1].fill_(float("nan"))
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """View another flat tensor of as many elements as this bucket views its own."""
+        """View a flat tensor of this bucket's length as its gradients."""
         return consecutive_views(flat, self.params)
 
     def has_gradient(self, slot: int) -> bool:
@@ -96,7 +96,7 @@ class ReducerBucket:
         return self.as_views and self.params[slot].grad is self.views[slot]
 
     def adopt(self) -> None:
-        """Make gradients that are there views of this bucket, if gradients become that."""
+        """Make existing gradients views of this bucket, with ``as_views``."""
         for param, view in zip(self.params, self.views, strict=True) if self.as_views else ():
             if type(param.grad) is Tensor and not param.grad.is_sparse:  # no partial one
                 param.grad = view.copy_(param.grad)
@@ -104,17 +104,17 @@ class ReducerBucket:
     # ------------------------------------------------------------------ gradients come
 
     def take_pending(self, divisor: float) -> None:
-        """Copy what has come and was not copied yet, divided; the divisor is 1 where a comm hook divides."""
+        """Copy gradients that have come since, divided; the divisor is 1 where a comm hook divides."""
         slots, self.pending = self.pending, []
         self.take(slots, divisor)
 
     def record_use(self, slots: Iterable[int]) -> None:
-        """Keep the memory of gradients until the current stream has read them; they came on other streams."""
+        """Keep gradients' memory until the current stream has read it; they came on other streams."""
         grads = [self.params[slot].grad for slot in slots]
         streams.record_use(*[grad for grad in grads if grad is not None])
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
-        """Copy gradients in, divided, or zeros where there is none; in few calls where all are alike."""
+        """Copy gradients in, divided, or zeros where there is none; in few calls if all are alike."""
         if len(slots) < 2:
             for slot in slots:
                 self.take_one(slot, divisor)
@@ -133,7 +133,7 @@ class ReducerBucket:
                 param.grad = view
 
     def _divide(self, slots: Sequence[int], divisor: float) -> None:
-        """Divide gradients, or multiply them by the inverse, exactly where PyTorch's reducer does that."""
+        """Divide, or multiply by the inverse, exactly where PyTorch's reducer does."""
         low, high = min(slots), max(slots)
         if high - low + 1 == len(slots):  # neighbours, in whatever order they came
             start = self.views[low].storage_offset()
@@ -172,7 +172,7 @@ class ReducerBucket:
             self.params[slot].grad = view
 
     def _gradient(self, slot: int) -> Tensor | None:
-        """Return a parameter's gradient; one of the wrong layout is noted and dropped."""
+        """Return a parameter's gradient; note and drop one of the wrong layout."""
         param = self.params[slot]
         if param.grad is not None and param.grad.is_sparse != self.is_sparse:
             self._misfits.append(slot)
@@ -180,22 +180,22 @@ class ReducerBucket:
         return param.grad
 
     def pop_misfits(self) -> list[int]:
-        """Return, once, which slots got a gradient of the wrong layout; these gradients are gone."""
+        """Return, once, the slots whose gradient had the wrong layout and was dropped."""
         misfits, self._misfits = self._misfits, []
         return misfits
 
     # ------------------------------------------------------------------ results go
 
     def clear(self) -> None:
-        """Make the gradients that are views of this bucket zero."""
+        """Zero the gradients that are views of this bucket."""
         if self.as_views:
             self.flat.zero_()
 
     def give_back(self, *, drops: bool) -> None:
-        """Put gradients of earlier passes back, and drop others if asked to. Does nothing here."""
+        """Put gradients of earlier passes back; ``drops`` the others. Does nothing here."""
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
-        """Make the result of a reduction the parameters' gradients, but for those skipped, by index."""
+        """Make the result the parameters' gradients, except for skipped ones, by index."""
         if self.is_sparse:
             if not skipped[self.indices[0]]:
                 self.params[0].grad = result.to(self.params[0].dtype)
@@ -236,7 +236,7 @@ def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _batches(nbytes: Sequence[int], *, all_at_once: bool) -> tuple[int, frozenset[int]]:
-    """Return how many small gradients are copied at a time, and the slots of large ones."""
+    """Return how many small gradients to copy at a time, and the slots of large ones."""
     if all_at_once:
         return len(nbytes), frozenset()
     large = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
@@ -254,9 +254,9 @@ def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) 
 
 
 class GradBucket:
-    """What a comm hook is given: the methods of ``torch.distributed.GradBucket``.
+    """The argument of a comm hook: the methods of ``torch.distributed.GradBucket``.
 
-    For our own hooks ``all_used`` says whether some rank is known to have used each parameter.
+    ``all_used``, for our own hooks: some rank is known to have used each parameter.
     """
 
     __slots__ = ("_bucket", "_buffer", "_index", "_is_last", "all_used")
@@ -277,11 +277,11 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Put another tensor in the buffer's place, such as a copy in a narrower dtype."""
+        """Replace the buffer, for example by a copy in a narrower dtype."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one for each parameter; RuntimeError if one of another length was set."""
+        """Views of the buffer, one per parameter; RuntimeError if the buffer set has another length."""
         if self._bucket.is_sparse:
             return [self._buffer]
         if self._buffer is self._bucket.flat:
@@ -294,12 +294,12 @@ class GradBucket:
         return self._bucket.views_of(self._buffer)
 
     def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients these are, in the same order."""
+        """The parameters of these gradients, in the same order."""
         return list(self._bucket.params)
 
     @property
     def is_shadow(self) -> bool:
-        """Whether this rank has no backward pass, and takes part in one of the others; for our own hooks."""
+        """Whether this rank has no backward pass of its own; for our own hooks."""
         return self._bucket.is_shadow
 
     def is_last(self) -> bool:
@@ -308,7 +308,7 @@ class GradBucket:
 
 
 def tensor_of(value: Any) -> Tensor | None:  # noqa: ANN401 - whatever a hook's future holds
-    """Return the tensor in a reduction's result: it itself, or the only one of a list."""
+    """Return a result that is a tensor, or the only one of a list."""
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     return value if isinstance(value, Tensor) else None

@@ -16,10 +16,7 @@ from zero_optim.compat.engine import in_distributed_autograd, runs_distributed_b
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an output, in containers of any nesting and dataclasses.
-
-    Other objects are not: a tensor hidden in one is an output that nobody can see.
-    """
+    """Yield the tensors in an output: in containers of any nesting, and dataclasses; not in other objects."""
     seen: set[int] = set()  # a container may hold itself
     stack = [value]
     while stack:
@@ -46,7 +43,7 @@ def _parts(item: object) -> Iterable[object]:
 
 
 def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as the value
-    """Replace the tensors in an output; dicts, lists, tuples and dataclasses are built anew."""
+    """Replace the tensors in an output; builds dicts, lists, tuples and dataclasses anew."""
     if isinstance(value, Tensor):
         return by(value)
     if isinstance(value, dict):
@@ -67,7 +64,7 @@ def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN
 
 
 def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
-    """Return the nearest node that accumulates into one of some leaves, by id."""
+    """Return the nearest node that accumulates into one of the leaves, by id."""
     assert output.grad_fn is not None  # asked for by the caller
     seen = {output.grad_fn}
     queue = deque(seen)
@@ -83,18 +80,18 @@ def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether a backward pass gives a leaf a gradient; called from one of its hooks."""
+    """Whether the running backward pass gives a leaf a gradient; call from one of its hooks."""
     return leaf.requires_grad and will_run(get_gradient_edge(leaf).node)
 
 
 def reaches(node: Node) -> bool:
-    """As `accumulates`, for a node that `nearest` has returned."""
+    """As `accumulates`, for a node from `nearest`."""
     untyped: Any = node
     return untyped.variable.requires_grad and will_run(node)
 
 
 def refuse_distributed_autograd() -> None:
-    """Raise RuntimeError inside a context of ``torch.distributed.autograd``, which keeps gradients itself."""
+    """Raise RuntimeError in a ``torch.distributed.autograd`` context, which keeps gradients itself."""
     if in_distributed_autograd():
         raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
 
@@ -102,7 +99,7 @@ def refuse_distributed_autograd() -> None:
 def refuse_distributed_backward() -> None:
     """Raise RuntimeError, from a hook, in a pass of ``torch.distributed.autograd``.
 
-    PyTorch drops the text of an error in one, so a warning has it too.
+    Also warns, as PyTorch drops the error's text there.
     """
     if runs_distributed_backward():
         warnings.warn(_ON_DISTRIBUTED_AUTOGRAD, stacklevel=2)
@@ -129,15 +126,15 @@ def warn_of_graph() -> None:
 class Reach:
     """The leaves, by id, that a backward pass from some outputs can reach.
 
-    It is not complete where a node written in Python was met. Such a node may run a backward pass of its own,
-    as reentrant checkpointing does, and reach leaves that no walk can see.
+    Not complete if there was a node written in Python: it may run a backward pass of its own, as reentrant
+    checkpointing does.
     """
 
     leaves: frozenset[int]
     is_complete: bool
 
     def __or__(self, other: "Reach") -> "Reach":
-        """Take two forward passes together."""
+        """Combine two forward passes."""
         return Reach(self.leaves | other.leaves, self.is_complete and other.is_complete)
 
 
@@ -166,18 +163,18 @@ def reach(outputs: Iterable[Tensor]) -> Reach:
 
 
 class UnusedSearch:
-    """What the forward passes since the last backward pass have shown of the one to come."""
+    """Collects which parameters the next backward pass can reach."""
 
     def __init__(self) -> None:
         self._reached: Reach | None = None
 
     def look(self, outputs: Iterable[Tensor]) -> None:
-        """Take in one more forward pass, by its outputs."""
+        """Add the outputs of one forward pass."""
         before, now = self._reached, reach(outputs)
         self._reached = now if before is None else before | now
 
     def pop_unused(self, params: Sequence[Tensor]) -> list[int]:
-        """Return the parameters that get no gradient in the pass that runs; from one of its hooks, once."""
+        """Return the parameters without a gradient in the running pass; from one of its hooks, once."""
         reached, self._reached = self._reached, None
         if reached is None or not reached.is_complete:
             return []

@@ -1,4 +1,4 @@
-"""What one backward pass leaves to the next: what was learnt, and what was settled for the next one."""
+"""What one backward pass leaves to the next."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class History:
-    """What the passes so far have taught; `Reducer.reset` makes it anew."""
+    """Facts learnt from the passes so far; `Reducer.reset` makes it anew."""
 
     num_params: InitVar[int]
     num_passes: int = 0  # that were reduced
@@ -35,11 +35,11 @@ class History:
         self.carried = [False] * num_params
 
     def order(self) -> list[int]:
-        """Return all parameters in the order in which gradients come, those that had none last."""
+        """Return all parameters in the order of gradients; those without one come last."""
         return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
 
     def terms(self, options: ReducerOptions, divisor: float, can_carry_word: bool) -> PassTerms:
-        """Settle how the next pass is to go; the last bucket may be able to carry word of a failure."""
+        """Fix the terms of the next pass; ``can_carry_word``: the last bucket can carry word of a failure."""
         kind: Kind = "some" if options.find_unused_parameters else "every"
         if options.static_graph:
             kind = "learning" if self.learnt is None else "learnt"
@@ -57,7 +57,7 @@ class History:
     def conclude(
         self, calls: Sequence[int], order: Sequence[int], unused: Sequence[bool], options: ReducerOptions
     ) -> None:
-        """Learn from a pass that has ended: gradients by parameter, their order, what no rank used."""
+        """Learn from an ended pass: gradients by parameter, their order, parameters that no rank used."""
         is_usual = order == self.last_order  # compared faster than sets are made
         if self.num_passes and not is_usual and set(order) != set(self.last_order):
             self.looks_static = False
@@ -74,7 +74,7 @@ class History:
 
 @dataclass(slots=True, eq=False)
 class UpcomingPass:
-    """What was settled for the next backward pass, which takes each thing once."""
+    """Settings for the next backward pass, each used once."""
 
     wanted: Callable[[bool], bool] | None  # see `Reducer`
     is_expected: bool = False  # the last forward pass was one whose backward pass is to be reduced
@@ -84,7 +84,7 @@ class UpcomingPass:
     futures: list["Future[object]"] = field(default_factory=list)  # waited for when the pass ends
 
     def is_reduced(self, *, was_prepared: bool) -> bool:
-        """Whether a pass that begins is reduced; it may go through an output that `prepare` was given."""
+        """Whether to reduce a pass that begins; ``was_prepared``: through an output given to `prepare`."""
         return self.wanted is None or self.wanted(was_prepared or self.is_expected)
 
     @property
@@ -93,7 +93,7 @@ class UpcomingPass:
         return self.divisor is not None
 
     def pop_unused(self, learnt: Sequence[int] | None, params: Sequence["Tensor"]) -> list[int]:
-        """Find the parameters that get no gradient in the pass that has just begun."""
+        """Return the parameters that get no gradient in the pass that has just begun."""
         if learnt is not None:
             return [index for index, calls in enumerate(learnt) if not calls]
         return self.search.pop_unused(params)

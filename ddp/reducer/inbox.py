@@ -1,9 +1,9 @@
-"""How gradients find who takes them: hooks on the parameters, and the backward pass under way.
+"""Hooks on the parameters, which pass gradients to the current backward pass.
 
 Note [Passes that break off]
-    The autograd engine lets go of what it is to call at the end of a backward pass when the pass ends,
-    however it does. A token dies then. If the engine has not called by then, an exception has ended the pass.
-    Nothing is sent at that moment, which may be any; the next pass finds the one that broke off.
+    The autograd engine drops its final callbacks when a pass ends, however it does. A token in the callback
+    dies then. If the engine has not called it by then, an exception has ended the pass. Nothing is sent at
+    that moment, which may be any; the next pass finds the one that broke off.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -23,10 +23,10 @@ P = ParamSpec("P")
 
 
 class Inbox:
-    """The parameters' hooks, which keep it, and the backward pass that takes their gradients.
+    """The parameters' hooks, which keep it alive, and the current backward pass.
 
-    ``current``: it is running, or has broken off and was not ended yet. ``take_first`` takes the gradient of
-    a parameter, by its place, if no pass runs; ``follower`` is called afterwards. Both are made by `weakly`.
+    ``current`` is running, or has broken off and was not ended yet. ``take_first`` takes the gradient of a
+    parameter, by its place, if no pass runs; ``follower`` is called afterwards. Make both by `weakly`.
     """
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
@@ -41,13 +41,13 @@ class Inbox:
             self.handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
 
     def announce(self, coming: Callable[[int], None]) -> None:
-        """Call a function, made by `weakly`, before autograd adds a first gradient, or computes it alone."""
+        """Call ``coming``, made by `weakly`, before autograd adds or computes a pass's first gradient."""
         for index, param in enumerate(self._params):
             untyped: Any = param
             self.handles.append(untyped.register_hook(self._early_hook_of(index, coming)))
 
     def swapped(self, calls: Sequence[int]) -> list[int]:
-        """Return the places of parameters without a gradient whose hooks went when tensors were swapped."""
+        """Return the places of parameters without a gradient that lost their hooks in a swap of tensors."""
         if all(calls):
             return []
         pairs = enumerate(zip(self._params, self._tensors, calls, strict=True))
@@ -84,7 +84,7 @@ class Inbox:
 
 
 def remove(handles: Sequence[RemovableHandle]) -> None:
-    """Take hooks off; a second call does nothing."""
+    """Remove hooks; a second call does nothing."""
     for handle in handles:
         handle.remove()
 
@@ -99,7 +99,7 @@ def _tensor_of(param: Tensor) -> int:
 def announce_backward(
     outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
-    """Call `reached` when a backward pass goes through an output to one of some parameters, by id."""
+    """Call `reached` when a backward pass goes through an output to one of the parameters, by id."""
     for output in outputs:
         if output.grad_fn is not None:
             untyped: Any = output
@@ -116,7 +116,7 @@ def _tell_of_output(reached: Callable[[], None], witness: Node | None, _: Tensor
 
 
 class _Token:
-    """Calls a function when it dies, unless that was set to None; cheaper than `weakref.finalize`."""
+    """Calls ``broke_off`` when it dies, unless that is None; cheaper than `weakref.finalize`."""
 
     __slots__ = ("broke_off",)
 
@@ -129,10 +129,7 @@ class _Token:
 
 
 def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]) -> None:
-    """From a hook of a backward pass: call ``finish`` at its end, or ``broke_off`` if that never comes.
-
-    See Note [Passes that break off].
-    """
+    """From a hook: call ``finish`` at the end of the pass, or ``broke_off`` if that never comes."""
     after_backward(partial(_end, _Token(broke_off), finish))
 
 
@@ -142,9 +139,9 @@ def _end(token: _Token, finish: Callable[[], None]) -> None:
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """Return a method that does not keep its object, and does nothing once that has gone.
+    """Return a callable that does not keep the method's object alive, and does nothing once it is gone.
 
-    Parameters and outputs, which hold the hooks, may live longer than the reducer.
+    Parameters and outputs, which hold the hooks, may outlive the reducer.
     """
     return partial(_call_if_there, WeakMethod(method))
 

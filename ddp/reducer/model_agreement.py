@@ -1,4 +1,4 @@
-"""Ranks make sure, before anything is built, that they all wrap the same model with the same arguments."""
+"""Checks before construction that all ranks wrap the same model with the same arguments."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,10 +31,10 @@ _NOT_COMPARED = (
 def agree_on_model(
     given: dict[str, Any], user: object, timeout: object, on_stall: object, *, may_be_freed: bool = True
 ) -> None:
-    """Make sure that all ranks wrap the same model; all ranks call. Communicates.
+    """Check that all ranks wrap the same model; all ranks call. Communicates.
 
-    With ``init_sync=False`` they only make sure that all of them have that, and devices that can be used.
-    The arguments of PyTorch's constructor are given by name; ``user`` is what is built.
+    With ``init_sync=False`` compares only that flag, and checks devices. ``given`` are the arguments of
+    PyTorch's constructor by name; ``user`` is the wrapper under construction.
     """
     module, process_group, mesh = given["module"], given.get("process_group"), given.get("device_mesh")
     ranks_of(process_group)
@@ -71,7 +71,7 @@ def _agree(
 
 
 def _described(group: RankGroup, given: dict[str, Any], timeout: object, on_stall: object) -> list[str]:
-    """Describe what ranks must have in common; raises what is wrong with it."""
+    """Describe what ranks must have in common; raises if it is invalid."""
     pairs = seen_params(given["module"])
     group.check_serves([param for _, param in pairs])
     PrecisionPolicy.of_ddp(given)
@@ -84,7 +84,7 @@ def _described(group: RankGroup, given: dict[str, Any], timeout: object, on_stal
 
 
 def _check_devices(module: nn.Module, device_ids: object, output_device: object) -> None:
-    """Refuse what PyTorch's constructor would refuse, but there on this rank alone."""
+    """Refuse what PyTorch's constructor would refuse on this rank alone."""
     if device_ids is not None and not isinstance(device_ids, Sequence):
         raise TypeError(f"expected device_ids to be a list of one device, or None, got {device_ids!r}")
     if device_ids is not None and len(device_ids) > 1:
@@ -103,9 +103,9 @@ def _check_devices(module: nn.Module, device_ids: object, output_device: object)
 
 
 def seen_params(module: object) -> list[tuple[str, Tensor]]:
-    """List the parameters that a wrapper looks at, with names; none of what is no module.
+    """List (name, parameter) pairs without ignored ones; empty for what is no module.
 
-    Parameters that are to be ignored may be of a kind that does not bear a look, such as `ShardedTensor`.
+    Ignored parameters may be of a kind that must not be touched, such as `ShardedTensor`.
     """
     if not isinstance(module, nn.Module):
         return []
@@ -114,7 +114,7 @@ def seen_params(module: object) -> list[tuple[str, Tensor]]:
 
 
 def refuse_freed(module: object) -> None:
-    """Refuse a model that is fully sharded, or a part of it."""
+    """Raise ValueError for a model that is fully sharded, or has such a part."""
     if any(is_freed(param) for _, param in seen_params(module)):
         raise ValueError(
             "the model is fully sharded already, or a part of it: its parameters are on their owners alone"

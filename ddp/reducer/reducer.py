@@ -1,14 +1,14 @@
-"""`Reducer`: averages gradients over ranks, bucket by bucket, while the backward pass still runs.
+"""`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass.
 
 It behaves as PyTorch's (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020).
 
 Note [One backward pass]
-    A hook on the output of the forward pass, or the first gradient, makes a `BackwardPass` and asks the
-    autograd engine to be called when the pass has ended. A full bucket is launched if all before it were, so
-    that every rank launches in the same order. At the end the rest is launched, and the results become the
-    parameters' gradients. An element of the last bucket tells other ranks of a failure; or a small sum of its
-    own where there is a comm hook, or where parameters may be unused.
+    A hook on the forward pass's output, or the first gradient, makes a `BackwardPass` and asks the autograd
+    engine to call at the end. A full bucket is launched after all before it, so every rank launches in the
+    same order. At the end the rest is launched, and the results become the parameters' gradients. An element
+    of the last bucket tells other ranks of a failure. With a comm hook, or where parameters may be unused, a
+    small sum of its own does.
 """
 
 import weakref
@@ -45,30 +45,29 @@ from zero_optim.health.watchdog import learn_addresses, watch
 class Reducer:
     """Average gradients over the ranks of a group in every backward pass.
 
-    Usable without any wrapper: after ``reducer = Reducer(model.named_parameters())`` each
-    ``loss.backward()`` leaves averaged gradients. All ranks construct it, and run backward passes together,
-    each with a gradient for every parameter unless the options say otherwise. Its hooks go when it goes, or
-    with `close`.
+    Usable without a wrapper: after ``reducer = Reducer(model.named_parameters())`` each ``loss.backward()``
+    leaves averaged gradients. All ranks construct it, and run backward passes together, each with a gradient
+    for every parameter unless the options say otherwise. Its hooks go when it goes, or with `close`.
 
     Args:
-        params: (name, parameter) pairs of those that require a gradient, or parameters alone; on one device.
+        params: (name, parameter) pairs that require a gradient, or parameters alone; on one device.
         process_group: ranks to average over; None for the default group.
         options: see `ReducerOptions`.
-        sparse: names of the parameters whose gradients are sparse.
-        wanted: called when a backward pass begins; returns whether to reduce it. Its argument is whether the
-            pass goes through an output given to `prepare`, or was expected, see `expect`. None for always.
-        checks: compare the parameters and options of all ranks by a small collective.
+        sparse: names of parameters with sparse gradients.
+        wanted: called when a backward pass begins; returns whether to reduce it. The argument: the pass goes
+            through an output given to `prepare`, or was expected (`expect`). None for always.
+        checks: compare parameters and options between ranks, by a small collective.
 
     Attributes:
         group: the ranks.
-        history: what the passes so far have taught.
-        assignment: the buckets as they are now.
-        defers_reports: where the CPU would have to wait for the device, failures of other ranks are read one
-            pass later: Note [Late reports] in `report`.
+        history: facts learnt from the passes so far.
+        assignment: the current buckets.
+        defers_reports: read other ranks' failures one pass later, where the CPU would have to wait for the
+            device: Note [Late reports] in `report`.
 
     Raises:
         ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
-        RankMismatchError: on every rank: ranks were given different things; names the first.
+        RankMismatchError: on every rank: ranks have different arguments; names the first.
     """
 
     checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
@@ -103,7 +102,7 @@ class Reducer:
             learn_addresses(self.group)
 
     def reset(self) -> None:
-        """Begin anew: first buckets, nothing learnt. All ranks call, between iterations."""
+        """Start over: first buckets, nothing learnt. All ranks call, between iterations."""
         self._inbox.current = None
         self.history = History(len(self.params))
         self._upcoming = UpcomingPass(self._upcoming.wanted, self._upcoming.is_expected)
@@ -112,7 +111,7 @@ class Reducer:
 
     @property
     def activity(self) -> Activity:
-        """What this process does, which other ranks hear of if they miss it."""
+        """This process's activity, which other ranks hear of if they miss it."""
         return self.group.works.log.activity
 
     @property
@@ -132,11 +131,11 @@ class Reducer:
 
     @property
     def hook_name(self) -> str:
-        """The name of the comm hook; empty without one."""
+        """Name of the comm hook; empty without one."""
         return self._slot.name
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
-        """Average over other ranks from now on. All of these call, between iterations, and `reset`."""
+        """Average over other ranks from now on. All of these call, between iterations; call `reset` too."""
         self._use(replace(RankGroup.of(process_group, self.params), phase=self.group.phase))
 
     def _use(self, group: RankGroup) -> None:
@@ -148,7 +147,7 @@ class Reducer:
         return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
     def _assign(self, order: Sequence[int] | None) -> None:
-        """Make buckets. The old ones go first."""
+        """Make buckets; frees the old ones first."""
         self.assignment = BucketAssignment()
         self.assignment = self._assigned(order)
 
@@ -157,9 +156,9 @@ class Reducer:
 
     @torch.no_grad()
     def rebuild(self) -> bool:
-        """Make buckets anew in the order in which gradients came on rank 0, once that is known.
+        """Rebuild buckets in rank 0's order of gradients, once that is known. Returns whether it did.
 
-        All ranks call; communicates when it is due. Returns whether buckets were rebuilt in that order.
+        All ranks call; communicates when it is due.
         """
         history = self.history
         if self._inbox.is_running:
@@ -179,14 +178,14 @@ class Reducer:
         return True
 
     def _name_buckets(self) -> None:
-        """Make other buckets that the hook names: at once, or at the next pass if gradients have an order."""
+        """Take over new buckets of the hook: at once, or at the next pass if gradients have an order."""
         if self._slot.members_changed and self.history.has_rebuilt:
             self.history.rebuild_is_due = True
         elif self._slot.members_changed:
             self._assign(None)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the ranks' number.
+        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks.
 
         Raises as `DistributedDataParallel.register_comm_hook`, on this rank.
         """
@@ -196,31 +195,31 @@ class Reducer:
         self._name_buckets()
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
-        """Divide the gradients of the next pass by another number than that of the ranks."""
+        """Divide the next pass's gradients by another number than the number of ranks."""
         self._upcoming.divisor = divisor
 
     def expect(self, is_expected: bool) -> None:
-        """Set whether backward passes are expected from now on, an argument of ``wanted``."""
+        """Set whether backward passes are expected from now on, for ``wanted``."""
         self._upcoming.is_expected = is_expected
 
     def set_static_graph(self) -> None:
-        """Expect every pass to be like the next one. All ranks call, before their first backward pass."""
+        """Expect every pass to be like the next. All ranks call, before their first backward pass."""
         self.options = replace(self.options, static_graph=True)
 
     def wait_also(self, future: Future[object]) -> None:
-        """Wait for a future of the caller's when the next backward pass ends."""
+        """Wait for the caller's future when the next backward pass ends."""
         self._upcoming.futures.append(future)
 
     def close(self) -> None:
-        """Take the hooks off the parameters; a second call does nothing."""
+        """Remove the hooks; a second call does nothing."""
         remove(self._inbox.handles)
 
     def prepare(self, outputs: object = ()) -> None:
-        """Look at a forward pass's output before it goes to the user. Optional in ordinary loops.
+        """Look at a forward pass's output before the user gets it. Optional in ordinary loops.
 
-        It makes a difference where parameters may be unused, so that buckets need not wait for the end, and
-        where checkpointing is reentrant. Every rank calls it after the same forward passes; no communication.
-        Finds tensors in containers and dataclasses. RuntimeError inside ``torch.distributed.autograd``.
+        Needed where parameters may be unused, so that buckets need not wait for the end, and for reentrant
+        checkpointing. Every rank calls it after the same forward passes; no communication. Finds tensors in
+        containers and dataclasses. RuntimeError inside ``torch.distributed.autograd``.
         """
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -235,9 +234,9 @@ class Reducer:
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise ReductionError, on every rank, if a backward pass or comm hook failed on any; all ranks call.
 
-        On a CPU it is free if all is well. On a GPU what went wrong is known one pass later, see Note [Late
-        reports] in `report`: call it after the last pass, or before a checkpoint is written. Without
-        ``waits`` the last pass, which a device may still be at, is left out.
+        On a CPU it is free if all is well. On a GPU a failure is known one pass later (Note [Late reports] in
+        `report`): call it after the last pass, or before writing a checkpoint. ``waits=False`` leaves out the
+        last pass, which may still run on the device.
         """
         if self._slot.failure is not None:
             raise ReductionError(self._slot.failure)
@@ -250,14 +249,13 @@ class Reducer:
             unread.pop(0).check()
 
     def _first_arrived(self, index: int) -> None:
-        """Take a gradient that came while no backward pass ran; called by its parameter's hook."""
+        """Take a gradient that came while no backward pass ran."""
         if self._upcoming.is_reduced(was_prepared=False):
             self._begin().arrived(index)
         else:
             self.history.carried[index] = True
 
     def _begin(self) -> BackwardPass:
-        """Begin a backward pass, from one of its hooks."""
         self.check_finished(waits=False)
         self.rebuild()
         divisor = 1.0
@@ -277,12 +275,12 @@ class Reducer:
         return current
 
     def _open(self) -> Launch:
-        """Prepare the buckets for a pass; returns what starts the reduction of each."""
+        """Prepare the buckets for a pass; returns their launch function."""
         all_used = self.options.wants_all_used
         return self._slot.launching(self._summing, self.assignment.labels, all_used=all_used)
 
     def _holds(self) -> bool:
-        """Whether full buckets wait until somebody launches them."""
+        """Whether full buckets wait for a caller to launch them."""
         return False
 
     def _terms(self, divisor: float) -> PassTerms:
@@ -291,7 +289,6 @@ class Reducer:
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
-        """End a backward pass: launch the rest, wait, hand the results out."""
         self._inbox.current = None
         try:
             with self._held_up():
@@ -304,7 +301,7 @@ class Reducer:
         current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
     def _held_up(self) -> AbstractContextManager[None]:
-        """Return a context that counts the time, see Note [Exposed seconds] in `comm.traffic`."""
+        """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
         return nullcontext() if self.defers_reports else self._summing.phase.held_up()
 
     def _conclude(self, current: BackwardPass) -> None:
@@ -346,10 +343,9 @@ class Reducer:
 
     @torch.no_grad()
     def shadow(self) -> None:
-        """Take part in the reductions of one backward pass of the others, with zeros; for ``Join``.
+        """Join the reductions of one backward pass of the others, with zeros; for ``Join``.
 
-        Raises ReductionError if a rank failed; or if this rank had no pass to learn from, and unused buckets
-        are left out.
+        ReductionError if a rank failed, or to leave unused buckets out this rank has no pass to learn from.
         """
         self.check_finished()
         self.rebuild()

@@ -1,4 +1,4 @@
-"""One bucket's reduction under way: PyTorch's all-reduce, or what a comm hook makes of it."""
+"""The reduction of one bucket: PyTorch's all-reduce, or a comm hook."""
 
 import inspect
 import weakref
@@ -22,10 +22,10 @@ Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contra
 
 @runtime_checkable
 class NamesBuckets(Protocol):
-    """What ``hook.buckets`` is if a hook names its buckets: Note [Buckets in rows] in `assignment`."""
+    """``hook.buckets`` of a hook that names its buckets: Note [Buckets in rows] in `assignment`."""
 
     def version(self) -> object:
-        """Return what `members` depends on: where it is equal, `members` is."""
+        """Return a value that changes when `members` does."""
 
     def members(self) -> Members | None:
         """Return the parameters of each bucket, in its order; None for PyTorch's buckets."""
@@ -35,7 +35,7 @@ class Reduction(Protocol):
     """A reduction that was launched."""
 
     def wait(self) -> Tensor:
-        """Wait for it; returns the gradients: one tensor of the bucket's length, or a sparse one."""
+        """Wait, and return the gradients: one tensor of the bucket's length, or a sparse one."""
         ...
 
 
@@ -53,7 +53,7 @@ class BucketReductions:
 
     @property
     def num_passed(self) -> int:
-        """How many buckets were launched, or left out: the number of the next one."""
+        """How many buckets were launched or left out: the number of the next."""
         return len(self._launched)
 
     @property
@@ -71,7 +71,7 @@ class BucketReductions:
         self._launched.append(None)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        """Wait for each launched bucket, and yield it with its gradients; a report reads the last one."""
+        """Wait for each launched bucket, and yield it with its gradients; ``report`` reads the last one."""
         for bucket, reduction in zip(self.buckets, self._launched, strict=True):
             if reduction is not None:
                 reduced = reduction.wait()
@@ -80,13 +80,13 @@ class BucketReductions:
                 yield bucket, reduced
 
     def drain(self, report: FailureReport | None = None) -> None:
-        """Wait for every bucket that was launched, and drop what came."""
+        """Wait for every launched bucket, and drop the results."""
         for _ in self.results(report):
             pass
 
 
 class SumReduction:
-    """The sum of a bucket over all ranks, in place; gradients were divided before."""
+    """The in-place sum of a bucket over all ranks; gradients were divided before."""
 
     def __init__(self, group: RankGroup, bucket: ReducerBucket, label: str = "") -> None:
         self._bucket = bucket
@@ -104,7 +104,7 @@ class SumReduction:
 
 
 class HookReduction:
-    """Whatever a comm hook does; it divides too. The wait for it is counted; what it sends is not known."""
+    """A comm hook's reduction, which also divides. Counts the wait, not the bytes the hook sends."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class HookReduction:
         self._work = Work(future, group.phase, record)
 
     def wait(self) -> Tensor:
-        """Wait for the future, and refuse anything but one tensor as long as the bucket."""
+        """Wait for the future; refuses a result other than one tensor of the bucket's length."""
         value = self._work.wait()
         result = tensor_of(value)
         if result is None:
@@ -147,10 +147,7 @@ class HookReduction:
 
 
 class HookSlot:
-    """The comm hook, at most one.
-
-    After a ``failure`` it is not called again, as nobody knows which collectives it has issued.
-    """
+    """The comm hook, at most one. After a ``failure`` it is not called again: its collectives are unknown."""
 
     def __init__(self) -> None:
         self._hook: tuple[Hook, object] | None = None
@@ -169,7 +166,7 @@ class HookSlot:
         return "" if self._hook is None else hook_name(self._hook[0])
 
     def register(self, state: object, hook: Hook) -> None:
-        """Take a hook; see `Reducer.register_comm_hook`."""
+        """Set the hook; see `Reducer.register_comm_hook`."""
         _check_hook(hook)
         if self._hook is not None:
             raise RuntimeError(
@@ -183,21 +180,20 @@ class HookSlot:
 
     @property
     def members_changed(self) -> bool:
-        """Whether `members` would return something else than the last time."""
+        """Whether `members` would now return another value."""
         return self._names is not None and self._names.version() != self._version
 
     def members(self) -> Members | None:
-        """Return the parameters of the buckets that the hook names; None if it names none."""
+        """Return the parameters of the hook's buckets; None if it names none."""
         if self._names is None:
             return None
         self._version = self._names.version()
         return self._names.members()
 
     def launching(self, group: RankGroup, labels: Sequence[str], *, all_used: bool) -> Launch:
-        """Return what starts a bucket's reduction: the comm hook, or a sum where there is none.
+        """Return the launch function: the comm hook, or a sum without one.
 
-        It holds a weak reference: a hook's state may hold the model, whose parameters hold a pass that broke
-        off.
+        It holds a weak reference: a hook's state may hold the model, and so a pass that broke off.
         """
         reference = weakref.ref(self)
 
@@ -213,14 +209,14 @@ class HookSlot:
         return launch
 
     def await_all(self, reductions: BucketReductions) -> None:
-        """Let nothing come before what hooks issue; on gloo PowerSGD's does so from other threads, later."""
+        """Wait for the hook's collectives; on gloo PowerSGD issues some later, from other threads."""
         if not self.is_empty:
             with self.minding():
                 reductions.drain()
 
     @contextmanager
     def minding(self) -> Iterator[None]:
-        """Note a failure of the hook, or of what it began."""
+        """Record a failure of the hook, or of its work."""
         try:
             yield
         except Exception as error:
@@ -229,10 +225,7 @@ class HookSlot:
 
 
 def _check_hook(hook: object) -> None:
-    """Refuse what cannot be called as ``hook(state, bucket)``, or is annotated as something else.
-
-    PyTorch's sentences come first, as users match on them.
-    """
+    """Refuse a wrong signature or annotation. PyTorch's sentences come first: users match on them."""
     if not callable(hook):
         raise TypeError(
             "Communication hook must be callable. Expected a comm hook, hook(state, bucket), got "
@@ -261,5 +254,5 @@ def _check_hook(hook: object) -> None:
 
 
 def hook_name(hook: object) -> str:
-    """Return the name of a hook in messages and statistics."""
+    """Return a hook's name for messages and statistics."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -1,20 +1,19 @@
-"""What ranks tell each other at the end of a backward pass: what was used, and what went wrong.
+"""The ranks' report at the end of a backward pass: used parameters, and failures.
 
 Note [Word of a failure]
-    A rank that finds its gradients incomplete makes one element of the last bucket NaN before that is summed.
-    A rank that reads NaN in the sum takes part in a gather of what went wrong; there may be nothing. So a
-    pass without NaN has no further collective, and the bucket no further element, which would change how ring
-    algorithms sum.
+    A rank with incomplete gradients makes one element of the last bucket NaN before the sum. A rank that
+    reads NaN in the sum joins a gather of failures; there may be none. So a pass without NaN has no further
+    collective, and the bucket no further element, which would change how ring algorithms sum.
 
 Note [Late reports]
-    To read a report the CPU waits for it, on a device with streams for the whole pass. So there it is read
-    when the device has the next pass to work on. Reading may communicate, so all ranks read at the same
-    points: when a forward pass begins, and with the first gradient of a backward pass, all but the last one.
-    What pass n found raises in forward pass n + 2, and its gradients may be stepped with before.
+    The CPU waits to read a report, on a device with streams for the whole pass. So there it reads when the
+    device has the next pass to work on. Reading may communicate, so all ranks read at the same points: when a
+    forward pass begins, and with the first gradient of a backward pass, all but the last report. A failure of
+    pass n raises in forward pass n + 2; the optimizer may use its gradients before.
     `Reducer.check_finished` and `Join` read all.
 
-    Passes in `Join`, and the first one of a static graph, put nothing off. A rank that left parameters unused
-    waits in the pass for what the others used.
+    Passes in `Join`, and the first one of a static graph, put nothing off. A rank with unused parameters
+    waits in the pass for the others' use.
 """
 
 from collections.abc import Sequence
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class FailureReport:
-    """How many ranks failed in a backward pass, and which parameters were used; all ranks make and read one.
+    """The number of failed ranks, and the used parameters; all ranks make and read one.
 
-    ``in_last_bucket``: an element of the last bucket says whether a rank failed, and `read_word` must be
-    called before the report is read. Otherwise the report starts a small sum.
+    ``in_last_bucket``: an element of the last bucket says whether a rank failed; call `read_word` before
+    reading the report. Otherwise the report starts a small sum.
     """
 
     def __init__(
@@ -58,14 +57,14 @@ class FailureReport:
             _, self._work = group.start_sum(self._counts)
 
     def read_word(self, reduced: Tensor) -> None:
-        """Copy the element of the last bucket's sum: the gradients are the user's from here on."""
+        """Copy the element of the last bucket's sum, before the user gets the gradients."""
         if is_asynchronous(reduced.device):
             self._answer = HostCopy(reduced[:1])
         else:
             self._word = reduced[:1].item()
 
     def put_off(self) -> None:
-        """Have the answer on its way to the CPU, where `check` is called later; see Note [Late reports]."""
+        """Start the copy to the CPU; `check` comes later: Note [Late reports]."""
         self._is_late = True
         if self._counts is not None and is_asynchronous(self._counts.device):
             self._read()
@@ -79,7 +78,7 @@ class FailureReport:
         return self._answer
 
     def check(self) -> None:
-        """Have the CPU wait for the answer; raises ReductionError on every rank if one failed."""
+        """Wait on the CPU; raises ReductionError on every rank if one failed."""
         if self._tells_of_failure():
             self._raise()
 
@@ -90,14 +89,14 @@ class FailureReport:
         return bool((first.isnan() if self.in_last_bucket else first).item())
 
     def used(self) -> list[bool]:
-        """Tell, by parameter, whether any rank used it. The CPU waits, unless this rank used all."""
+        """Return, by parameter, whether any rank used it. The CPU waits, unless this rank used all."""
         if all(self._used):
             return list(self._used)
         _, *counts = self._group.read(self._read()).tolist()
         return [count > 0 for count in counts]
 
     def _raise(self) -> None:
-        """Raise what ranks have to say, if any has something; all ranks call."""
+        """Raise the ranks' failures, if any; all ranks call."""
         failures = self._group.all_gather_json(self._failure)
         ranks: dict[str, list[int]] = {}
         for rank, failure in enumerate(failures):
@@ -118,7 +117,7 @@ def _who(ranks: Sequence[int], size: int) -> str:
 
 
 class PassTroubles:
-    """What went wrong on this rank in one backward pass. Parameters with one trouble are listed together."""
+    """This rank's failures in one backward pass. Parameters with the same failure are listed together."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}  # by text
@@ -128,19 +127,19 @@ class PassTroubles:
         return bool(self._names)
 
     def note(self, text: str, name: str = "") -> None:
-        """Note one of the texts below, with the name of a parameter that it speaks of."""
+        """Note one of the texts below, for a parameter."""
         names = self._names.setdefault(text, [])
         if name not in names:
             names.append(name)
 
     def message(self) -> str | None:
-        """Say everything, or None if there is nothing."""
+        """Return all failures as one text, or None."""
         texts = sorted(self._names, key=lambda text: text != BROKE_OFF)  # that comes first
         return "; ".join(text.format(names_text(self._names[text])) for text in texts) or None
 
 
 def names_text(names: Sequence[str], most: int = 10) -> str:
-    """List parameters in a message, the first of many."""
+    """List parameters in a message, only the first of many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -1,12 +1,11 @@
-"""What may still be under way on streams of the device while a bucket is filled and launched.
+"""The order of the device's streams while a bucket is filled and launched.
 
 Note [Streams of a backward pass]
-    A parameter's hook runs on the stream on which the forward pass first used the parameter. So gradients of
+    A parameter's hook runs on the stream on which the forward pass first used the parameter, so gradients of
     a bucket may come on several. The hook that copies small ones, or launches the bucket, waits for all of
     them, and records its use. Each stream first waits for the beginning of the pass, where buckets may have
-    been made anew. Results, what was set aside, and the report are handled on the stream of ``backward()``,
-    which the engine has wait for all others. An event is recorded when the stream changes, not for each
-    gradient.
+    been made anew. Results and the report are handled on the stream of ``backward()``, which the engine has
+    wait for all others. An event is recorded when the stream changes, not for each gradient.
 """
 
 import torch
@@ -15,9 +14,9 @@ from zero_optim.compat import streams
 
 
 class StreamOrder:
-    """Has whoever copies or launches a bucket wait for the streams its gradients came on; one a pass.
+    """Makes copies and launches of a bucket wait for the streams of its gradients; one per pass.
 
-    It is made on the stream on which the pass begins.
+    Construct it on the stream on which the pass begins.
     """
 
     def __init__(self, device: torch.device, num_buckets: int) -> None:
@@ -29,17 +28,17 @@ class StreamOrder:
 
     @classmethod
     def of(cls, device: torch.device, num_buckets: int) -> "StreamOrder | None":
-        """Make one for a pass that begins; None on a device without streams."""
+        """Return one for a pass that begins; None on a device without streams."""
         return cls(device, num_buckets) if streams.is_asynchronous(device) else None
 
     def came(self, number: int) -> None:
-        """Note that a gradient of a bucket has come on the current stream, before it is copied."""
+        """Note, before its copy, that a gradient of a bucket has come on the current stream."""
         stream = streams.current_stream(self._device)
         if stream != self._last[number]:
             self._change(number, stream)
 
     def join(self, number: int) -> bool:
-        """Have the current stream wait for the others on which gradients of a bucket came, if any did."""
+        """Make the current stream wait for others with gradients of a bucket; returns whether any did."""
         self.came(number)
         others = self._others[number]
         if not others:

@@ -1,4 +1,4 @@
-"""What an optimizer does in one iteration: steps, clipping, steps during the backward pass, ``Join``."""
+"""One iteration of an optimizer: steps, clipping, steps during the backward pass, ``Join``."""
 
 from zero_optim.iteration.iteration import Iteration
 

@@ -1,4 +1,4 @@
-"""A call that changes parameters: prepare, step own rows, gather whatever happened; all ranks make it."""
+"""Calls that change parameters: prepare, step own rows, gather even after an error; all ranks call."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Makes calls, and tells other ranks and replicas what happened in them."""
+    """Makes calls, and sends their results to other ranks and replicas."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._tell_replicas: Callable[[BaseException], None] | None = None
 
     def make(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
-        """Prepare, have the local optimizer change this rank's parameters in ``work``, then gather.
+        """Prepare, change this rank's parameters in ``work``, then gather.
 
-        ``name``: of the call, such as ``step()``. ``at_end`` comes before the gather, also after an error.
+        ``name``: of the call, such as ``step()``. ``at_end`` runs before the gather, also after an error.
         """
         core = self._core
         core.check_attached()
@@ -43,7 +43,7 @@ class Calls:
 
     @contextmanager
     def whatever_happens(self, name: str, end: Callable[[Call], None]) -> Iterator[None]:
-        """Call ``end`` after the body, also where it raises: the other ranks wait for this one."""
+        """Call ``end`` after the body, also after an error: the other ranks wait for it."""
         call = Call(name, self._origins, None)
         try:
             yield
@@ -56,7 +56,7 @@ class Calls:
 
     @contextmanager
     def mirrored(self) -> Iterator[None]:
-        """Mirror the state after the body, also where it raises: on other ranks it may not."""
+        """Mirror the state after the body, also after an error, which other ranks may not have."""
         try:
             yield
         except BaseException:
@@ -66,7 +66,7 @@ class Calls:
         self._core.mirror_state()
 
     def prepare(self) -> None:
-        """Check the parameters before a step, and take over what the user changed."""
+        """Check the parameters before a step, and apply the user's changes."""
         core = self._core
         core.check_weights()
         if core.is_mirrored and core.mirror.tells_of != core.snapshot.age:
@@ -82,11 +82,11 @@ class Calls:
     # ------------------------------------------------------------------ replicas of a mesh, and units
 
     def let_go(self) -> None:
-        """Forget the replicas of the group that ends."""
+        """Forget the replicas."""
         self._tell_replicas = None
 
     def tell_replicas_by(self, tell: Callable[[BaseException], None]) -> None:
-        """Have ``tell`` called with the error of a failed step, for the other replicas of a mesh.
+        """Set ``tell``, called with a failed step's error for the other replicas of a mesh.
 
         ``tell`` must not hold the optimizer.
         """
@@ -98,7 +98,7 @@ class Calls:
 
     @contextmanager
     def telling_replicas(self) -> Iterator[None]:
-        """Tell the other replicas of a mesh, if any, of an exception that all ranks of this one hear of."""
+        """Send an exception, which all ranks here raise, to the other replicas of a mesh."""
         try:
             yield
         except BaseException as error:

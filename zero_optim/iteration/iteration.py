@@ -1,4 +1,4 @@
-"""How an optimizer steps: after or in the backward pass, beside joined ranks, scalers and mirrors."""
+"""An optimizer's steps: after or in the backward pass, with joined ranks, scalers and mirrors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ from zero_optim.step.unreduced import unreduced_among
 class Iteration:
     """Steps what a rank owns, then gathers. All ranks call its methods together.
 
-    ``calls`` makes the calls that change parameters; ``joins`` is the optimizer's side of ``Join``.
+    ``calls``: calls that change parameters; ``joins``: the optimizer's side of ``Join``.
     """
 
     def __init__(self, core: Core) -> None:
@@ -35,10 +35,10 @@ class Iteration:
     # ------------------------------------------------------------------ during the backward pass
 
     def overlap(self) -> Overlap:
-        """Return what steps during the backward pass, for hooks of `zero_optim.hooks`.
+        """Return the `Overlap` for hooks of `zero_optim.hooks`.
 
-        All ranks call; the first call makes process groups. Raises on every rank if a class cannot be stepped
-        in parts.
+        All ranks call; the first call makes process groups. Raises on every rank if a class cannot step in
+        parts.
         """
         if self._overlap is None:
             with failing_together(self._core.group):
@@ -48,7 +48,7 @@ class Iteration:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was begun in a backward pass, and not finished."""
+        """Whether a backward pass began a step that is not finished."""
         return self._overlap is not None and self._overlap.current is not None
 
     def wait_for_steps(self) -> None:
@@ -57,13 +57,13 @@ class Iteration:
             self._overlap.wait_for_steps()
 
     def end_overlap(self, *, waits: bool) -> None:
-        """Release the process groups of overlapped steps; note if one of these was half way."""
+        """Release the process groups of overlapped steps; note an unfinished step."""
         core, overlap, self._overlap = self._core, self._overlap, None
         if overlap is not None and overlap.let_go(waits=waits):
             core.snapshot.is_torn = core.snapshot.age > 0  # else it broke off before anything was stepped
 
     def _finish_overlapped(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
-        """Finish a step that was begun during the backward pass; False if none was."""
+        """Finish a step begun during the backward pass; False if none was."""
         if self._overlap is None:
             return False
         if self._overlap.current is None:
@@ -85,7 +85,7 @@ class Iteration:
     def step(
         self, optimizer: Optimizer, closure: Callable[[], float] | None, kwargs: dict[str, Any]
     ) -> float | None:
-        """Prepare, step what this rank owns, and gather; see `ZeroRedundancyOptimizer.step`."""
+        """Prepare, step what this rank owns, and gather, as `ZeroRedundancyOptimizer.step`."""
         core = self._core
         self.joins.announce(steps=True)
         core.snapshot.steps += 1
@@ -106,8 +106,8 @@ class Iteration:
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
         """Evaluate the model before a step; all ranks call.
 
-        Returns the loss; the closure if the class's own step evaluates it; and inside ``Join`` its error, of
-        which the others hear in the exchange that every step there begins with.
+        Returns the loss; the closure if the class's own step evaluates it; and inside ``Join`` its error,
+        which the next exchange sends.
         """
         if closure is None:
             return None, None, None
@@ -125,7 +125,7 @@ class Iteration:
 
     @property
     def _leaves_closure(self) -> bool:
-        """Whether the class's own step may evaluate a closure: leaves apart need its gradients before."""
+        """Whether the class's own step may evaluate a closure."""
         sharding = self._core.sharding
         if self._overlap is not None or self.joins.under_way or sharding.has_cuts:
             return False
@@ -134,11 +134,9 @@ class Iteration:
         return self._core.owned.takes_closures
 
     def _is_skipped(self, optimizer: Optimizer, scaler: object, failure: Exception | None) -> bool:
-        """Return whether the ranks skip a step; if not, gradients are unscaled and lent; all ranks call.
+        """Return whether the ranks skip a step; if not, unscale and lend gradients; all ranks call.
 
-        Communicates only with a scaler, or inside ``Join``: one collective of a byte, for which the CPU
-        waits. ``scaler``: given to ``step()``; None if there is none, or it has set attributes. ``failure``:
-        inside ``Join`` alone, where the others hear of it.
+        Communicates only with a scaler, or inside ``Join``: one collective of a byte; the CPU waits.
         """
         core, in_join = self._core, self.joins.under_way
         scaling = None
@@ -166,7 +164,7 @@ class Iteration:
     # ------------------------------------------------------------------ beside a step
 
     def agree_on_infinity(self, found_inf: Tensor) -> None:
-        """Tell all scalers of an infinity in sharded gradients that any has seen; all ranks call.
+        """Set the scalers' ``found_inf`` if any rank saw an infinity in sharded gradients; all ranks call.
 
         One collective of 4 bytes, inside ``Join`` of a byte; the CPU waits. ``found_inf``: 0-d or of one
         element, above zero on a rank with an infinity; afterwards on all ranks.
@@ -181,7 +179,7 @@ class Iteration:
                 group.start_sum(found_inf)[1].wait()
 
     def clip(self, asked: ClipArguments) -> Tensor:
-        """Clip all gradients by their global norm; all ranks call, but those that have joined."""
+        """Clip all gradients by their global norm; all ranks call, except joined ones."""
         if self.has_begun:
             failure = RuntimeError(
                 "the step was taken during the backward pass, too early to clip: leave out "
@@ -201,12 +199,12 @@ class Iteration:
             return clip_together(core.group, params, pieces, asked, core.inputs.store.files)
 
     def join_hook(self) -> JoinHook:
-        """Return the hook of ``Join`` that shadows the steps of the active ranks."""
+        """Return the ``Join`` hook that shadows the active ranks' steps."""
         self.joins.join_hook()
         return ShadowHook(self.shadow)
 
     def shadow(self) -> None:
-        """Take part in a step of the active ranks, after this one ran out of inputs."""
+        """Take part in a step of the active ranks, on a rank without inputs."""
         core = self._core
         with self.joins.borrowing():
             if self.has_begun:  # by the comm hook: joined ranks run it too

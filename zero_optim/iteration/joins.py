@@ -1,4 +1,4 @@
-"""What an optimizer does inside ``Join``, beside ranks that ran out of inputs."""
+"""An optimizer inside ``Join``, with ranks that ran out of inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class ShadowHook(JoinHook):
         self._shadow = shadow
 
     def main_hook(self) -> None:
-        """Shadow one iteration; ``Join`` calls it while some rank is still active."""
+        """Shadow one iteration, while some rank is still active."""
         self._shadow()
 
 
@@ -35,13 +35,13 @@ class Joins(Joinable):
         self._shadowed: list[Tensor] = []  # have gradients of a backward pass that this rank shadowed
 
     def let_go(self) -> None:
-        """Begin anew: ranks that are new to the next group were in no ``Join``."""
+        """Begin anew, as for a new group."""
         Joinable.__init__(self)  # PyTorch leaves the configuration as the last Join set it
         self._is_announced, self._shadowed = False, []
 
     @property
     def under_way(self) -> bool:
-        """Whether a ``Join`` is under way, so that ranks may run out of inputs."""
+        """Whether a ``Join`` is active, so that ranks may run out of inputs."""
         return bool(self._join_config.enable)
 
     def join_hook(self, **kwargs: object) -> JoinHook:
@@ -51,7 +51,7 @@ class Joins(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` places its own small tensors."""
+        """The device for ``Join``'s own small tensors."""
         return self._core.group.device
 
     @property
@@ -60,10 +60,10 @@ class Joins(Joinable):
         return self._core.group.process_group
 
     def announce(self, *, steps: bool) -> None:
-        """Tell ``Join``, once in each iteration, that this rank has not run out of inputs.
+        """Report to ``Join``, once in each iteration, that this rank still has inputs.
 
-        Communicates inside ``Join`` alone, and only if this is the first object there. ``steps``: the call
-        ends the iteration; a norm may be taken before.
+        Communicates only inside ``Join``, if this is its first object. ``steps``: the call ends the
+        iteration; a norm may be taken before.
         """
         if not self._is_announced:
             Join.notify_join_context(self)
@@ -75,21 +75,21 @@ class Joins(Joinable):
             self._core.sharding.under_way.wait()
 
     def refuse(self, failure: Exception) -> None:
-        """Raise inside ``Join`` on every rank; joined ranks wait for a step. All active ranks call."""
+        """Raise inside ``Join`` on every rank; all active ranks call."""
         if self.under_way:
             exchange(self._core.group, Status.NOTHING, failure=failure)
 
     def lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
-        """Return the arguments with which `step.join` lends the gradients of some parameters."""
+        """Return `step.join`'s arguments to lend gradients of some parameters."""
         return params, [self._core.sharding.pieces[param] for param in params], self._core.groups
 
     def drop_after_shadow(self, params: Sequence[Tensor]) -> None:
-        """Drop, after the next shadowed step, gradients that a shadowed backward pass has set."""
+        """Drop, after the next shadowed step, gradients of a shadowed backward pass."""
         self._shadowed += params
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Use gradients of other ranks in the body, on a joined rank; no communication.
+        """Use other ranks' gradients in the body, on a joined rank; no communication.
 
         Afterwards new gradients are dropped. The others are zeroed in place, as they may be views of DDP's:
         they were zeros before, or are old, and the loop drops them before it uses them.

@@ -1,4 +1,4 @@
-"""The overlapped step: buckets are stepped while the backward pass still runs.
+"""The overlapped step: steps buckets while the backward pass still runs.
 
 Note [Overlap is no mode]
     A comm hook steps a bucket once its gradients are reduced and starts its gather; ``step()`` steps the
@@ -28,7 +28,7 @@ from zero_optim.step.join import lend_gradients
 
 @dataclass(slots=True, eq=False)
 class OverlappedStep:
-    """One step that is taken during a backward pass, from its first bucket to ``step()`` or the next pass.
+    """One step during a backward pass, from its first bucket to ``step()`` or the next pass.
 
     ``num_passes``: since ``step()``, this one included. ``lends``: ``step()`` lends joined ranks gradients.
     ``stepped``: parameters stepped by any owner. ``seen``: parameter, identity and version of each gradient
@@ -44,7 +44,7 @@ class OverlappedStep:
     earlier: Exception | None = None
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
-        """Record the end of the backward pass; if ``is_final``, ``step()`` refuses later changes."""
+        """Record the pass's end; if ``is_final``, ``step()`` refuses later changes of gradients."""
         self.in_backward = False
         if failed:
             self.fail()
@@ -57,7 +57,7 @@ class OverlappedStep:
         self.has_failed = True
 
     def check_asked(self, late: str) -> None:
-        """Raise for a call (``late``) that came too late, for several passes, or for changed gradients."""
+        """Raise RuntimeError for a late call, several passes, or changed gradients."""
         if late:
             raise RuntimeError(
                 f"the step was taken during the backward pass, too early for {late}: leave it out, or "
@@ -95,7 +95,7 @@ class OverlappedStep:
 
 
 class Overlap:
-    """Steps an optimizer bucket by bucket during the backward pass, and starts the gather of each bucket.
+    """Steps bucket by bucket during the backward pass, and starts each bucket's gather.
 
     All ranks construct it, which takes process groups (``lanes``), and call its methods in one order with
     equal parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or
@@ -121,7 +121,7 @@ class Overlap:
         return lanes_beside(group) if self.takes_thread else Lease.of(group)
 
     def let_go(self, *, waits: bool) -> bool:
-        """Release the process groups; return whether some, but not all, parameters were stepped.
+        """Release the process groups; return whether only some parameters were stepped.
 
         With ``waits`` it first waits for steps on another thread or stream, and ignores their failures.
         """
@@ -149,9 +149,9 @@ class Overlap:
     def begin(self, *, joined: bool) -> None:
         """Begin a step, on the thread of the backward pass: Note [Moving parameters] in `shard.storage`.
 
-        Communicates inside ``Join`` only, on the process group of the gathers; there the CPU waits.
-        ``joined``: this rank has no inputs left, and gets the options of the others. Raises if the last
-        backward pass broke off, or if a loop that called ``step()`` no longer does.
+        Communicates only inside ``Join``, on the gathers' process group; there the CPU waits. ``joined``:
+        this rank has no inputs left, and gets the others' options. Raises if the last backward pass broke
+        off, or if a loop stops calling ``step()``.
         """
         core, lends = self._core, self._joins.under_way
         core.group.phase.traffic.count_step()
@@ -186,7 +186,7 @@ class Overlap:
         under_way.wait()
 
     def _error_of_last_step(self, lane: RankGroup, call: Call) -> Exception | None:
-        """Return what stamps say of the last step, now that its gathers are over.
+        """Return the last step's error from the stamps.
 
         It is raised when this pass has ended: the other ranks reduce its buckets, and wait for this one.
         """
@@ -197,12 +197,12 @@ class Overlap:
         return None
 
     def take_over(self) -> None:
-        """Apply the user's changes of parameters; see `Sharding.take_over`."""
+        """Apply the user's changes of parameters."""
         self._core.sharding.take_over()
 
     def wait_for_steps(self) -> None:
-        """Wait for buckets that another thread or stream steps, with the current stream."""
-        # Without a thread these calls do the work themselves, and the waits in it are counted there.
+        """Wait, with the current stream, for steps on another thread or stream."""
+        # Without a thread these calls do the work themselves and count its waits.
         exposed = bool(self.under_way) and self.takes_thread
         with self.group.during("reduce", is_exposed=exposed).phase.held_up():
             self.under_way.wait()
@@ -212,7 +212,7 @@ class Overlap:
         return self._core.sharding.number_of(param)
 
     def trained(self, number: int) -> frozenset[Tensor]:
-        """Return the parameters of a bucket that were not frozen when it was first used."""
+        """Return a bucket's parameters that trained when it was first used."""
         for bucket in self._core.sharding.buckets[len(self._trained) :]:
             self._trained.append(frozenset(param for param in bucket.params if param.requires_grad))
         return self._trained[number]
@@ -220,8 +220,8 @@ class Overlap:
     def step(self, gradients: Mapping[Tensor, Tensor | None], failure: BaseException | None = None) -> None:
         """Step some parameters, and start the gathers of their buckets; all ranks call.
 
-        ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: an error of this
-        rank so far, which the other ranks are told.
+        ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: this rank's
+        error so far, which other ranks receive.
         """
         sharding, owned, groups = self._core.sharding, self._core.owned, self._core.groups
         own = {
@@ -254,7 +254,7 @@ class Overlap:
                 gathers.under_way.start(begin, keys=bucket.params)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
-        """End a backward pass: wait for the gathers that no forward pass waits for."""
+        """End a backward pass: wait for gathers that no forward pass waits for."""
         assert self.current is not None  # begun by the first bucket of the pass
         self.current.end_backward(is_final=is_final, failed=failed)
         earlier, self.current.earlier = self.current.earlier, None
@@ -270,7 +270,7 @@ class Overlap:
     # ------------------------------------------------------------------ in step()
 
     def finish(self, late: str, *, joined: bool) -> None:
-        """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call.
+        """Step what the backward pass did not reach; all ranks call.
 
         ``late`` names a call that came too late, which is refused.
         """
@@ -291,7 +291,7 @@ class Overlap:
     def _step_rest(self, late: str, *, joined: bool) -> None:
         core, in_join, current = self._core, self._joins.under_way, self.current
         assert current is not None  # asked for by the caller
-        # What was put into a group by hand is in no bucket; the next pass refuses it.
+        # A parameter put into a group by hand is in no bucket; the next pass refuses it.
         rest = [param for param in current.rest(core.groups) if self.bucket_of(param) is not None]
         failure: Exception | None = None
         try:

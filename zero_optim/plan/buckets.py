@@ -15,7 +15,8 @@ def assign_buckets(
 
     ``cap_nbytes`` limits buckets of several parameters; a list has caps for the first, second, … bucket of a
     key. ``order`` is by default the last registered first, roughly as in backward. ``overflow`` includes the
-    parameter that reaches the cap, as PyTorch's reducer does. Incomplete buckets come last.
+    parameter that reaches the cap, as PyTorch's reducer does. Incomplete buckets come last. ValueError for a
+    cap below 1.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:

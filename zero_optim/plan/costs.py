@@ -8,22 +8,22 @@ from torch import Tensor
 Cost = Callable[[Tensor], float]
 CostName = Literal["numel", "matmul"]
 
-# A step that works element by element is bound by memory. On one core of a CPU, one element takes about
-# as long as this many floating-point operations of a matrix product.
+# Memory bounds an elementwise step. On one CPU core, one element takes about as long as this many
+# floating-point operations of a matrix product.
 _FLOPS_AN_ELEMENT = 100
 _NEWTON_SCHULZ_STEPS = 5  # Muon's default
 
 
 def numel_cost(param: Tensor) -> float:
-    """Return the cost of an element-wise step, in floating-point operations that take as long."""
+    """Return the cost of an elementwise step, in floating-point operations that take as long."""
     return _FLOPS_AN_ELEMENT * param.numel()
 
 
 def matmul_cost(param: Tensor) -> float:
     """Return the cost of orthogonalizing a matrix by Newton-Schulz iterations, as Muon does.
 
-    For the m x n matrix (m <= n) an iteration takes 4 m^2 n + 2 m^3 operations: Jordan, "Muon: An optimizer
-    for hidden layers in neural networks", 2024. Vectors cost `numel_cost`.
+    An iteration on an m x n matrix (m <= n) takes 4 m^2 n + 2 m^3 operations: Jordan, "Muon: An optimizer for
+    hidden layers in neural networks", 2024. Vectors cost `numel_cost`.
     """
     if param.dim() < 2 or param.numel() == 0:
         return numel_cost(param)
@@ -32,7 +32,7 @@ def matmul_cost(param: Tensor) -> float:
 
 
 def cost_named(cost: CostName | Cost) -> Cost:
-    """Return a cost function by name; a callable is returned."""
+    """Return a cost function by name, or the callable itself."""
     if callable(cost):
         return cost
     named: dict[str, Cost] = {"numel": numel_cost, "matmul": matmul_cost}

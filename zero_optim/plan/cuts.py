@@ -23,16 +23,16 @@ from zero_optim.plan.partition import RankLoads, fullest_row
 
 _CutRows: TypeAlias = dict[int, tuple[Row, ...]]  # rows of cut buckets, by bucket number
 
-# For even buckets the fullest rank's load may exceed the mean by this factor.
+# For even buckets the fullest rank's load may be the mean times this.
 TOLERATED = 1.05
-# Shorter messages take hardly less time, as latency dominates.
+# Latency dominates shorter messages.
 MIN_ROW_NBYTES = 64 * 2**10
-# A plan has at most this many rows, beside one for each bucket. For 16,384 ranks a row is then at least a
-# sixteenth of a rank's part.
+# The most rows of a plan, beside one for each bucket. For 16,384 ranks a row is then at least a sixteenth of
+# a rank's part.
 MAX_ROWS = 2**18
-# The excess of a bucket's longest row over the mean that is tolerated, relative to the mean.
+# The tolerated excess of a bucket's longest row over the mean, relative to the mean.
 TOLERANCE = 0.05
-# Cuts must remove at least this part of the longest row's excess over the mean.
+# Cuts must remove at least this part of the excess.
 GAIN = 0.25
 
 
@@ -40,7 +40,7 @@ GAIN = 0.25
 class Planned:
     """The numbers of one plan by parameter index, ``alignments`` (elements) by bucket.
 
-    ``steps`` are elements between possible cuts, 0 for none. ``groups`` and ``buckets`` list indices.
+    ``steps``: elements between possible cuts, 0 for none. ``groups`` and ``buckets`` list indices.
     """
 
     numels: Sequence[int]
@@ -77,7 +77,7 @@ class _Choice:
 def choose_rows(planned: Planned, loads: Sequence[float], *, even_buckets: bool = True) -> list[Layout]:
     """Return every bucket's layout, from each rank's load: Note [Even twice].
 
-    Without ``even_buckets`` only the model is divided evenly.
+    Without ``even_buckets`` only the model is even.
     """
     cut = _cut_rows(planned, len(loads))
     if even_buckets:
@@ -99,7 +99,6 @@ def choose_rows(planned: Planned, loads: Sequence[float], *, even_buckets: bool 
 
 
 def _cut_rows(planned: Planned, num_ranks: int) -> _CutRows:
-    """Cut the buckets that gain; rows have owner numbers 0, 1, 2, …."""
     if num_ranks == 1 or not any(planned.steps):
         return {}
     min_nbytes = min_row_nbytes(sum(planned.nbytes_of(range(len(planned.numels)))))
@@ -140,7 +139,6 @@ def _group_by_group(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> 
 
 
 def _row_owners(planned: Planned, cut: _CutRows, ranks: RankLoads) -> dict[int, list[int]]:
-    """Assign cut rows to the least loaded ranks, and update the loads."""
     owners: dict[int, list[int]] = {}
     for number, rows in cut.items():
         bucket, taken = planned.buckets[number], ranks.take(len(rows))
@@ -154,12 +152,12 @@ def _row_owners(planned: Planned, cut: _CutRows, ranks: RankLoads) -> dict[int, 
 
 
 def min_row_nbytes(nbytes: int) -> int:
-    """Return the minimum bytes of a cut row, for this many planned bytes."""
+    """Return the minimum bytes of a cut row in a plan."""
     return max(MIN_ROW_NBYTES, nbytes // MAX_ROWS)
 
 
 def cut_step(numel: int, num_rows: int, alignment: int) -> int:
-    """Return the elements between two possible cuts: whole rows, aligned."""
+    """Return the elements between possible cuts: whole rows, aligned."""
     return math.lcm(numel // num_rows, alignment)
 
 
@@ -167,7 +165,7 @@ def is_uneven(nbytes: Sequence[int], num_ranks: int, min_nbytes: int) -> bool:
     """Whether whole parameters make a bucket's fullest row much longer than the mean."""
     mean = sum(nbytes) / num_ranks
     tolerated = max(min_nbytes, TOLERANCE * mean)
-    # Before its last parameter the fullest row was at most the mean, so this test settles most buckets.
+    # Before its last parameter the fullest row was at most the mean: this settles most buckets.
     return max(nbytes, default=0) > tolerated and fullest_row(nbytes, num_ranks) > mean + tolerated
 
 
@@ -189,7 +187,6 @@ def even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment
 
 
 def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
-    """Return the possible cut nearest to a target."""
     below = start if step == 0 else start + (target - start) // step * step
     above = after if step == 0 else below + step
     if above >= start + numel:
@@ -200,7 +197,7 @@ def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
 
 
 def is_worth_it(nbytes: Sequence[int], num_ranks: int, longest: int) -> bool:
-    """Whether cut rows are clearly more even than whole parameters; long parameter rows limit the cuts."""
+    """Whether cut rows are clearly more even than whole parameters."""
     mean = sum(nbytes) / num_ranks
     return longest - mean <= (1 - GAIN) * (fullest_row(nbytes, num_ranks) - mean)
 

@@ -32,10 +32,7 @@ def describe(value: object, *, bound: bool = True) -> str:
 
 
 def describe_hook(hook: object, state: object) -> list[str]:
-    """Describe a comm hook by code, and its state by type; PyTorch's and our states add options.
-
-    Others may hold values for one rank.
-    """
+    """Describe a comm hook by code, and its state by type; PyTorch's and our states add options."""
     kind, shown = type(state), []
     if kind.__module__.partition(".")[0] in ("torch", "zero_optim"):
         is_ours = isinstance(vars(kind).get("__init__"), FunctionType)  # not that of a process group
@@ -105,7 +102,6 @@ class _Describer:
         return f"partial({', '.join([self.describe(value.func), *filter(None, given)])})"
 
     def _bound_value(self, value: object) -> str:
-        """Describe a bound value; empty if these do not count."""
         return self.describe(value) if self._bound or callable(value) else ""
 
     def _function(self, function: Any) -> str:  # noqa: ANN401 - kinds of functions have no common type
@@ -131,7 +127,7 @@ class _Describer:
                 yield f"{name} is nothing yet"
 
     def _code_of_class(self, given: type) -> str:
-        """Digest the user's methods in a class and its bases; attributes may differ."""
+        """Digest the user's methods in a class and its bases, without attributes."""
         parts: list[str] = []
         for cls in given.__mro__:
             parts.append(_name(cls))
@@ -164,7 +160,7 @@ class _Describer:
 
 
 def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have no common type
-    """Remove PyTorch's wrapper of ``step``, which a class's first object adds."""
+    """Remove PyTorch's wrapper of ``step``."""
     while hasattr(function, "__wrapped__") and _is_library(
         getattr(function, "__globals__", {}).get("__name__")
     ):
@@ -180,7 +176,7 @@ def _parts_of_code(code: CodeType) -> Iterable[str]:
 
 
 def _constant(value: object) -> str:
-    """Describe a constant in code; frozensets are sorted, as their order differs between processes."""
+    """Describe a constant; sorts frozensets, whose order differs between processes."""
     if isinstance(value, CodeType):
         return f"{value.co_name} {_digest(_parts_of_code(value))}"
     if isinstance(value, frozenset):
@@ -191,18 +187,17 @@ def _constant(value: object) -> str:
 
 
 def _is_library(module: object) -> bool:
-    """Whether a module is PyTorch's or Python's own."""
     top = str(module).partition(".")[0]
     return top in ("torch", "builtins", "abc", "typing", "functools", "collections", "None")
 
 
 def _name(value: Any) -> str:  # noqa: ANN401 - a class or function
-    """Name a class or function without its module, as a script's module name varies."""
+    """Return a name without the module, which varies for scripts."""
     return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
 
 
 def _tensor(value: Tensor) -> str:
-    """Describe dtype, shape and, unless it is trained, the elements of a tensor."""
+    """Describe a tensor's dtype and shape, and its elements unless it is trained."""
     what = f"{value.dtype}, shape {tuple(value.shape)} on {value.device.type}"
     if value.requires_grad or type(value) is not Tensor or value.layout != torch.strided:
         return f"{_name(type(value))}({what})"

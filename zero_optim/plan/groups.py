@@ -10,7 +10,7 @@ from zero_optim.plan.description import describe
 ParamGroup = dict[str, Any]
 
 
-# Keys of a group that describe its parameters; all others are options.
+# Keys that describe a group's parameters; all others are options.
 PARAM_KEYS = frozenset({"params", "param_names"})
 # Options that schedulers change or add.
 _RATES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
@@ -22,7 +22,7 @@ def params_of(groups: Sequence[ParamGroup]) -> list[Tensor]:
 
 
 def member_ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
-    """List the parameter ids of each group, which compare much faster than tensors."""
+    """List each group's parameter ids, which compare much faster than tensors."""
     return [list(map(id, group["params"])) for group in groups]
 
 
@@ -34,7 +34,7 @@ def options_of(group: ParamGroup) -> ParamGroup:
 def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
     """Name options that became zero or nonzero (rates aside), or changed flag, name or type.
 
-    This may switch on behaviour of the class.
+    The class may then behave differently.
     """
     known = before.get
     changed = [  # every step calls this, and most values are the same objects
@@ -62,7 +62,7 @@ def kind_of(key: str, value: object) -> object:
 
 
 def param_names(groups: Sequence[ParamGroup]) -> list[str]:
-    """Name every parameter for messages: its own name, else group and place."""
+    """Name every parameter for messages: its own name, else group and place, with the shape."""
     names: list[str] = []
     for number, group in enumerate(groups):
         given = group.get("param_names")

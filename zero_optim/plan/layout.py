@@ -3,7 +3,7 @@
     flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      rank 0 owns parameter 1, rank 1 owns 0 and 2; "." is padding
     rows    '---rank 0--'----rank 1---'
 
-``rooms`` are header space for a stamp, in a row's padding or behind all rows.
+``rooms``: header space for a stamp, in a row's padding or behind all rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,10 +47,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The rows of one bucket; ValueError, which says where, if they are inconsistent.
+    """The rows of one bucket; ValueError with the place if they are inconsistent.
 
     Extents hold every element once, inside their rows, which adjoin by rising rank. A parameter's extents
-    adjoin, one at most for a rank (``is_cut``: several). Header spaces rise by rank, one at most in a row,
+    adjoin, at most one for a rank (``is_cut``: several). Header spaces rise by rank, at most one in a row,
     then those behind.
     """
 
@@ -61,7 +61,7 @@ class Layout:
     rooms_behind: tuple[Span, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check what the class promises."""
+        """Check the layout."""
         num_extents = sum(len(row.extents) for row in self.rows)
         object.__setattr__(self, "is_cut", num_extents > len(self.numels))
         behind = tuple(room for room in self.rooms if room.start >= self.end_of_rows)
@@ -80,7 +80,7 @@ class Layout:
         return self.rows[-1].stop if self.rows else 0
 
     def spans(self) -> list[Span]:
-        """List what owners send: rows that are not empty, then header space behind them."""
+        """List what owners send: nonempty rows, then header space behind them."""
         rows = [Span(row.owner, row.start, row.stop) for row in self.rows if row.stop > row.start]
         return [*rows, *self.rooms_behind]
 
@@ -93,7 +93,7 @@ class Layout:
         return [first[param] for param in range(len(self.numels))]
 
     def pieces(self, shapes: Sequence[Sequence[int]]) -> list[Pieces]:
-        """Return each parameter's pieces, from the shapes."""
+        """Return each parameter's pieces."""
         pieces: list[list[Piece]] = [[] for _ in self.numels]
         for row in self.rows:
             for param, start, stop, _ in row.extents:
@@ -168,7 +168,7 @@ def aligned(count: int, alignment: int) -> int:
 def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
     """Lay out a bucket without cuts, by the owner of each parameter.
 
-    Parameters keep their order within a row; extents and rows start at multiples of ``alignment`` elements.
+    Parameters keep their order in a row; extents and rows start at multiples of ``alignment`` elements.
     """
     by_owner: dict[int, list[int]] = {}
     for param, (_, owner) in enumerate(zip(numels, owners, strict=True)):
@@ -185,13 +185,13 @@ def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> L
 
 
 def spans_of(pieces: Pieces, numel: int) -> list[Span]:
-    """Return the elements of a parameter that each rank owns, from its pieces."""
+    """Return a parameter's elements of each rank."""
     in_row = numel // max(1, pieces[-1].stop)
     return [Span(owner, start * in_row, stop * in_row) for owner, start, stop in pieces]
 
 
 def rows_apart(spans: Iterable[Sequence[Span]], num_ranks: int, alignment: int = 1) -> list[Row]:
-    """Lay out a row for each rank, which begins at 0, from the spans of each parameter, in their order."""
+    """Lay out a row for each rank, which begins at 0, from each parameter's spans in order."""
     by_rank: list[list[Extent]] = [[] for _ in range(num_ranks)]
     for param, of_param in enumerate(spans):
         for owner, start, stop in of_param:
@@ -209,7 +209,7 @@ def aligned_offsets(numels: Iterable[int], alignment: int = 1) -> list[int]:
 def rows_in_order(
     numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1
 ) -> tuple[Row, ...]:
-    """Make rows of consecutive parameters, which may end inside one; ``owners`` and end offsets rise."""
+    """Make rows of consecutive parameters, which may end inside one; owners and end offsets rise."""
     offsets = aligned_offsets(numels, alignment)
     rows: list[Row] = []
     param, start = 0, 0
@@ -231,7 +231,7 @@ def rows_in_order(
 def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
     """Add header space of ``length`` elements to rows, except empty rows and those within one parameter.
 
-    It takes padding if there is enough; else the row grows by multiples of the alignment.
+    It uses padding if enough; else the row grows by multiples of the alignment.
     """
     rows: list[Row] = []
     rooms: list[Span] = []
@@ -262,7 +262,7 @@ def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignm
 
 
 def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, bool]:
-    """Return the extent next to the header space, and whether the space follows; -1 for none."""
+    """Return the extent next to the header space (-1: none), and whether the space follows it."""
     filled = [(number, extent) for number, extent in enumerate(row.extents) if extent.stop > extent.start]
     behind = [number for number, extent in filled if extent.stop == numels[extent.param]]
     if behind:

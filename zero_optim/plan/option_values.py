@@ -30,7 +30,7 @@ DIGEST_NBYTES = 8
 
 
 def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a kind
-    """Convert an option to a plain value without waiting; ``depth`` counts nested containers."""
+    """Convert an option to a plain value, without waiting; ``depth``: of containers."""
     if value is None or isinstance(value, str):
         return value
     if type(value) is float or type(value) is bool:  # most of them: the next test is slow
@@ -67,7 +67,7 @@ def _plain_tensor(value: Tensor) -> Plain:
 
 
 def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
-    """Return the options that can change in place (tensors, lists) as plain values."""
+    """Return options that can change in place (tensors, lists) as plain values."""
     return {
         name: plain(value)
         for name, value in options.items()
@@ -96,7 +96,7 @@ def text_of(value: Plain) -> str:
 
 
 class _Entry(NamedTuple):
-    """One option; ``text`` is empty if it does not count. A stable value changes only as another object."""
+    """One option; ``text`` is empty if it does not count. A stable value never changes in place."""
 
     value: object
     plain: Plain
@@ -117,7 +117,7 @@ class OptionValues:
         self._left_out: frozenset[OptionKey] = frozenset()
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
-        """Store all groups' options; ``left_out`` ones do not count for the digest."""
+        """Store all groups' options; the digest ignores ``left_out`` ones."""
         before = self._groups
         if len(groups) != len(before) or self._left_out != left_out:
             before, self._left_out = [{} for _ in groups], frozenset(left_out)
@@ -135,7 +135,7 @@ class OptionValues:
 def _entries_of(
     number: int, group: ParamGroup, before: Mapping[str, _Entry], left_out: Collection[OptionKey]
 ) -> dict[str, _Entry]:
-    """Read a group's options; entries that cannot have changed are taken from ``before``."""
+    """Read a group's options; reuse unchanged entries of ``before``."""
     entries = {}
     for key, value in group.items():
         if key in PARAM_KEYS:
@@ -160,7 +160,7 @@ def _is_stable(value: object) -> bool:
 
 
 def _text_of_option(name: str, value: Plain) -> str:
-    """Encode an option for the digest; close numbers mostly have one text."""
+    """Encode an option for the digest; close numbers mostly have equal texts."""
     if type(value) is float:  # schedulers change many of them in each step
         return f"{name}={value:.{_DIGITS}g}"
     return f"{name}:{_rounded(value)!r}"
@@ -180,7 +180,7 @@ _ABSENT = "nothing"
 
 
 def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionKey]:
-    """List the options that differ between ranks; ``everyone`` holds each rank's options by group."""
+    """List the options that differ between ranks; ``everyone``: each rank's options by group."""
     keys = [(number, name) for groups in everyone for number, group in enumerate(groups) for name in group]
     return [key for key in dict.fromkeys(keys) if len(held_by(everyone, key)) > 1]
 
@@ -188,7 +188,7 @@ def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionK
 def held_by(
     everyone: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey
 ) -> list[tuple[Plain, list[int]]]:
-    """List an option's values with their ranks, most ranks first; see `differing`."""
+    """List an option's values with their ranks, most ranks first."""
     number, name = key
     held: list[tuple[Plain, list[int]]] = []
     for rank, groups in enumerate(everyone):

@@ -1,6 +1,6 @@
 """Greedy balanced assignment of owners, over the model and bucket by bucket. Pure arithmetic, no torch.
 
-Ranks compute it alone, so nothing depends on hashing, floating-point order or the rank.
+Each rank computes it, so nothing depends on hashing, floating-point order or the rank.
 """
 
 import heapq
@@ -15,7 +15,7 @@ def assign_owners(
     A later group changes no earlier owner. In a group the costliest item goes first, to the least loaded rank
     (longest-processing-time rule, Graham, "Bounds on multiprocessing timing anomalies", 1969). For one group
     the fullest rank holds at most 4/3 of the best possible. Ties go to the lower index or rank. Costs are
-    finite and >= 0; ``loads`` are what ranks own already.
+    finite and >= 0; ``loads`` are what ranks own already. ValueError for other costs.
     """
     if num_ranks < 1:
         raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")
@@ -27,11 +27,7 @@ def assign_owners(
 
 
 class RankLoads:
-    """Each rank's load so far.
-
-    The rank with most bytes of a bucket delays its gather. With a heap, time depends on parameters, not on
-    ranks.
-    """
+    """Each rank's load so far, in a heap: time depends on parameters, not on ranks."""
 
     def __init__(self, loads: Sequence[float]) -> None:
         self._heap = [(load, rank) for rank, load in enumerate(loads)]
@@ -42,7 +38,7 @@ class RankLoads:
         return max(self._heap)[0]
 
     def take(self, count: int) -> list[tuple[float, int]]:
-        """Remove the least loaded ranks and return them as (load, rank), by rank; `give_back` must follow."""
+        """Remove the least loaded ranks; return (load, rank) pairs by rank; `give_back` must follow."""
         return sorted((heapq.heappop(self._heap) for _ in range(count)), key=lambda taken: taken[1])
 
     def give_back(self, ranks: Iterable[tuple[float, int]]) -> None:
@@ -51,12 +47,12 @@ class RankLoads:
             heapq.heappush(self._heap, (load, rank))
 
     def assign_group(self, costs: Sequence[float]) -> list[int]:
-        """Return an owner for each item of a group, and add the costs to the loads; see `assign_owners`."""
+        """Return an owner for each item, as `assign_owners`, and add the costs to the loads."""
         for index, cost in enumerate(costs):
             if not 0 <= cost < float("inf"):
                 raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
         owners = [0] * len(costs)
-        # sorted() is stable, also in reverse, so equal costs keep the order of their indices.
+        # sorted() is stable, even reversed: equal costs keep their order.
         for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
             load, owner = self._heap[0]
             owners[index] = owner

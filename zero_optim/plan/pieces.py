@@ -1,4 +1,4 @@
-"""Which rows of a parameter each rank owns. Pure arithmetic, no torch."""
+"""The rows of a parameter that each rank owns. Pure arithmetic, no torch."""
 
 import math
 from collections.abc import Sequence

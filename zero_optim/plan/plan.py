@@ -21,16 +21,16 @@ from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.strides import dense_strides, kept_dtype
 
-# The alignment of new CPU tensors: some kernels depend on it (MKL's matrix product), so extents with the same
-# alignment give the bits of the unsharded run.
+# The alignment of new CPU tensors: some kernels (MKL's matrix product) depend on it, so equal alignment gives
+# the bits of the unsharded run.
 ALIGNMENT_NBYTES = 64
-# Blocks of CUDA's caching allocator. cuBLASLt may choose another kernel for another alignment, up to 256.
+# Blocks of CUDA's caching allocator. cuBLASLt may choose kernels by alignment up to 256.
 ACCELERATOR_ALIGNMENT_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One bucket's parameters, by index in the plan and in layout order."""
+    """One bucket's parameters, by index in the plan, in layout order."""
 
     params: tuple[int, ...]
     layout: Layout
@@ -40,7 +40,7 @@ class BucketPlan:
 class Plan:
     """The pieces and cost of every parameter, and the buckets in the order of gathers.
 
-    ``whole_because`` says why each parameter may not be cut; None where it may.
+    ``whole_because``: why each parameter may not be cut, or None.
     """
 
     costs: tuple[float, ...]
@@ -79,9 +79,9 @@ def make_plan(
 ) -> Plan:
     """Plan buckets, owners and cuts. No communication.
 
-    ``loads`` are costs that ranks own already. ``bears_cuts`` tells which parameters may be cut; None
-    balances the model only, not buckets. ``units`` has unit numbers or None; a bucket never mixes units, and
-    ``cap_nbytes`` does not limit theirs. ``used`` has compute dtypes, equal in a bucket, for the alignment.
+    ``loads``: costs that ranks own already. ``bears_cuts``: which parameters may be cut; None balances only
+    the model, not buckets. ``units``: unit numbers or None; a bucket never mixes units, and ``cap_nbytes``
+    does not limit theirs. ``used``: compute dtypes, equal in a bucket, for the alignment.
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
@@ -109,7 +109,6 @@ def make_plan(
 def _buckets(
     keys: Sequence[Hashable], nbytes: Sequence[int], cap_nbytes: int, units: Sequence[int | None]
 ) -> list[list[int]]:
-    """Fill buckets in backward order, units first."""
     keys = list(zip(keys, units, strict=True))
     last_first = range(len(keys) - 1, -1, -1)
     inside = [index for index in last_first if units[index] is not None]
@@ -145,7 +144,7 @@ def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pi
 
 
 def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[Hashable]:
-    """Return a key for each parameter; a bucket has one key.
+    """Return each parameter's key; a bucket has one key.
 
     Frozen parameters need no gather; parameters that may be cut can have equal rows.
     """
@@ -156,7 +155,7 @@ def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[H
 
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number devices by first use, so that cuda:0 and another rank's cuda:1 are equal."""
+    """Number devices by first use, so that ranks' cuda:0 and cuda:1 are equal."""
     slots: dict[torch.device, int] = {}
     for param in params:
         slots.setdefault(param.device, len(slots))
@@ -164,7 +163,7 @@ def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
 
 
 def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
-    """Describe each parameter's properties that must be equal on all ranks."""
+    """Describe the properties of parameters that must be equal on all ranks."""
     params = params_of(groups)
     slots = _device_slots(params)
     return [
@@ -175,7 +174,7 @@ def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
-    """Describe each parameter's owners; if only this differs, cost functions do."""
+    """Describe each parameter's owners; if only they differ, cost functions do."""
     return [
         f"{name} {owned_by_text(pieces)}"
         for name, pieces in zip(param_names(groups), plan.pieces, strict=True)

@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 from zero_optim.compat.engine import wraps_tensors
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 
-# The attribute with a unit parameter's strides when it is whole.
+# The attribute with a whole unit parameter's strides.
 STRIDES_WHEN_WHOLE = "_zero_optim_strides"
-# The attribute with the owners' dtype of a parameter, if it differs.
+# The attribute with the owners' dtype, if it differs.
 DTYPE_AS_KEPT = "_zero_optim_dtype"
 
 
@@ -24,16 +24,16 @@ def kept_dtype(param: Tensor) -> torch.dtype:
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return strides without gaps: a dense parameter's own, or a unit's when whole."""
+    """Return strides without gaps: a dense parameter's own, or a whole unit's."""
     known: tuple[int, ...] | None = getattr(param, STRIDES_WHEN_WHOLE, None)
     if known is not None:
         return known
-    # For a contiguous tensor both give the same; the first takes a fifth of the time.
+    # Both give the same for a contiguous tensor; the first takes a fifth of the time.
     return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
 
 
 def in_order_of_memory(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """View a tensor as 1-D, in the order of memory that dense strides give; a copy if it has others."""
+    """View a tensor as 1-D, in the memory order of dense strides; a copy if it has others."""
     if tensor.stride() != strides:
         made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = made.copy_(tensor)
@@ -53,7 +53,7 @@ def strides_of_rows(strides: Sequence[int], num_rows: int, shape: Sequence[int])
 
 
 def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """View parameters that lie one after the other in a 1-D tensor, with their strides."""
+    """View consecutive parameters in a 1-D tensor, with their strides."""
     views, start = [], flat.storage_offset()
     for param in params:
         views.append(flat.as_strided(param.shape, dense_strides(param), start))
@@ -89,7 +89,6 @@ def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()
 
 
 def _check_memory(named: Sequence[tuple[Tensor, str]]) -> None:
-    """Refuse parameters that share memory, which buckets would separate."""
     ranges: list[tuple[int, int, str]] = []  # (first byte, byte after the last, name)
     for param, name in named:
         if param.numel() == 0:

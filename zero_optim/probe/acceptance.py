@@ -1,4 +1,4 @@
-"""Finds parameters and gradients that an optimizer class accepts, or what else it needs."""
+"""Search for parameters and gradients that an optimizer class accepts, or what else it needs."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _NO_KERNELS = ((9, 13), (67,), (40,), (6, 11), (9, 13), (12, 5))
 _MATRICES = ((9, 13), (6, 11), (8, 5), (8, 8), (9, 13), (12, 5))
 _VECTORS = ((117,), (67,), (40,), (54,), (117,), (60,))
 
-# Tried in this order; the first that a class accepts is used.
+# Tried in this order; the first accepted one is used.
 _FEEDS = (
     Feed(_MIXED),
     Feed(_MIXED, gaps=False),
@@ -46,7 +46,6 @@ def first_accepted(subject: OptimizerUnderTest) -> tuple[OptimizerUnderTest, Tri
 
 
 def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
-    """Return what a class needs that an ordinary step lacks."""
     for feed in (_FEEDS[0], replace(_FEEDS[0], num_groups=1), _FEEDS[3]):
         for step, needs in ((_step_with_closure, NEEDS_CLOSURE), (_step_with_graph, NEEDS_SECOND_ORDER)):
             try:
@@ -99,6 +98,6 @@ def _call(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
 
 
 def first_line_of(error: Exception) -> str:
-    """Return an error's name and the first line of its message."""
+    """Return an error's name and first line."""
     first_line = (message_of(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}"

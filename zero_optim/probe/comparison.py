@@ -25,7 +25,7 @@ def difference(
     *,
     with_state: bool = True,
 ) -> str | None:
-    """Repeat a trial with its recorded gradients; return what differs, None if nothing."""
+    """Repeat a trial with its recorded gradients; return what differs, or None."""
     try:
         run = begin()
         differs = _first_difference(record, run, step_run)
@@ -50,7 +50,6 @@ def _first_difference(record: TrialRecord, run: TrialRun, step_run: StepRun) -> 
 
 
 def _how_much(got: bytes, expected: bytes, dtype: torch.dtype) -> str:
-    """Return how large a difference is, to tell rounding from another algorithm."""
     a, b = (torch.frombuffer(bytearray(bits), dtype=dtype).double().numpy() for bits in (got, expected))
     with np.errstate(all="ignore"):
         apart = float(np.nanmax(np.abs(a - b) / np.maximum(np.abs(b), 1e-30), initial=0.0))
@@ -58,7 +57,7 @@ def _how_much(got: bytes, expected: bytes, dtype: torch.dtype) -> str:
 
 
 def state_difference(record: TrialRecord, run: TrialRun) -> str | None:
-    """Compare the final state of each parameter, and global state."""
+    """Compare each parameter's final state, and global state."""
     for index in run.leaves:
         (whole,) = record.run.leaves[index]
         if not same_pieces(record.run.state_of(index)[0], run.state_of(index), whole.shape):
@@ -71,7 +70,7 @@ def state_difference(record: TrialRecord, run: TrialRun) -> str | None:
 def _group_difference(subject: OptimizerUnderTest, record: TrialRecord, run: TrialRun) -> str | None:
     """Compare final group entries, except caches such as RAdam's buffer.
 
-    A cache gives equal results with this trial's entry before every step.
+    An entry is a cache if results are equal with this trial's entry before every step.
     """
     differing = []
     both = zip(record.run.optimizer.param_groups, run.optimizer.param_groups, strict=True)
@@ -112,7 +111,7 @@ def same(a: object, b: object) -> bool:
 
 
 def same_tensors(a: Tensor, b: Tensor) -> bool:
-    """Compare values, dtype and shape bit for bit; tensors made of others by these."""
+    """Compare values, dtype and shape bit for bit; tensor subclasses by their inner tensors."""
     if wraps_tensors(a) or wraps_tensors(b):
         return type(a) is type(b) and a.shape == b.shape and same(_inside(a), _inside(b))
     return to_hashable(a.to_dense() if a.is_sparse else a) == to_hashable(b.to_dense() if b.is_sparse else b)
@@ -124,7 +123,7 @@ def _inside(tensor: Tensor) -> list[object]:
 
 
 def same_pieces(whole: object, pieces: Sequence[Any], shape: torch.Size) -> bool:
-    """Compare a parameter's state with its pieces': only entries of the parameter's shape are cut."""
+    """Compare a parameter's state with its pieces': only entries of its shape are cut."""
     if len(pieces) == 1:
         return same(whole, pieces[0])
     if isinstance(whole, Tensor) and whole.shape == shape:

@@ -2,7 +2,7 @@
 
 Note [Rows that are cut]
     Classes of torchao and bitsandbytes keep state in blocks of 256 elements, from 4,096 on, so whether they
-    bear a cut depends on the parameter and the row. So a plan's very cuts are tried, in as many steps as
+    support a cut depends on the parameter and the row. So a plan's very cuts are tried, in as many steps as
     rounded state needs to reach the parameter. A smaller weight stands for a large one: its pieces are
     shorter by multiples of `_BLOCK`, with at least `_ENOUGH` elements unless the real one has fewer.
     `why_not_cut` shows larger blocks.
@@ -44,15 +44,12 @@ _SMALL = 2**18  # parameters with so many elements are tried as they are: some 1
 _NUM_STEPS = 3
 # Many vectors of any processor; cut, no piece fills one.
 _SHORT = (63, 7)
-# Numbers that scripts change between runs, and by which resumed runs differ.
+# Numbers that scripts often change between runs.
 _OFTEN_CHANGED = frozenset({"lr", "weight_decay"})
 
 
 class CutRows(NamedTuple):
-    """The cuts of a parameter: the dtype in which it is stepped, its shape, and where pieces end.
-
-    ``ends``: the end row of each piece but the last; nothing is cut if it is empty.
-    """
+    """A parameter's cuts: the dtype that steps it, its shape, and the end row of each piece but the last."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,11 +62,11 @@ def why_not_cut(
     groups: Sequence[Mapping[str, Any]] = (),
     dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Return why ranks cannot share the rows of parameters; None if the class bears cuts.
+    """Return why ranks cannot share the rows of parameters; None if they can.
 
     Rows stepped as parameters must have the bits of the whole, and so must their state: an entry has the
-    parameter's shape and is cut with it, or is equal for all rows. Zero numbers are tried with another value
-    too, as options may change. `why_rows_not_cut` tries a plan's very rows.
+    parameter's shape and is cut with it, or is equal for all rows. Zero numbers are also tried with another
+    value, as options may change. `why_rows_not_cut` tries a plan's very rows.
 
     Takes 5 to 40 ms beyond `probe`; cached. Other processors may give other answers. ``dtype``: of what is
     stepped on the CPU, else float32: accelerators' kernels are assumed, and tested by ``make gpu``, to
@@ -90,7 +87,7 @@ def _try_class(subject: OptimizerUnderTest, dtype: torch.dtype) -> str | None:
     if len(parts) > 1:
         reasons = (_try_class(part, dtype) for part in parts)
         return next((reason for reason in reasons if reason is not None), None)
-    # A fused kernel may treat the end of a vector in another way, but no plan cuts there.
+    # A fused kernel may treat a vector's end differently, but no plan cuts there.
     if traits.shape_use is not None and (answer.feed.sparse or not answer.subject.is_fused):
         return traits.shape_use
     feed = replace(answer.feed, dtype=dtype)
@@ -104,11 +101,7 @@ def _try_class(subject: OptimizerUnderTest, dtype: torch.dtype) -> str | None:
 def _why_rows_differ(
     subject: OptimizerUnderTest, feed: Feed, trial: TrialRecord, cut_long: Cut = by_rows
 ) -> str | None:
-    """Cut parameters between rows, as a plan does, into pieces that fill no vector, and compare.
-
-    Kernels may treat partial vectors differently: in some classes few of a thousand elements show it. Long
-    tensors are split among threads anywhere, by fused kernels where plans cut.
-    """
+    """Cut parameters between rows, as a plan does, into pieces that fill no vector, and compare."""
     one = replace(feed, num_groups=1, num_in_group=1, gaps=False)
     large = replace(one, shapes=LARGE, num_steps=STEPS_OF_LARGE).with_groups(subject)
     short = replace(one, shapes=(_SHORT,) if len(feed.shapes[0]) > 1 else ((_SHORT[0] * _SHORT[1],),))
@@ -129,14 +122,14 @@ def _why_rows_differ(
 
 
 def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | None:
-    """Repeat with `awake` numbers: all that the class bears, or else the usual ones."""
+    """Repeat with other numbers: all that the class accepts, or else the usual ones."""
     for names in (None, _OFTEN_CHANGED):
         awake = subject.awake(feed.shapes[0], names)
         if awake is None:
             return None
         trial = recorded(awake, feed.with_rows())
         if trial is not None and trial.finite:
-            # Not between rows where a kernel is not fused: more elements change their place in a vector so.
+            # Cut anywhere for kernels that are not fused: more elements change their place in a vector.
             cut_long = by_rows if awake.is_fused else anywhere
             reason = _why_rows_differ(awake, feed, trial, cut_long)
             return None if reason is None else f"{reason}, with {awake.woken(subject)}"
@@ -144,7 +137,7 @@ def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | Non
 
 
 def _why_not_joined(trial: TrialRecord) -> str | None:
-    """Return state that cannot be joined: containers with tensors, tensor subclasses."""
+    """Return why state cannot be joined: containers of tensors, tensor subclasses."""
     for index, (leaf,) in trial.run.leaves.items():
         (state,) = trial.run.state_of(index)
         for entry in state.values() if isinstance(state, Mapping) else ():
@@ -178,7 +171,7 @@ def why_rows_not_cut(
 
 
 def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int, ...]]]:
-    """Return stand-ins for a parameter's pieces: shapes, and the rows of each piece.
+    """Return stand-ins for a parameter's pieces: shapes, and each piece's rows.
 
     A small parameter stands for itself. Each piece of a large one is tried between its neighbours.
     """

@@ -1,7 +1,7 @@
 """Probes what an optimizer class tolerates. No communication.
 
-Sharding must not change the algorithm, which only the class knows. So `probe` runs it on small tensors
-(`trials`) and allows only what gave equal bits.
+Sharding must not change the algorithm. So `probe` runs the class on small tensors (`trials`) and allows only
+what gives equal bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ from zero_optim.probe.trials import (
     step_whole,
 )
 
-# Some classes factor or quantize state from some size on: 128 rows, or 4096 elements that fill blocks, the
-# largest of which has as many. What they rounded shows from the second step on.
+# Some classes factor or quantize state from some size on: 128 rows, or 4096 elements that fill blocks. What
+# they rounded shows from the second step on.
 LARGE = ((256, 176),)
 STEPS_OF_LARGE = 3
-# Enough for the same, where several are stepped apart.
+# Enough for the same, if several are stepped apart.
 _SEVERAL_LARGE = ((128, 32), (64, 128))
 _WITHOUT_GRADIENT = "it changes parameters that have no gradient, and these are not stepped then"
 
@@ -54,7 +54,7 @@ def probe(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What trials of a class found, and the options and feed with which it could be tried."""
+    """The result of a class's trials, and the options and feed that it accepted."""
 
     traits: Traits
     subject: OptimizerUnderTest | None = None
@@ -87,7 +87,7 @@ def _traits(subject: OptimizerUnderTest, trial: TrialRecord) -> Traits:
 
 
 def _why_coupled(subject: OptimizerUnderTest, trial: TrialRecord, *, with_state: bool = True) -> str | None:
-    """Step each parameter with its own optimizer, and compare; another optimizer steps none."""
+    """Step each parameter with its own optimizer, and compare; another optimizer has none."""
     if trial.drew:
         return "it draws random numbers, and each rank would draw others"
     for indices in (*([index] for index in trial.starts), []):
@@ -102,7 +102,7 @@ def _why_coupled(subject: OptimizerUnderTest, trial: TrialRecord, *, with_state:
 
 
 def _why_coupled_otherwise(subject: OptimizerUnderTest, trial: TrialRecord) -> str | None:
-    """Try again where NaN, single precision or a small size may hide a difference."""
+    """Try again: NaN, single precision or a small size may hide a difference."""
     if trial.feed.dtype != torch.float32 or trial.feed.shapes == _SEVERAL_LARGE:
         return None
     tamer = [] if trial.finite or trial.feed.huge == 1 else [replace(trial.feed, huge=1.0)]
@@ -121,13 +121,13 @@ def _why_coupled_otherwise(subject: OptimizerUnderTest, trial: TrialRecord) -> s
 
 
 def _holds_leftovers(subject: OptimizerUnderTest, trial: TrialRecord) -> bool:
-    """Return whether equal trials differ in state only: fused SGD in bfloat16 leaves some unwritten."""
+    """Return whether equal trials differ in state only, as fused SGD in bfloat16 does."""
     repeated = record(subject, trial.feed)
     return repeated.values == trial.values and state_difference(trial, repeated.run) is not None
 
 
 def _why_shape_used(subject: OptimizerUnderTest, trial: TrialRecord) -> str | None:
-    """Cut every parameter in pieces, and compare; without a difference cut a larger one too."""
+    """Compare with every parameter cut in pieces; without a difference cut a larger one too."""
     if trial.feed.sparse:
         return "it takes sparse gradients, which are not cut"
     feed = replace(
@@ -144,7 +144,6 @@ def _why_shape_used(subject: OptimizerUnderTest, trial: TrialRecord) -> str | No
 
 
 def _moves_frozen(subject: OptimizerUnderTest, trial: TrialRecord) -> bool:
-    """Return whether frozen parameters change: every second one frozen, then the others."""
     for kind in (0, 1):
         try:
             run = start(subject, trial.feed, trial.starts)

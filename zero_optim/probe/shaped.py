@@ -1,4 +1,4 @@
-"""Probes which entries a class's state has, and which have their parameter's shape."""
+"""Probes a class's state entries, and which have their parameter's shape."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from zero_optim.probe.subject import OptimizerUnderTest
 from zero_optim.probe.trials import Feed, Shape, isolated, recorded
 
-# Sizes of trial parameters: distinct, so that no other tensor of the state has the shape by chance.
+# Distinct sizes, so that no other tensor of the state has the shape by chance.
 _TRIAL_SIZES = (5, 3, 7, 2, 4, 6)
-# Classes that factor state from 128 rows on, or from 4,096 elements, have other entries then.
+# For classes that factor state from 128 rows, or from 4,096 elements.
 _LARGE_SIZES = (128, 34, 3, 2, 5, 7)
 _LARGE_VECTOR = (4352,)
 
@@ -20,10 +20,10 @@ _LARGE_VECTOR = (4352,)
 def state_entries(
     optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], num_dims: int
 ) -> dict[str, bool]:
-    """Return for each state entry of parameters with so many dimensions whether it has their shape.
+    """Return whether each state entry of parameters with so many dimensions has their shape.
 
-    A step of a temporary optimizer shows them, for two sizes. Empty if the class cannot be tried. A vector is
-    long only where the size makes a difference: Shampoo squares the length, which takes a minute.
+    Steps a temporary optimizer for two sizes. Empty if the class cannot be tried. A vector is long only if
+    the size makes a difference: Shampoo squares the length, which takes a minute.
     """
     if not 0 < num_dims <= len(_TRIAL_SIZES):
         return {}

@@ -21,7 +21,7 @@ from zero_optim.probe.trials import Feed, TrialRun, isolated, start
 
 Take: TypeAlias = Callable[[Tensor, Piece], Tensor]
 
-# A gradient of the second one has more entries than the parameter has elements. Some code coalesces then.
+# The second has gradients with more entries than elements: some code coalesces then.
 _SHAPES = ((64, 8), (64, 1))
 _NUM_ENTRIES = 300  # of a gradient; sorting that many does not keep the order of those for one row
 _CUTS = (0, 16, 48, 64)
@@ -37,9 +37,9 @@ def why_not_sparse_rows(
 ) -> str | None:
     """Return why a class steps rows of sparse gradients with other bits, or None.
 
-    Gradients have several entries for a row, some more entries than elements; some are coalesced. Takes about
-    10 ms on the CPU; cached. (Accelerator kernels that add in any order have no certain bits, cut or not.)
-    ``take`` returns a piece's rows of a gradient.
+    Gradients have several entries for a row, some more entries than elements; some are coalesced. About 10 ms
+    on the CPU; cached. (Accelerator kernels that add in any order have no certain bits, cut or not.) ``take``
+    returns a piece's rows of a gradient.
     """
     return _try(OptimizerUnderTest.of(optimizer_class, options, [group]), dtype, take)
 

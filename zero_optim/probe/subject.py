@@ -1,4 +1,4 @@
-"""The subject of a trial: an optimizer class and its options, as a cache key."""
+"""An optimizer class and its options in a trial, as a cache key."""
 
 import math
 import weakref
@@ -16,7 +16,7 @@ from zero_optim.plan.groups import ParamGroup
 Builder: TypeAlias = Callable[..., Optimizer]
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Options that choose an implementation of the same algorithm. Some need an accelerator.
+# Options that choose an implementation; some need an accelerator.
 _SWITCHES = ("capturable", "fused", "differentiable")
 _NONE = (dict, ())  # `to_hashable` of no options
 _AWAKE = 0.05  # in the place of a number that is zero
@@ -25,7 +25,7 @@ _NUM_EXACT_GROUPS = 4  # up to this many different groups are all tried; of more
 
 @dataclass(slots=True)
 class Held:
-    """An option that cannot be copied; not hashable, so no cache keeps it."""
+    """An option that cannot be copied; not hashable, so no cache has it."""
 
     value: Any
 
@@ -49,7 +49,7 @@ def to_hashable(value: object) -> object:
 
 
 def from_hashable(value: Any) -> Any:  # noqa: ANN401 - whatever it was
-    """Return a new copy of the option, which a trial may change."""
+    """Return a new copy of the option, for a trial to change."""
     if isinstance(value, Held):
         return value.value
     if value[0] is Tensor:
@@ -61,7 +61,7 @@ def from_hashable(value: Any) -> Any:  # noqa: ANN401 - whatever it was
 
 
 def bits(tensor: Tensor) -> bytes:
-    """Return a tensor's elements, in order, as bytes."""
+    """Return a tensor's elements in order, as bytes."""
     if tensor.dtype == torch.float32:
         return tensor.detach().numpy().tobytes()
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -80,7 +80,7 @@ class OptimizerUnderTest:
     def of(
         cls, build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     ) -> "OptimizerUnderTest":
-        """Make options hashable, also those that functools.partial binds."""
+        """Make options hashable, including those of functools.partial."""
         function = getattr(build, "func", None)
         if callable(function) and not getattr(build, "args", True):
             return cls.of(function, {**build.keywords, **options}, groups)  # type: ignore[attr-defined]
@@ -92,10 +92,7 @@ class OptimizerUnderTest:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a kernel takes the whole step, split where plans cut; for subjects of `by_kernel`.
-
-        Other kernels split long tensors among threads anywhere.
-        """
+        """Whether a kernel takes the whole step, split where plans cut; for subjects of `by_kernel`."""
         return all(self._fused())
 
     def _fused(self) -> list[bool]:
@@ -103,18 +100,17 @@ class OptimizerUnderTest:
         return [bool({**options, **from_hashable(group)}.get("fused")) for group in self.groups or (_NONE,)]
 
     def by_kernel(self) -> "tuple[OptimizerUnderTest, ...]":
-        """Split it into the groups with a fused kernel and the others."""
+        """Split it into groups with a fused kernel and the others."""
         found = list(zip(self.groups or (_NONE,), self._fused(), strict=True))
         parts = (tuple(group for group, fused in found if fused is kind) for kind in (True, False))
         held = [part for part in parts if part]
         return (self,) if len(held) == 1 else tuple(replace(self, groups=part) for part in held)
 
     def awake(self, shape: tuple[int, ...], names: Collection[str] | None) -> "OptimizerUnderTest | None":
-        """Return the same with other numbers for those that hide arithmetic; None if there are none.
+        """Replace numbers that hide arithmetic; None if there are none.
 
-        Adding nothing, or a multiple by a power of two, rounds nothing. Defaults of the class count too, as
-        they may change. ``shape``: a parameter that it takes; ``names``: the numbers that may change (None:
-        all).
+        Adding nothing, or a multiple by a power of two, rounds nothing. The class's defaults count too.
+        ``shape``: a parameter that it takes; ``names``: the numbers that may change (None: all).
         """
         own = [from_hashable(group) for group in self.groups or (_NONE,)]
         built = self.build([[torch.zeros(shape, requires_grad=True)] for _ in own]).param_groups
@@ -123,7 +119,7 @@ class OptimizerUnderTest:
         return replace(self, groups=tuple(groups)) if any(woken) else None
 
     def woken(self, asleep: "OptimizerUnderTest") -> str:
-        """Return the names of numbers that `awake` changed."""
+        """Return the names and values of numbers that `awake` changed."""
         before = [from_hashable(group) for group in asleep.groups or (_NONE,)]
         after = map(from_hashable, self.groups)
         changed = {
@@ -135,7 +131,7 @@ class OptimizerUnderTest:
         return ", ".join(sorted(changed))
 
     def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
-        """Build the optimizer. Empty groups stay, as on a rank that owns nothing of them."""
+        """Build the optimizer. Empty groups stay, as on a rank that owns none of them."""
         own = [from_hashable(group) for group in self.groups] or [{}]
         groups = [{**own[index % len(own)], "params": list(members)} for index, members in enumerate(params)]
         optimizer: Optimizer = self.reference()(groups, **from_hashable(self.options))
@@ -143,7 +139,7 @@ class OptimizerUnderTest:
         return optimizer
 
     def candidates(self) -> "tuple[OptimizerUnderTest, ...]":
-        """Return it, and the same without options that choose an implementation, which the CPU may lack."""
+        """Return it, and the same without implementation options, which the CPU may lack."""
         options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
         plain = replace(self, options=options, groups=tuple(groups))
         return (self,) if (options, tuple(groups)) == (self.options, self.groups) else (self, plain)
@@ -177,7 +173,7 @@ def _reference(build: Builder) -> Callable[[], Any]:
 
 
 def _awake(options: Mapping[str, Any]) -> ParamGroup:
-    """Drop the parameters, and replace a zero rate (a warm-up's start), which hides differences."""
+    """Drop the parameters, and replace a zero rate, which hides differences."""
     kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
     rate = kept.get("lr")
     if isinstance(rate, int | float) and rate == 0:
@@ -201,7 +197,7 @@ def _woken(options: Mapping[str, Any], names: Collection[str] | None) -> ParamGr
 
 
 def _kind_of(group: Mapping[str, Any]) -> object:
-    """Return a group's options with only the signs of numbers: forty rates need no forty trial groups."""
+    """Return a group's options with only the signs of numbers, to limit the trial groups."""
     return tuple(
         (key, type(value), (value > 0, value < 0)) if type(value) in (int, float) else (key, repr(value))
         for key, value in sorted(_awake(group).items())
@@ -209,7 +205,7 @@ def _kind_of(group: Mapping[str, Any]) -> object:
 
 
 def switch_mode(optimizer: Optimizer, mode: str) -> None:
-    """Call ``train()`` or ``eval()`` of classes that have them, such as schedule-free ones."""
+    """Call an optimizer's ``train()`` or ``eval()``, if any."""
     method = getattr(optimizer, mode, None)
     if callable(method):
         method()

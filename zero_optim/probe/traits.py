@@ -1,11 +1,11 @@
-"""What an optimizer class tolerates: the result of `probe`, and the refusal's message."""
+"""What an optimizer class tolerates: the result of `probe`, and the error message."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch.optim import Optimizer
 
-# Reasons why a class could not be tried that are also reasons to refuse it.
+# A class with one of these reasons is refused, though untried.
 NEEDS_CLOSURE = (
     "its step() needs a closure that evaluates the model, and while it searches, each rank would "
     "have changed its own parameters only"
@@ -25,11 +25,11 @@ class Traits:
     moves_frozen: bool = False  # whether a step changes parameters that never had a gradient
 
     def answers(self) -> list[bool]:
-        """Return what a class that is not refused tolerates, as bools for ranks to combine."""
+        """Return what the class tolerates, as bools for ranks to combine."""
         return [self.counting is None, self.shape_use is None, not self.moves_frozen]
 
     def combined(self, said_by_all: Sequence[bool]) -> "Traits":
-        """Return the traits that hold on every rank, given for each of `answers` whether all say yes."""
+        """Return the traits of all ranks, from whether all say yes to each of `answers`."""
         in_parts, in_pieces, spares_frozen = said_by_all
         return replace(
             self,
@@ -45,7 +45,7 @@ class Traits:
 
     @property
     def steppable_in_parts(self) -> bool:
-        """Whether it may be stepped by buckets, as `trials.step_in_parts` does."""
+        """Whether it may be stepped by buckets."""
         return self.separable and self.counting is None
 
     @property

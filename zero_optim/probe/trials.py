@@ -31,12 +31,12 @@ Shape: TypeAlias = tuple[int, ...]
 Cut: TypeAlias = Callable[[int, Tensor], list[Tensor]]  # cuts the first value of a parameter, given its index
 
 _NUM_STEPS = 9
-# Larger than any clipping threshold or damping constant in use; its square is far from overflow.
+# Above any clipping threshold or damping constant in use; its square is far from overflow.
 _HUGE = 1e4
-# (parameter, step) without a gradient: one, a whole group, and the one with the huge gradient.
+# (parameter, step) without a gradient: one, a whole group, and that with the huge gradient.
 _GAPS = frozenset({(1, 3), (1, 5), (3, 5), (5, 5), (0, 6)})
 _STEP_OF_EVALUATION = 5
-# Pieces of a parameter start at multiples of so many bytes where it is cut by rows, as in a plan.
+# In cuts by rows, pieces start at multiples of so many bytes, as in a plan.
 _ALIGNMENT_NBYTES = 64
 
 
@@ -75,7 +75,7 @@ class Feed:
         return self.shapes[index % len(self.shapes)]
 
     def noise(self) -> list[Tensor]:
-        """Return fixed normal numbers: a row for each step of a parameter, and a last one for its start."""
+        """Return fixed normal numbers: a row for each step of a parameter, the last for its start."""
         generator = torch.Generator().manual_seed(20)
         sizes = [torch.Size(self.shape(index)).numel() for index in range(self.num_params)]
         rows = torch.randn((self.num_steps + 1, sum(sizes)), generator=generator, dtype=torch.float32)
@@ -127,7 +127,7 @@ class TrialRun:
     leaves: dict[int, list[Tensor]]
 
     def give(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Set copies of gradients, cut like the parameters; classes change them in place."""
+        """Set copies of gradients, cut like the parameters; classes change them."""
         for index, gradient in gradients.items():
             pieces = self.leaves[index]
             if len(pieces) == 1 or gradient is None:
@@ -156,7 +156,7 @@ class TrialRun:
 def start(
     subject: OptimizerUnderTest, feed: Feed, values: Mapping[int, Tensor], *, cut: Cut | None = None
 ) -> TrialRun:
-    """Build an optimizer over some parameters, whole or cut, with the same groups for any choice."""
+    """Build an optimizer over some parameters, whole or cut, always with the same groups."""
     leaves = {
         index: [piece.clone().requires_grad_() for piece in ([value] if cut is None else cut(index, value))]
         for index, value in values.items()
@@ -174,21 +174,21 @@ def starts_of(feed: Feed, noise: list[Tensor] | None = None) -> dict[int, Tensor
 
 
 def anywhere(index: int, value: Tensor) -> list[Tensor]:
-    """Cut a parameter into 1-D pieces that do not fit vectors; a third one has one element."""
+    """Cut into 1-D pieces that do not fit vectors; one may have one element."""
     middle = value.numel() * 3 // 8 | 1
     sizes = [middle, 1, value.numel() - middle - 1] if index == 1 else [middle, value.numel() - middle]
     return list(torch.split(value.reshape(-1), sizes))
 
 
 def by_rows(index: int, value: Tensor) -> list[Tensor]:
-    """Cut between rows of dimension 0, as a plan does; the second parameter in three pieces."""
+    """Cut between rows, as a plan does; the second parameter in three pieces."""
     step = _rows_apart(value)
     sizes = [step, step, len(value) - 2 * step] if index == 1 else [step, len(value) - step]
     return list(torch.split(value, sizes))
 
 
 def below_vectors(index: int, value: Tensor) -> list[Tensor]:
-    """Cut between rows into pieces below two vectors of 64 bytes, which kernels take at a time."""
+    """Cut between rows into pieces below two vectors of 64 bytes."""
     row_nbytes = value.element_size() * value.numel() // len(value)
     return list(torch.split(value, max(1, (2 * _ALIGNMENT_NBYTES - 1) // row_nbytes)))
 
@@ -206,7 +206,7 @@ def step_whole(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None])
 
 
 def step_in_parts(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
-    """Step buckets, last parameters first, each with its gradients set just before."""
+    """Step buckets, last parameters first, with gradients set just before."""
     groups = run.optimizer.param_groups
     members = [group["params"] for group in groups]
     order = sorted(run.leaves, reverse=True)
@@ -247,12 +247,12 @@ class TrialRecord:
 
     @property
     def finite(self) -> bool:
-        """Whether everything stayed finite: NaN would hide differences."""
+        """Whether all values stayed finite: NaN would hide differences."""
         return all(bool(leaf.isfinite().all()) for (leaf,) in self.run.leaves.values())
 
 
 def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
-    """Run all parameters together and choose the gradients; raises the class's errors."""
+    """Run all parameters together and record; raises the class's errors."""
     noise = feed.noise()
     starts = starts_of(feed, noise)
     run = start(subject, feed, starts)
@@ -269,7 +269,7 @@ def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
 
 
 def recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
-    """Do as `record`; None if the class raises, as it need not know bfloat16."""
+    """Do as `record`; None if the class raises."""
     try:
         return record(subject, feed)
     except Exception:  # noqa: BLE001 - the user's class may raise anything
@@ -285,7 +285,7 @@ def _random_states() -> tuple[object, ...]:
 def isolated() -> Iterator[None]:
     """Run on the CPU with gradients, then restore random states, modes, hooks and warnings."""
     ours = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    # Not by get_default_device(): in PyTorch 2.8 it raises once somebody has called set_default_device(None).
+    # Not get_default_device(): PyTorch 2.8's raises after set_default_device(None).
     elsewhere = torch.empty(0).device.type != "cpu"
     try:
         with (
@@ -305,7 +305,6 @@ def isolated() -> Iterator[None]:
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Disable global optimizer hooks: a trial is not the user's step."""
     tables: list[dict[int, Any]] = [
         private.global_optimizer_pre_hooks,
         private.global_optimizer_post_hooks,

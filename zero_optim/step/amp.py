@@ -1,15 +1,14 @@
-"""Gradient scalers that leave it to the optimizer to skip a step: all ranks skip it, or none.
+"""Gradient scalers that let the optimizer skip a step: all ranks skip it, or none.
 
 Note [Infinities]
-    ``torch.amp.GradScaler`` leaves out ``step()`` if this rank's gradients have an infinity. Whole reduced
-    gradients give every scaler the same result, and sharded ones tell the scalers: Note [Infinities in
-    sharded gradients] in `zero_optim.step.partial`. So the optimizer takes no part, and accelerate and
-    Lightning, which watch ``step()`` or the optimizer's scaling flag, see the truth. Without a reduction
-    before the scaler looks, use PyTorch's ``ShardedGradScaler``.
+    ``torch.amp.GradScaler`` leaves out ``step()`` if this rank's gradients have an infinity. With whole
+    reduced gradients every scaler has the same result; sharded ones inform the scalers (Note [Infinities in
+    sharded gradients] in `zero_optim.step.partial`). So the optimizer takes no part, and accelerate and
+    Lightning see the truth. Without a reduction before the scaler looks, use PyTorch's ``ShardedGradScaler``.
 
-    Two cases are served here. Inside ``Join`` other ranks wait and must hear of a skipped step, so the
-    optimizer declares that it handles scaling: the scaler sets ``found_inf`` and ``grad_scale`` and always
-    calls ``step()``. And some scalers pass themselves to ``step()``.
+    Two cases are served here. Inside ``Join`` other ranks must hear of a skipped step, so the optimizer
+    declares that it handles scaling: the scaler sets ``found_inf`` and ``grad_scale`` and always calls
+    ``step()``. And some scalers pass themselves to ``step()``.
 """
 
 from collections.abc import Sequence
@@ -26,10 +25,10 @@ from zero_optim.step.partial import PartialGradient
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """What a scaler gives for one step.
+    """A scaler's values for one step.
 
-    ``found_inf``: 0-d, positive if this rank's gradients have an infinity. ``scale``: None if it is divided
-    out already. ``scaler``: None if it set attributes of the optimizer.
+    ``found_inf``: 0-d, positive if this rank's gradients have an infinity. ``scale``: None if already divided
+    out. ``scaler``: None if it set attributes of the optimizer.
     """
 
     found_inf: Tensor
@@ -60,14 +59,13 @@ class Scaling:
 
     @property
     def status(self) -> Status:
-        """The flags that other ranks need beside ``found_inf``."""
+        """Flags that other ranks need beside ``found_inf``."""
         return Status.DEAF if self.scaler is None else Status.NOTHING
 
     def is_skipped(self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int) -> bool:
-        """Return whether all ranks skip the step, and mark the infinity in this rank's scaler.
+        """Return whether all ranks skip the step; if so, this rank's scaler backs off too.
 
-        Its ``update()`` must back off as on the rank with the infinity. RuntimeError on every rank if some
-        scaler cannot be told.
+        RuntimeError on every rank if a scaler cannot be informed.
         """
         if not is_skipped_by_all(statuses):
             return False
@@ -78,7 +76,7 @@ class Scaling:
 
     @torch.no_grad()
     def unscale(self, params: Sequence[Tensor]) -> None:
-        """Divide all gradients by the scale if they still have it; the CPU does not wait."""
+        """Divide the gradients by the scale, if not done already; the CPU does not wait."""
         if self.scale is None:
             return
         inverse = self.scale.double().reciprocal().float()
@@ -86,7 +84,7 @@ class Scaling:
         for param in params:
             grad = param.grad.piece if isinstance(param.grad, PartialGradient) else param.grad
             if grad is not None:
-                # Not coalesced: that would make a copy. All entries of one element are divided alike.
+                # Not coalesced: that would copy. All entries of one element are divided alike.
                 values = private.values(grad) if grad.is_sparse else grad
                 by_kind.setdefault((grad.device, grad.dtype), []).append(values.detach())  # plain tensors
         for (device, _), grads in by_kind.items():
@@ -97,7 +95,7 @@ class Scaling:
 def is_skipped_by_all(statuses: Sequence[Status]) -> bool:
     """Return whether all ranks skip the step because of an infinity; equal on every rank.
 
-    RuntimeError on every rank if a scaler cannot be told: its scale would drift from the others'.
+    RuntimeError on every rank if a scaler cannot be informed: its scale would drift.
     """
     infinite = ranks_that(statuses, Status.INFINITE)
     deaf = sorted({*ranks_that(statuses, Status.DEAF)} - {*infinite})
@@ -112,7 +110,7 @@ def is_skipped_by_all(statuses: Sequence[Status]) -> bool:
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Remove a scaler's attributes before ``step()`` raises; return whether there were any.
 
-    The scaler removes them only after a step that does not raise.
+    The scaler itself removes them only after a successful step.
     """
     is_scaled = "found_inf" in vars(optimizer)
     if is_scaled:

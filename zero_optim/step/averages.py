@@ -1,4 +1,4 @@
-"""Moving averages of the owned parameters, an entry (`EMA`) of each parameter's state in state dicts."""
+"""Moving averages of the owned parameters; `EMA` is their entry in state dicts."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,9 +16,9 @@ OLD_EMA = "ema"  # its name in older files
 class WeightAverage:
     """An exponential moving average of this rank's parameters, updated at every step.
 
-    ``average = decay * average + (1 - decay) * parameter``, from the value when the optimizer was built.
-    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992. ``averages``:
-    parameter -> average of its owned rows or master, in the leaf's dtype. A ``decay`` of None keeps none.
+    ``average = decay * average + (1 - decay) * parameter``, from the value at construction: Polyak and
+    Juditsky, "Acceleration of stochastic approximation by averaging", 1992. ``averages``: parameter ->
+    average of its owned rows or master, in the leaf's dtype. A ``decay`` of None keeps none.
     """
 
     def __init__(self, decay: float | None, leaves: Leaves) -> None:
@@ -38,7 +38,7 @@ class WeightAverage:
             self.averages.update({param: self._leaves.copied_value(param) for param in params})
 
     def begin_anew(self) -> None:
-        """Restart averages at the present values, unless a step or a load has changed any."""
+        """Restart averages at the present values, unless a step or load changed them."""
         if not self._has_moved:
             self._leaves.follow_values(self.averages)
             self.add(list(self.averages))
@@ -50,7 +50,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, params: Iterable[Tensor] | None = None) -> None:
-        """Move all averages, or those of some parameters, towards their parameters."""
+        """Move all averages, or some, towards their parameters."""
         averaged = [
             param for param in (self.averages if params is None else params) if param in self.averages
         ]
@@ -60,14 +60,14 @@ class WeightAverage:
             private.foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
 
     def check_swap_in(self) -> None:
-        """Raise RuntimeError if there are no averages, or if they are in the model already."""
+        """Raise RuntimeError if there are no averages, or if the model holds them already."""
         if self._decay is None:
             raise RuntimeError("no averages are kept: build the optimizer with ema_decay=…")
         self.check_out()
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Copy the averages into the parameters and keep the parameters' values; see `check_swap_in`."""
+        """Copy the averages into the parameters and save the parameters' values."""
         self._swapped = {param: self._leaves.rows(param).detach().clone() for param in self.averages}
         for param, average in self.averages.items():
             self._leaves.rows(param).copy_(average)
@@ -80,11 +80,11 @@ class WeightAverage:
         self._swapped = None
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """Return the averages among loaded entries, for `load`; StateMismatchError if one does not fit."""
+        """Return the averages in loaded entries; StateMismatchError if one does not fit."""
         return entries_named(EMA, self.averages, entries)
 
     def load(self, saved_averages: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
-        """Copy loaded averages in, of all parameters or some; a missing one starts from the parameter."""
+        """Copy loaded averages in, all or some; a missing one restarts from the parameter."""
         self._has_moved = True
         for param in self.averages if params is None else params:
             average, saved = self.averages[param], saved_averages.get(param)

@@ -21,7 +21,7 @@ class BuiltOptimizer:
     """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order.
 
     TypeError if the spec builds no optimizer, ValueError if sharding would change the algorithm. ``traits``
-    is None if not probed; ``first_options`` has each group's options without the class's defaults.
+    is None if not probed; ``first_options``: each group's options without the class's defaults.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class BuiltOptimizer:
         self.traits = self._probe(steps_parts=steps_parts)
 
     def _probe(self, *, steps_parts: bool) -> Traits | None:
-        """Probe the class; raise ValueError if sharding or stepping in parts would change its results."""
         if not self._is_tried:
             return None
         traits = probe(self.spec.optimizer_class, self.spec.arguments, self.first_options)
@@ -56,7 +55,6 @@ class BuiltOptimizer:
         return traits
 
     def _check_followed(self, leaves: list[set[int]]) -> None:
-        """Raise ValueError if the class put other tensors into its groups than the leaves it got."""
         first = len(self.numbers) - len(leaves)
         if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(
@@ -67,18 +65,18 @@ class BuiltOptimizer:
             )
 
     def is_default(self, key: str, value: Plain) -> bool:
-        """Return whether an option has the class's default, or the class has no default for it."""
+        """Return whether an option has the class's default, or there is no default."""
         return key not in self._defaults or are_close(self._defaults[key], value)
 
     def state_entries(self, num_dims: int) -> dict[str, bool]:
-        """Return for each state entry of such parameters whether it has their shape, as a probe shows."""
+        """Return whether each state entry of such parameters has their shape, as a probe shows."""
         spec = self.spec
         work = partial(state_entries, spec.optimizer_class, spec.arguments, num_dims)
         entries: dict[str, bool] = self._remembered(num_dims, work)
         return entries
 
     def shaped_entries(self, num_dims: int) -> frozenset[str]:
-        """Return the state entries that have the shape of their parameter."""
+        """Return the state entries with the shape of their parameter."""
         return frozenset(name for name, is_shaped in self.state_entries(num_dims).items() if is_shaped)
 
     def _remembered(self, key: object, ask: Callable[[], Any]) -> Any:  # noqa: ANN401
@@ -89,8 +87,7 @@ class BuiltOptimizer:
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
         """Return why the class cannot step some rows with rows of a sparse gradient; None if it can.
 
-        Each step calls this, so the class is probed again only for options that differ in kind: momentum that
-        is switched on, not a scheduler's rate.
+        Called at each step; probes again only if options differ in kind, such as momentum switched on.
         """
         if not self._is_tried:
             return "it was not tried (assume_separable=True)"
@@ -99,9 +96,9 @@ class BuiltOptimizer:
         return reason
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
-        """Raise ValueError if the class with the groups' present options does not bear cut parameters.
+        """Raise ValueError if the class cannot step cut parameters under the present options.
 
-        Only options that differ in kind from the last step's are probed again.
+        Probes again only if options differ in kind from the last step's.
         """
         for number, own in zip(self.numbers, self.optimizer.param_groups, strict=True):
             group = groups[number]
@@ -121,7 +118,7 @@ class BuiltOptimizer:
                 )
 
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
-        """Add what this rank owns of a public group; after an error of the class call `drop_groups`."""
+        """Add the owned part of a public group; after an error call `drop_groups`."""
         first, leaves = options_of(group), _leaf_ids([group])
         self.optimizer.add_param_group(group)
         self.numbers.append(number)
@@ -130,7 +127,7 @@ class BuiltOptimizer:
         self.traits = self._probe(steps_parts=steps_parts)
 
     def drop_groups(self, count: int) -> None:
-        """Drop all groups behind the first ``count`` public ones."""
+        """Drop all groups after the first ``count`` public ones."""
         self.numbers = [number for number in self.numbers if number < count]
         del self.optimizer.param_groups[len(self.numbers) :]
         del self.first_options[len(self.numbers) :]
@@ -140,7 +137,7 @@ class BuiltOptimizer:
             del state[key]
 
     def step_some(self, chosen: Collection[int], **kwargs: object) -> None:
-        """Step only the leaves with the given ids; take the others out of the groups meanwhile."""
+        """Step only the leaves with these ids; the groups omit the others meanwhile."""
         groups = self.optimizer.param_groups
         members = [group["params"] for group in groups]
         stepped = [[leaf for leaf in leaves if id(leaf) in chosen] for leaves in members]
@@ -156,7 +153,7 @@ class BuiltOptimizer:
                 group["params"] = leaves
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
-        """Replace the state through the class's ``load_state_dict``; see `LocalOptimizer.load`."""
+        """Replace the state through the class's ``load_state_dict``, as `LocalOptimizer.load`."""
         own_groups = self.optimizer.param_groups
         place = {leaf: index for index, leaf in enumerate(params_of(own_groups))}
         packed_groups = [
@@ -171,7 +168,7 @@ class BuiltOptimizer:
             held.update({key: _as_saved(held[key], state[key]) for key in held if key in state})
 
     def check_dict(self) -> None:
-        """Raise TypeError if the class has its own ``state_dict``, as wrappers of other optimizers do."""
+        """Raise TypeError if the class has its own ``state_dict``, as wrappers do."""
         if type(self.optimizer).state_dict is not Optimizer.state_dict:
             raise TypeError(
                 f"{self.spec.name} has a state_dict() of its own, so what it keeps outside its `state` "
@@ -188,7 +185,7 @@ def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:
 
 
 def _as_saved(loaded: Any, saved: Any, name: object = None) -> Any:  # noqa: ANN401 - whatever the class keeps
-    """Restore the dtypes and containers that loading changed, but not devices or step counts."""
+    """Restore dtypes and containers that loading changed, but not devices or step counts."""
     if name == "step" or isinstance(loaded, Tensor) != isinstance(saved, Tensor):
         return loaded
     if isinstance(saved, Tensor):

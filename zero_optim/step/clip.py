@@ -1,16 +1,16 @@
 """The global gradient norm, equal on all ranks, and clipping by it.
 
-Owners take the norms (of a cut whole gradient the owner of its first rows), and all ranks combine them in one
-order. The bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one dtype and
+Owners take the norms (for a cut whole gradient, the owner of its first rows), and all ranks combine them in
+one order. The bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one dtype and
 device; with sharded gradients the last bits may differ.
 
 Note [One gather, one wait]
     A rank sends a fixed length: an error byte, a digest of its arguments, then a byte (has a gradient) and a
-    float64 (norm) for each parameter of the fullest rank. More is exchanged only after an error.
+        float64 (norm) for each parameter of the fullest rank. Only an error causes more messages.
 
-    On an accelerator norms exist after the backward pass. If the group has a CPU backend too
-    (``cpu:gloo,cuda:nccl``), bytes use it and norms stay on the device: no wait. With NCCL alone one message
-    has all, and the CPU waits once: reading it later would step with arguments that differ. With gloo alone
+    On an accelerator norms exist after the backward pass. If the group also has a CPU backend
+    (``cpu:gloo,cuda:nccl``), it sends the bytes, and norms stay on the device: no wait. With NCCL alone one
+    message has all, and the CPU waits once: later it would step with arguments that differ. With gloo alone
     the CPU sends the norms.
 """
 
@@ -39,7 +39,7 @@ _HEADING_NBYTES = 16  # a byte for failure, then the digest
 
 @dataclass(frozen=True, slots=True)
 class ClipArguments:
-    """The unchecked arguments of ``clip_grad_norm_``; ``told`` is their text if another rank sent them."""
+    """Unchecked arguments of ``clip_grad_norm_``; ``told`` is their text if another rank sent them."""
 
     max_norm: float
     norm_type: float
@@ -49,11 +49,11 @@ class ClipArguments:
 
     @classmethod
     def received(cls, values: Sequence[Any] | None) -> "ClipArguments":
-        """Build the arguments from a `to_send` of another rank; None stands for wrong ones."""
+        """Build the arguments from another rank's `to_send`; None means wrong ones."""
         return cls(0.0, 2.0, False, None) if values is None else cls(*values)
 
     def to_send(self) -> list[Any] | None:
-        """Return the arguments for a rank that calls on behalf of this one; None if they are wrong."""
+        """Return the arguments for a joined rank; None if they are wrong."""
         try:
             order = self.check()
         except (TypeError, ValueError):
@@ -63,7 +63,7 @@ class ClipArguments:
         return [max_norm, order, self.error_if_nonfinite, self.foreach, str(self)]
 
     def check(self) -> float:
-        """Return the order of the norm; raise TypeError or ValueError for a wrong argument."""
+        """Return the order of the norm; TypeError or ValueError for a wrong argument."""
         check_flags(error_if_nonfinite=self.error_if_nonfinite)
         if self.foreach is not None:
             check_flags(foreach=self.foreach)
@@ -78,7 +78,7 @@ class ClipArguments:
 
 
 def _number(name: str, value: object) -> float:
-    # PyTorch takes the order as a text too: "inf".
+    # PyTorch also takes the order as a string: "inf".
     is_right = isinstance(value, int | float | str) if name == "norm_type" else not isinstance(value, str)
     try:
         number = float(value) if is_right else None  # type: ignore[arg-type]
@@ -101,8 +101,8 @@ def clip_together(
     """Clip the gradients by their global norm, and return the norm before that.
 
     All ranks call, with parameters in the same order; one small collective or two. Raises on every rank what
-    `global_grad_norm` raises, or RuntimeError for a norm that is not finite with ``error_if_nonfinite``.
-    ``keeping``: keeps the gradients in files.
+    `global_grad_norm` raises, or RuntimeError for a non-finite norm with ``error_if_nonfinite``. ``keeping``:
+    keeps the gradients in files.
     """
     norm = global_grad_norm(group.during("clip"), params, pieces, asked, keeping)
     if asked.error_if_nonfinite and not bool(norm.isfinite()):
@@ -122,7 +122,7 @@ def clip_together(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Holder:
-    """A stand-in for a parameter, with the gradient or rows that this rank has."""
+    """A stand-in for a parameter, with this rank's gradient or rows."""
 
     grad: Tensor
 
@@ -144,8 +144,8 @@ def global_grad_norm(
     """Compute the norm of all gradients as one vector; all ranks call.
 
     Returns a 0-d tensor in the gradients' dtype, on the first parameter's device; zero on the CPU without
-    gradients, as PyTorch does. Raises RankMismatchError, TypeError or ValueError on every rank for arguments
-    that differ or are wrong.
+    gradients, as PyTorch does. RankMismatchError, TypeError or ValueError on every rank for arguments that
+    differ or are wrong.
     """
     owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
     for index, owners in enumerate(pieces):
@@ -180,7 +180,6 @@ def global_grad_norm(
 def _norms_here(
     grads: Sequence[Tensor | None], order: float, foreach: bool | None, keeping: Keeping | None
 ) -> Tensor | None:
-    """Take the norms of this rank's gradients; 1-D, float64; in portions if they are in files."""
     portions = gradients_in_portions(keeping, [grad for grad in grads if grad is not None], are_read=True)
     some = [norms for portion in portions if (norms := _norms(portion, order, foreach)) is not None]
     return None if not some else some[0] if len(some) == 1 else torch.cat(some)
@@ -189,7 +188,7 @@ def _norms_here(
 def _total(
     measured: Sequence[tuple[Tensor, list[int]]], values: Tensor, order: float, goes_to: torch.device | None
 ) -> Tensor:
-    """Combine norms (``values``), for each measured parameter those at its indices."""
+    """Combine ``values``, for each measured parameter those at its indices."""
     if not measured:
         return torch.tensor(0.0)
     dtype = reduce(torch.promote_types, (_norm_dtype(param) for param, _ in measured))
@@ -206,7 +205,6 @@ def _total(
 
 
 def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
-    """Combine the norms of a gradient's rows in its norm's dtype; 1-D."""
     if norms.numel() == 1:
         return norms
     combined: Tensor = torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order)
@@ -214,10 +212,7 @@ def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
 
 
 def _measured_here(param: Tensor, pieces: Pieces, rank: int) -> Tensor | None:
-    """Return the gradient whose norm this rank takes, or None.
-
-    Only norms of partial gradients combine norms of rows, which rounds differently from PyTorch.
-    """
+    """Return the gradient whose norm this rank takes, or None."""
     if isinstance(param.grad, PartialGradient):
         return param.grad.piece
     return param.grad if pieces[0].owner == rank else None
@@ -231,10 +226,7 @@ def _exchanged(
     num_slots: int,
     device: torch.device,
 ) -> tuple[list[tuple[bytes, bytes]], Tensor]:
-    """Gather all ranks' headings, bytes (has a norm) and norms; see Note [One gather, one wait].
-
-    Norms are float64, (ranks, ``num_slots``), packed from the first slot.
-    """
+    """Gather all ranks' headings, bytes and norms: float64, (ranks, ``num_slots``), from the first slot."""
     start = _HEADING_NBYTES + num_slots
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
     place = device if _sends_beside(group, device) else group.device
@@ -253,7 +245,7 @@ def _exchanged(
 
 
 def _sends_beside(group: RankGroup, device: torch.device) -> bool:
-    """Return whether norms stay on the device and bytes use the CPU backend; equal on every rank."""
+    """Return whether norms stay on the device and bytes use the CPU; equal on every rank."""
     if group.size == 1 or not is_asynchronous(device):
         return group.size == 1
     transport = group.transport(device)
@@ -261,7 +253,7 @@ def _sends_beside(group: RankGroup, device: torch.device) -> bool:
 
 
 def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor | None:
-    """Take each gradient's norm as ``torch.nn.utils`` does, without a wait; 1-D float64, which is exact."""
+    """Return each gradient's norm as ``torch.nn.utils`` takes it, without a wait; 1-D float64, exact."""
     dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(dense):

@@ -1,4 +1,4 @@
-"""The rows of a gradient that a rank steps with. No communication."""
+"""The rows of a gradient that a rank steps. No communication."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from zero_optim.step.partial import PartialGradient
 def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
     """Return a piece's rows of a tensor with the parameter's shape; the tensor itself if that is all.
 
-    A view if dense. If sparse (COO): the entries in these rows, in order, still as coalesced, with indices
-    from the first row; an accelerator makes the CPU wait.
+    A view if dense. If sparse (COO): its entries in these rows, in order, with indices from the first row;
+    coalesced if it was. An accelerator then makes the CPU wait.
     """
     if is_whole(piece, tensor.shape):
         return tensor
@@ -26,12 +26,12 @@ def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def is_sparse(grad: Tensor | None) -> bool:
-    """Return whether a parameter's gradient is sparse, even if another rank holds it."""
+    """Return whether a gradient is sparse, even if another rank holds it."""
     return grad is not None and (grad.is_sparse or (isinstance(grad, PartialGradient) and grad.is_of_sparse))
 
 
 def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
-    """Return the gradient of this rank's rows, from the whole gradient or a partial one."""
+    """Return this rank's rows of a whole or partial gradient."""
     if isinstance(param.grad, PartialGradient):
         return param.grad.piece
     return None if param.grad is None else rows_of(param.grad, piece)
@@ -39,9 +39,9 @@ def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
 
 @torch.no_grad()
 def set_owned_gradient(param: Tensor, piece: Piece, rows: Tensor | None) -> None:
-    """Set the gradient that `owned_gradient` returns (None: no gradient); other rows become undefined.
+    """Set the gradient of `owned_gradient`, or None; other rows become undefined.
 
-    Writes in place to a dense gradient, which may be a view of DDP's. ``rows`` may be on any device.
+    Writes to a dense gradient in place: it may be a view of DDP's. ``rows`` may be on any device.
     """
     if rows is None:
         param.grad = None

@@ -1,11 +1,10 @@
-"""Uneven inputs: a rank that has run out of data still steps what it owns while others train.
+"""Uneven inputs: a rank without data still steps what it owns while others train.
 
-A joined rank computes no gradients, and DDP does not give it reduced ones. So an active rank lends it the
-gradients of the rows it owns, and the options, which schedulers change. The bits are those of the active
-ranks with an unsharded optimizer. The loan ends with the step: a loop that calls ``zero_grad()`` at the end
-of an iteration goes on with its own gradients in the next epoch.
+A joined rank computes no gradients, and DDP gives it no reduced ones. So an active rank sends it the
+gradients of the rows it owns, and the options. The bits are those of the active ranks with an unsharded
+optimizer. The joined rank keeps these gradients for one step only.
 
-Before a step inside ``Join``, and one with scaled gradients, ranks exchange status bytes.
+Ranks exchange status bytes before a step inside ``Join``, and before one with scaled gradients.
 """
 
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ _BEFORE_STEP = Status.CLIPS | Status.UNSCALES | Status.JOINED
 def exchange(
     group: RankGroup, status: Status, *, found_inf: Tensor | None = None, failure: Exception | None = None
 ) -> list[Status]:
-    """Exchange status bytes; returns them by rank; all ranks call; one collective of a byte.
+    """Exchange status bytes and return them by rank; all ranks call; one collective of a byte.
 
     The CPU waits, also for the work before ``found_inf``, which sets `Status.INFINITE` if not zero. Raises
     any rank's failure on every rank, and RuntimeError if active ranks are in different calls.
@@ -71,7 +70,7 @@ def exchange(
 
 
 def ranks_that(statuses: Sequence[Status], flag: Status) -> list[int]:
-    """Return the ranks that have a flag."""
+    """Return the ranks with a flag."""
     return [rank for rank, status in enumerate(statuses) if flag in status]
 
 
@@ -86,8 +85,8 @@ def lend_gradients(
 ) -> None:
     """Send joined ranks the gradients of the rows they own, and the options; all ranks call each step.
 
-    One collective of a byte while all are active; otherwise the lowest active rank also sends to each joined
-    one, whose gradients and options are overwritten. Raises the ``failure`` of any rank on every rank.
+    One collective of a byte; then the lowest active rank sends to each joined one, whose gradients and
+    options are overwritten. Raises any rank's ``failure`` on every rank.
     """
     statuses = exchange(group, Status.JOINED if joined else Status.NOTHING, failure=failure)
     lend_to(group, ranks_that(statuses, Status.JOINED), params, pieces, groups)
@@ -101,9 +100,9 @@ def lend_to(
     groups: list[ParamGroup],
     beside: object = None,
 ) -> Any:  # noqa: ANN401 - what the lender gave
-    """Do what `lend_gradients` does when the joined ranks are known; all ranks call.
+    """Send as `lend_gradients` does, to joined ranks already known; all ranks call.
 
-    ``beside``: plain values and tensors that the lender also sends. Returned on joined ranks, else None.
+    ``beside``: more plain values and tensors of the lender, returned on joined ranks; else None.
     """
     if not have_joined or len(have_joined) == group.size:
         return None
@@ -134,7 +133,7 @@ def lend_to(
 
 
 def _lent(to: int, params: Sequence[Tensor], pieces: Sequence[Pieces]) -> dict[str, Any]:
-    """Return gradients for a joined rank by index, and indices of sharded ones, which it has by itself."""
+    """Return gradients for a joined rank by index, and indices of sharded ones, which it has already."""
     grads: dict[int, Tensor] = {}
     partial: list[int] = []
     for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):

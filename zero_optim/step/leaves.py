@@ -1,19 +1,19 @@
 """Leaves: the tensors that local optimizers step for parameters, perhaps master copies.
 
-State dicts have master copies as an entry of the parameter's state, `MASTER`.
+In state dicts a master copy is the entry `MASTER` of the parameter's state.
 
 Note [Masters and their parameters]
     A stale master must not undo a checkpoint loaded into the model. No version counter sees every write, so
-    an element that is not its master rounded was changed from outside, and the master takes it over. Other
-    elements keep their masters: a mask or a clamp after each step would otherwise round the whole tensor. A
-    NaN is always taken over, which changes nothing.
+    an element other than its rounded master was changed from outside, and the master takes it over. Other
+    elements keep their masters: else a mask or clamp after each step would round the whole tensor. A NaN is
+    always taken over, which changes nothing.
 
 Note [Leaves of cut parameters]
-    The leaf of a cut parameter without a master views the owned rows, only while a class uses it: users,
-    buckets or copies may give the parameter other memory at any time, and expect the old to be freed.
-    `Leaves.let_go` points it at one NaN, expanded: shapes stay readable, arithmetic in place raises. After a
-    step `Leaves.put_back` copies values to the parameter if the class gave the leaf other memory, and tells
-    autograd about the write.
+    The leaf of a cut parameter without a master views the owned rows only while a class uses it: users,
+        buckets or copies may give the parameter other memory, and expect the old to be freed. `Leaves.let_go`
+        points it at one expanded NaN: shapes stay readable, in-place arithmetic raises. After a step
+        `Leaves.put_back` copies values to the parameter if the class gave the leaf other memory, and tells
+        autograd about the write.
 """
 
 import math
@@ -43,9 +43,9 @@ OLD_MASTER = "master"  # its name in older files
 class Leaves:
     """The leaf of each owned parameter: the parameter, a view of its owned rows, or a master copy.
 
-    ``masters``: parameter -> master copy, where its float dtype is narrower than ``master_dtype``.
-    ``separate``: parameter -> leaf other than itself. ``kept``: parameter of ``apart`` -> owned rows outside
-    of it, on the host with a ``home``.
+    ``masters``: parameter -> master copy, for floats narrower than ``master_dtype``. ``separate``: parameter
+    -> leaf other than itself. ``kept``: parameter of ``apart`` -> owned rows outside of it, on the host with
+    a ``home``.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Leaves:
         return self.leaf(param)
 
     def keep(self, buckets: Iterable[RowBucket]) -> None:
-        """Record the owned rows of the parameters in buckets of rows."""
+        """Record the owned rows in buckets of rows."""
         for bucket in buckets:
             self.kept.update(bucket.kept())
 
     @property
     def owned(self) -> Collection[Tensor]:
-        """The parameters that this rank owns, in whole or in part."""
+        """Parameters that this rank owns, in whole or in part."""
         return self._pieces.keys()
 
     @property
     def has_apart(self) -> bool:
-        """Whether some parameters have their rows outside of them; equal on every rank."""
+        """Whether some parameters' rows are outside of them; equal on every rank."""
         return len(self._apart) > 0
 
     def leaf(self, param: Tensor) -> Tensor:
@@ -103,13 +103,12 @@ class Leaves:
         return self.masters[param] if param in self.masters else self.rows(param)
 
     def copied_value(self, param: Tensor) -> Tensor:
-        """Copy the master or the rows of an owned parameter, on the device where they are stepped."""
+        """Copy an owned parameter's master or rows, on the device that steps them."""
         value = self.value(param).detach()
         there = value if param in self.masters else self._at_home(param, value)
         return there.clone() if there is value else there
 
     def _at_home(self, param: Tensor, rows: Tensor) -> Tensor:
-        """Return rows on the device that steps them; freed rows stay freed."""
         if self._home is None or param not in self._apart or param in self.kept:
             return rows
         if is_freed(rows):
@@ -117,14 +116,14 @@ class Leaves:
         return self._home.brought(rows)
 
     def stepped_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype in which a parameter is stepped."""
+        """Return the dtype that steps a parameter."""
         dtype, kept = self._dtype, kept_dtype(param)
         if dtype is not None and kept.is_floating_point and kept.itemsize < dtype.itemsize:
             return dtype
         return kept
 
     def tried_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype in which cuts are probed; float32 on accelerators, see the probe."""
+        """Return the dtype for probing cuts; float32 on accelerators."""
         is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
         return self.stepped_dtype(param) if is_on_cpu else torch.float32
 
@@ -133,7 +132,7 @@ class Leaves:
         return CutRows(self.tried_dtype(param), tuple(param.shape), tuple(p.stop for p in pieces[:-1]))
 
     def rows(self, param: Tensor) -> Tensor:
-        """View the owned rows: the parameter itself unless it is cut or kept apart; autograd sees writes."""
+        """View the owned rows: the parameter itself unless cut or kept apart; autograd sees writes."""
         if param in self.kept:
             if self._home is not None:
                 self._home.wait()
@@ -142,11 +141,11 @@ class Leaves:
         return param if is_whole(piece, param.shape) else rows_of(param.detach(), piece)
 
     def own_rows(self, param: Tensor, tensor: Tensor) -> Tensor:
-        """Return the owned rows of a tensor with the parameter's shape; see `rows_of`."""
+        """Return the owned rows of a tensor with the parameter's shape."""
         return rows_of(tensor, self._pieces[param])
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
-        """Return the owned rows of the gradient, on the device that steps them; see `owned_gradient`."""
+        """Return the owned rows of the gradient, on the device that steps them."""
         grad, home = owned_gradient(param, self._pieces[param]), self._home
         if grad is None or home is None or param not in self._apart or is_on_host(param.grad):
             return grad
@@ -159,14 +158,14 @@ class Leaves:
                 held.pop(param, None)
 
     def follow(self) -> None:
-        """Point leaves at the rows of their parameters until `let_go`, for a class that may read them."""
+        """Point leaves at their parameters' rows until `let_go`, for a class that may read them."""
         for param in self.separate:
             if param not in self.masters:
                 self._put_over_rows(param)
 
     @torch.no_grad()
     def let_go(self, params: Iterable[Tensor] | None = None) -> None:
-        """Drop the gradients of all leaves, or some, and the memory of those that are no masters."""
+        """Drop the gradients of all leaves, or some, and the memory of all but masters."""
         for param, leaf in self._some(params).items():
             leaf.grad = None
             if param not in self.masters:
@@ -180,7 +179,7 @@ class Leaves:
         return self._nothing[form].expand(leaf.shape)
 
     def follow_values(self, params: Iterable[Tensor]) -> None:
-        """Update masters where their parameters changed; see Note [Masters and their parameters]."""
+        """Update masters whose parameters changed: Note [Masters and their parameters]."""
         for param in params:
             if param in self.masters:
                 _follow(self._at_home(param, self.rows(param)), self.masters[param])
@@ -191,10 +190,9 @@ class Leaves:
             leaf.data = rows
 
     def take_in(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
-        """Give separate leaves gradients and the values that were changed from outside; no wait for a device.
+        """Set separate leaves' gradients and the values changed from outside; no wait for a device.
 
-        ``gradients``: parameter -> owned rows of the gradient, or None; all parameters with their own if
-        None. See Note [Masters and their parameters].
+        ``gradients``: parameter -> owned rows of the gradient, or None; by default every parameter's own.
         """
         for param, leaf in self._some(gradients).items():
             if param in self.masters:
@@ -225,15 +223,15 @@ class Leaves:
         return every if params is None else {param: every[param] for param in params if param in every}
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """Return the masters among loaded entries, for `load`; StateMismatchError if one does not fit.
+        """Return the masters in loaded entries; StateMismatchError if one does not fit.
 
-        Rows kept in a dtype wider than the parameter's need no master: they take its values.
+        Rows kept in a dtype wider than the parameter's take a master's values.
         """
         wide = {param: rows for param, rows in self.kept.items() if rows.dtype != param.dtype}
         return entries_named(MASTER, {**wide, **self.masters}, entries)
 
     def load(self, saved_masters: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
-        """Copy loaded masters in, of all parameters or some; a missing one starts anew."""
+        """Copy loaded masters in, all or some; a missing one starts anew."""
         for param in self.masters if params is None else params:
             master = self.masters[param]
             saved = saved_masters.get(param)
@@ -251,9 +249,9 @@ def _is_over(leaf: Tensor, rows: Tensor) -> bool:
 
 @torch.no_grad()
 def _follow(param: Tensor, master: Tensor) -> None:
-    """Overwrite the master's elements whose rounded value is not the parameter's."""
+    """Overwrite the master's elements whose rounded value differs from the parameter."""
     rounded = master.to(param.dtype)
-    # To look first whether any differ is quicker on the CPU. Elsewhere it would wait for the device.
+    # Comparing first is quicker on the CPU. Elsewhere it would wait for the device.
     if is_asynchronous(param.device) or not torch.equal(param, rounded):
         torch.where(param == rounded, master, param.to(master.dtype), out=master.data)
 
@@ -262,9 +260,9 @@ def _follow(param: Tensor, master: Tensor) -> None:
 def entries_named(
     name: str, held: Mapping[Tensor, Tensor], entries: Mapping[Tensor, dict[str, Any]]
 ) -> dict[Tensor, Tensor]:
-    """Return the entry ``name`` of each parameter that has one, as a plain tensor like the one in ``held``.
+    """Return each parameter's entry ``name``, if any, as a plain tensor like the one in ``held``.
 
-    Raises StateMismatchError if an entry is not dense or has another shape.
+    StateMismatchError if an entry is not dense or has another shape.
     """
     taken = {}
     for param, own in held.items():

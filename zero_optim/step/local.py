@@ -1,10 +1,9 @@
-"""The local optimizer: the user's class or classes over the leaves of this rank.
+"""The local optimizer: the user's classes over the leaves of this rank.
 
-A group with its own ``optimizer_class`` has its own optimizer, built with the group's options. All other
-groups share the default one, as in ``torch.optim``.
+A group with its own ``optimizer_class`` has its own optimizer; all other groups share the default one.
 
-The public groups have all parameters and the true options. Each step copies them to the local groups, and
-back afterwards: schedulers write to the public groups, schedule-free classes to their own.
+The public groups have all parameters and the true options. Each step copies them to the local groups and
+back: schedulers write to the public groups, schedule-free classes to their own.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,9 +34,9 @@ from zero_optim.step.spec import OptimizerSpec
 class LocalOptimizer:
     """The user's optimizers over one rank's leaves. Only `agree_on_traits` communicates.
 
-    Every public group has a local one, even if this rank owns nothing of it; the public groups receive the
-    defaults of the classes. ``owned``: parameter -> leaf. Raises TypeError for a spec that builds no
-    optimizer, ValueError if sharding would change a class and not ``assume_separable``.
+    Every public group has a local one, even if this rank owns none of it; the public groups receive the
+    classes' defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no optimizer; ValueError
+    if sharding would change a class, unless ``assume_separable``.
     """
 
     def __init__(
@@ -84,25 +83,24 @@ class LocalOptimizer:
         return [f"optimizer {built.spec.describe()} for groups {built.numbers}" for built in self._built]
 
     def check_parts(self) -> None:
-        """Raise ValueError, now and for groups to come, if a class cannot step some parameters at a time."""
+        """Raise ValueError, now and for later groups, if a class cannot step some parameters at a time."""
         for built in self._built:
             built.spec.check_parts(built.traits)
         self._steps_parts = True
 
     def check_dicts(self) -> None:
-        """Raise TypeError if a class has its own ``state_dict``, as wrappers of other optimizers do."""
+        """Raise TypeError if a class has its own ``state_dict``, as wrappers do."""
         for built in self._built:
             built.check_dict()
 
     def traits(self) -> list[tuple[str, Traits | None]]:
-        """The probe's result for each class; None where it was not probed."""
+        """Each class's probe result; None if not probed."""
         return [(built.spec.name, built.traits) for built in self._built]
 
     def agree_on_traits(self, group: RankGroup) -> None:
-        """Keep of the probes' results what holds on every rank; all ranks call.
+        """Keep the probe results that hold on every rank; all ranks call.
 
-        Probes may differ where processors do, or where a class asks for its rank. Decisions that follow from
-        them, such as which buckets are gathered, must not.
+        Probes may differ between processors; decisions from them, such as the gathered buckets, must not.
         """
         tried = [(built, built.traits) for built in self._built if built.traits is not None]
         said = iter(said_by_all(group, [answer for _, traits in tried for answer in traits.answers()]))
@@ -116,7 +114,7 @@ class LocalOptimizer:
 
     @property
     def spares_gradients(self) -> bool:
-        """Whether steps leave gradients unchanged; some classes outside PyTorch add weight decay to them."""
+        """Whether steps leave gradients unchanged; some classes add weight decay to them."""
         return all(type(built.optimizer).__module__.startswith("torch.optim.") for built in self._built)
 
     @property
@@ -136,14 +134,14 @@ class LocalOptimizer:
     def why_not_cut(
         self, group: ParamGroup, spec: OptimizerSpec | None, cuts: Sequence[CutRows]
     ) -> list[str | None]:
-        """Return why the rows of each parameter of a new group cannot be cut, or None."""
+        """Return why each parameter of a new group cannot be cut, or None."""
         shared, own = self._shared(), options_of(group)
         beside = shared.first_options if spec is None and shared is not None else []
         spec = spec or self._default
         return spec.why_not_cut([*beside, own], own, cuts, is_tried=self._is_tried)
 
     def why_not_cut_so(self, cuts: Sequence[Sequence[CutRows]]) -> list[str | None]:
-        """Return why some of these cuts (by group, by parameter) are impossible; None if all are possible."""
+        """Return why each of these cuts (by group, by parameter) is impossible, or None."""
         reasons: list[str | None] = []
         for number, of_group in enumerate(cuts):
             built = self.of_group(number)
@@ -152,7 +150,7 @@ class LocalOptimizer:
         return reasons
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
-        """Raise ValueError for options that allow no cuts; see `BuiltOptimizer.check_cuts`."""
+        """Raise ValueError for options that allow no cuts."""
         for built in self._built:
             built.check_cuts(groups, cuts_of)
 
@@ -183,7 +181,7 @@ class LocalOptimizer:
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
-        """Step every leaf under the public groups' options; returns what the class's ``step`` returns."""
+        """Step every leaf under the public groups' options; returns the class's result."""
         if closure is not None and len(self._built) > 1:  # once, for all of them
             with torch.enable_grad():
                 loss = closure()
@@ -194,7 +192,7 @@ class LocalOptimizer:
         return stepped
 
     def find(self, name: str) -> list[Any]:
-        """Return the value of a public attribute on each optimizer that has it."""
+        """Return a public attribute of each optimizer that has it."""
         return [getattr(built.optimizer, name) for built in self._built if hasattr(built.optimizer, name)]
 
     def call(
@@ -206,7 +204,7 @@ class LocalOptimizer:
             return results[0]
 
     def step_some(self, groups: list[ParamGroup], leaves: Collection[Tensor], **kwargs: object) -> None:
-        """Step some leaves under the public groups' options, as `trials.step_in_parts` does."""
+        """Step some leaves under the public groups' options."""
         chosen = {id(leaf) for leaf in leaves}
         with self._following(groups):
             for built in self._built:
@@ -214,7 +212,7 @@ class LocalOptimizer:
 
     @contextmanager
     def _following(self, groups: list[ParamGroup]) -> Iterator[None]:
-        """Copy options and members to local groups, run the body, and copy the class's changes back."""
+        """Copy options and members to local groups, run the body, and copy changes back."""
         if len(groups) != self.num_groups:
             raise ValueError(
                 f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
@@ -238,7 +236,7 @@ class LocalOptimizer:
             _set_options(public, local)
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
-        """Return options that nobody gave and that have the class's default, and those a class changed."""
+        """Return the options not set by the user that have the class's default, and those a class changed."""
         made = [
             (number, key)
             for built in self._built
@@ -257,13 +255,13 @@ class LocalOptimizer:
         return sum(len(built.numbers) for built in self._built)
 
     def shown(self) -> tuple[tuple[Optimizer, ...], list[ParamGroup]]:
-        """Return the optimizers, and their groups in the public order, for display."""
+        """Return the optimizers, and their groups in the public order."""
         return tuple(built.optimizer for built in self._built), self._groups()
 
     def add_group(
         self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Tensor]
     ) -> None:
-        """Add what this rank owns of a public group, and the class's defaults to the public group."""
+        """Add the owned part of a public group, and the class's defaults to the public group."""
         number, shared = self.num_groups, self._shared()
         self._leaf_of.update(owned)
         part = _over_leaves(group, self._leaf_of)
@@ -274,7 +272,7 @@ class LocalOptimizer:
         _fill_in(group, self._groups()[number])
 
     def drop_groups(self, count: int) -> None:
-        """Keep the first ``count`` groups; another rank could not add the rest."""
+        """Keep only the first ``count`` groups."""
         for built in self._built:
             built.drop_groups(count)
         self._built = [built for built in self._built if built.numbers]
@@ -306,16 +304,16 @@ class LocalOptimizer:
             built.optimizer.state = state  # type: ignore[assignment]
 
     def number_of(self, leaf: Tensor) -> int:
-        """Return the index in `states` of the optimizer that steps a leaf; 0 if none does."""
+        """Return the index in `states` of a leaf's optimizer; 0 if none."""
         for number, built in enumerate(self._built):
             if any(leaf is member for member in params_of(built.optimizer.param_groups)):
                 return number
         return 0
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
-        """Return the state that fresh optimizers over all of ``groups`` have before a step.
+        """Return the state of fresh optimizers over all of ``groups`` before a step.
 
-        Most classes have none. One that has (Adagrad) allocates it here for every parameter.
+        Most classes have none; Adagrad allocates it for every parameter.
         """
         everything = {param: param for param in params_of(groups)}
         state: dict[Any, Any] = {}
@@ -327,15 +325,15 @@ class LocalOptimizer:
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
         """Replace the state through the classes' ``load_state_dict``, which fills gaps of old state dicts.
 
-        ``state``: leaf -> entries, whose tensors are taken without a copy, and global entries. ``exact``
-        keeps the dtypes that the class would cast to its parameters'.
+        ``state``: leaf -> entries, whose tensors are not copied, and global entries. ``exact`` keeps dtypes
+        that the class would cast.
         """
         for built in self._built:
             built.load(groups, state, exact=exact)
         self._fill_in(groups)
 
     def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
-        """Return what `restore` needs to undo a `load`; copies no tensor."""
+        """Return the argument of `restore` to undo a `load`; copies no tensor."""
         return [
             (built.optimizer.state, [dict(group) for group in built.optimizer.param_groups])
             for built in self._built
@@ -353,7 +351,6 @@ def _leaves_of(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> list[Tens
 
 
 def _over_leaves(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> ParamGroup:
-    """Build a group from a public one's options and the leaves of its parameters."""
     return {"params": _leaves_of(group, leaf_of), **options_of(group)}
 
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class OwnedState:
-    """What a rank owns and steps. Communicates only to fail together with the other ranks.
+    """The state that a rank owns and steps. Communicates only to fail together.
 
     ``kept``: stores it in files; None for ordinary memory.
     """
@@ -69,14 +69,14 @@ class OwnedState:
 
     @property
     def takes_closures(self) -> bool:
-        """Whether the class's own step may call a closure: leaves apart need gradients before it."""
+        """Whether the class's own step may call a closure: leaves apart need gradients earlier."""
         return not self.leaves.masters and not self.leaves.has_apart
 
     def take_over_state(self, state: object) -> bool:
-        """Adopt the mapping that the user put in the place of ``state``, as ``torch.optim`` does.
+        """Adopt the mapping that replaces ``state``, as ``torch.optim`` does.
 
-        Returns whether `show` must be called again: the user or the class replaced the state. TypeError if it
-        is no dict; StateMismatchError if a master or an average does not fit.
+        Returns whether `show` must be called again. TypeError if it is no dict; StateMismatchError if a
+        master or average does not fit.
         """
         states, shown = self.local.states, self.shown
         if state is shown:
@@ -103,7 +103,7 @@ class OwnedState:
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
-        """Step everything; returns what the class's step returns."""
+        """Step everything; returns the class's result."""
         if self._kept is None:
             return self.run(partial(self.local.step, groups, closure, **kwargs))
         assert closure is None  # see `takes_closures`
@@ -123,13 +123,12 @@ class OwnedState:
                 kept.take_back(gradients)
 
     def keep(self) -> None:
-        """Move everything back to the files, after a use or a replacement."""
+        """Move everything back to the files."""
         if self._kept is not None:
             self._kept.keep()
 
     @contextmanager
     def _stepping(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> Iterator[None]:
-        """Prepare the leaves, and write them back to the parameters even after an error."""
         try:
             self.leaves.take_in(gradients)
             try:
@@ -141,10 +140,10 @@ class OwnedState:
 
     @torch.no_grad()
     def step_some(self, groups: list[ParamGroup], gradients: Mapping[Tensor, Tensor]) -> None:
-        """Step some owned parameters with other gradients than their own, which stay.
+        """Step some owned parameters with these gradients; their own stay.
 
-        ``gradients``: with the shape of the parameter, left unchanged; only the owned rows are read. The
-        caller moves the averages.
+        ``gradients``: with the parameter's shape, left unchanged; only owned rows are read. The caller moves
+        the averages.
         """
         spares = self.local.spares_gradients
         own = {param: self.leaves.own_rows(param, gradient) for param, gradient in gradients.items()}
@@ -200,8 +199,8 @@ class OwnedState:
         """Replace the state by the owned part of a whole state, on all ranks or none; all ranks call.
 
         ``owned``: parameter -> entries, copied already, and global entries. ``groups``: public groups with
-        the new options. ``exact``: see `LocalOptimizer.load`. Any rank's StateMismatchError or error of the
-        class is raised on every rank, with nothing changed.
+        the new options. ``exact`` keeps dtypes. Any rank's StateMismatchError or class's error is raised on
+        every rank, with nothing changed.
         """
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         entries = {
@@ -234,7 +233,7 @@ class OwnedState:
         self.keep()
 
     def _with_our_names(self, param: Tensor, number: int, entries: dict[str, Any]) -> dict[str, Any]:
-        """Rename masters and averages of older files, unless the class has an entry of the old name."""
+        """Rename masters and averages of older files, unless the class has an entry of that name."""
         held = (MASTER, OLD_MASTER, self.leaves.masters), (EMA, OLD_EMA, self.average.averages)
         for name, old, kept in held:
             if old in entries and name not in entries and param in kept:

@@ -3,8 +3,8 @@
 Note [Partial gradients]
     On a rank that is no owner ``param.grad`` must not be None, which means "unused" to optimizers,
     ``GradScaler`` and users, nor a tensor with a wrong norm. So it is a tensor without memory that holds the
-    owned rows, if any. Elementwise operators in place work on those; all others raise. What is None after a
-    backward pass is None on every rank.
+    owned rows, if any. In-place elementwise operators work on those; others raise. A gradient that is None
+    after a backward pass is None on every rank.
 
 Note [Infinities in sharded gradients]
     ``GradScaler`` checks with one operator for each device and dtype. One rank may have the infinity, and all
@@ -29,7 +29,7 @@ Agree: TypeAlias = Callable[[Tensor], None]  # a bound method; its object is not
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
-# In place, each element alone, with numbers or 0-d tensors beside the gradients.
+# In place, each element alone, with numbers or 0-d tensors as arguments.
 _PER_ELEMENT = frozenset(
     {
         _UNSCALE,
@@ -49,7 +49,7 @@ _PER_ELEMENT = frozenset(
 class PartialGradient(Tensor):
     """A reduced gradient of which this rank holds some rows, or none. It does not communicate.
 
-    Elementwise operators in place work on these rows: ``zero_``, ``mul_`` and ``div_`` by a number,
+    In-place elementwise operators work on these rows: ``zero_``, ``mul_`` and ``div_`` by a number,
     ``clamp_``, those of ``GradScaler``. Others raise. ``zero_grad()`` drops it, even with
     ``set_to_none=False``.
 
@@ -101,7 +101,7 @@ class PartialGradient(Tensor):
 
     @property
     def rows_to_come(self) -> Tensor | None:
-        """`piece` without a wait, for work on the device behind the copy of the rows."""
+        """`piece` without a wait, for device work after the copy of the rows."""
         return self._rows
 
     @property
@@ -180,7 +180,7 @@ def _run_on_rows(
     beside: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401 - what the operator returns
-    """Run an operator in place on the rows here of a gradient, or of all gradients of a list."""
+    """Run an in-place operator on the rows here of one gradient or a list."""
     grads = [first] if isinstance(first, Tensor) else first
     rows = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
     result = None
@@ -190,7 +190,7 @@ def _run_on_rows(
         ]
         if not places:
             continue
-        # A list beside the gradients has a number, or a 0-d tensor, for each.
+        # A list argument has a number or 0-d tensor for each gradient.
         args = [
             [value[place] for place in places] if isinstance(value, list | tuple) else value
             for value in beside
@@ -223,7 +223,7 @@ class OwnedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run an operator as on any tensor; the ranks agree after one that looks for infinities."""
+        """Run an operator as usual; ranks agree after one that looks for infinities."""
         result = private.disabled_torch_function_impl(func, types, tuple(args), kwargs or {})
         name = getattr(func, "__name__", "")
         if name == _UNSCALE:
@@ -242,7 +242,7 @@ class OwnedGradient(Tensor):
 
 
 def owned(grad: Tensor, agree: Agree | None) -> Tensor:
-    """Turn a whole gradient into an `OwnedGradient`, in place; do nothing without ``agree``."""
+    """Turn a whole gradient into an `OwnedGradient`, in place; nothing without ``agree``."""
     if agree is not None:
         grad.__class__ = OwnedGradient
         grad.agree = weakref.WeakMethod(agree)  # type: ignore[attr-defined] # it is one now
@@ -250,7 +250,7 @@ def owned(grad: Tensor, agree: Agree | None) -> Tensor:
 
 
 def make_plain(params: Iterable[Tensor]) -> None:
-    """Turn each `OwnedGradient` of some parameters into an ordinary tensor, in place."""
+    """Turn each `OwnedGradient` into an ordinary tensor, in place."""
     for param in params:
         grad: Any = param.grad
         if type(grad) is OwnedGradient:
@@ -268,7 +268,7 @@ def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
 
 @contextmanager
 def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[list[Any]]:  # noqa: ANN401
-    """Bring an operator's numbers and 0-d tensors to gradients on the host, and results back."""
+    """Bring an operator's arguments to gradients on the host, and results back."""
     if not on_host:
         yield list(beside)
         return

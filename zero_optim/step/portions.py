@@ -1,10 +1,10 @@
-"""Steps of some parameters at a time, for owned tensors that are in files.
+"""Steps of some parameters at a time, for owned tensors in files.
 
 Note [Steps in portions]
-    A step takes the parameters in the order of their rows, as many at a time as the budget allows (rows,
-    gradient, state, master, average), and writes these out before the next. The class must bear steps in
+    A step takes parameters in the order of their rows, as many at a time as the budget allows (rows,
+    gradient, state, master, average), and writes these out before the next. The class must support steps in
     parts; then the bits are those of one call. A probe measures the state (`state_entries`); the first step
-    warns of a class that makes more, such as a matrix for each dimension.
+    warns of a class with more, such as a matrix for each dimension.
 """
 
 import logging
@@ -40,8 +40,7 @@ class KeptState:
     def reserve(self, groups: Sequence[ParamGroup], owned: Mapping[Tensor, Piece]) -> None:
         """Check the budget for each owned parameter, and reserve files.
 
-        Raises ValueError for a budget too small, or a class that cannot step in portions; OSError for a full
-        disk.
+        ValueError for a budget too small, or a class that cannot step in portions; OSError for a full disk.
         """
         for name, traits in self._local.traits():
             if traits is not None and not traits.steppable_in_parts:
@@ -74,12 +73,12 @@ class KeptState:
                 )
 
     def add(self, number: int, group: ParamGroup, owned: Mapping[Tensor, Piece]) -> None:
-        """Add what this rank owns of a new public group."""
+        """Add the owned part of a new public group."""
         self._expect(number, group, owned)
         self.keep(owned)
 
     def _need(self, param: Tensor) -> int:
-        """Return the bytes resident while a parameter is stepped; a new state entry counts twice."""
+        """Return the bytes resident during a parameter's step; a new state entry counts twice."""
         rows, beside = nbytes_of(self._leaves.rows(param)), sum(map(nbytes_of, self._beside(param)))
         state = sum(map(nbytes_of, self._state_of(param)))
         if not state and self._expected[param]:
@@ -89,7 +88,7 @@ class KeptState:
     # ------------------------------------------------------------------ steps
 
     def portions(self) -> Iterator[dict[Tensor, Tensor | None]]:
-        """Yield one or more portions (parameter -> owned rows of the gradient, or None), for `take_back`."""
+        """Yield at least one portion for `take_back`: parameter -> owned rows of the gradient, or None."""
         in_rows = [param for param in self._leaves.kept if param in self._expected]
         rest = [param for param in self._expected if param not in self._leaves.kept]
         items = [(param, self._need(param)) for param in (*in_rows, *rest)]

@@ -18,14 +18,14 @@ from zero_optim.step.gradients import rows_of
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """A class of optimizers, or a callable that builds one from groups, and its keyword arguments."""
+    """An optimizer class, or a callable that builds one from groups, and its keyword arguments."""
 
     optimizer_class: Callable[..., Optimizer]
     arguments: Mapping[str, Any]
 
     @classmethod
     def taken_from(cls, group: ParamGroup) -> "OptimizerSpec | None":
-        """Pop ``optimizer_class`` out of a group; None if it has none."""
+        """Pop ``optimizer_class`` from a group; None if it has none."""
         if "optimizer_class" not in group:
             return None
         optimizer_class = group.pop("optimizer_class")
@@ -37,7 +37,7 @@ class OptimizerSpec:
         return getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
 
     def describe(self) -> str:
-        """Describe the class and its arguments, to compare ranks; TypeError if it is no class or callable."""
+        """Describe the class and its arguments, to compare ranks; TypeError if not callable."""
         if not callable(self.optimizer_class):
             raise TypeError(
                 "expected optimizer_class to be a class such as torch.optim.AdamW, or a function that builds "
@@ -56,10 +56,10 @@ class OptimizerSpec:
     def why_not_cut(
         self, groups: Sequence[ParamGroup], own: ParamGroup, cuts: Sequence[CutRows], *, is_tried: bool
     ) -> list[str | None]:
-        """Return for each parameter of a group why its rows cannot be cut, or None.
+        """Return why each parameter of a group cannot be cut, or None.
 
-        ``groups``: the original options of all the groups it steps. ``own``: those of this group. A class
-        that is not probed (``is_tried``) bears no cuts.
+        ``groups``: original options of all the optimizer's groups. ``own``: those of this group. A class that
+        is not probed (``is_tried``) allows no cuts.
         """
         if not is_tried:
             return [f"{self.name}: not tried (assume_separable=True)"] * len(cuts)
@@ -73,11 +73,11 @@ class OptimizerSpec:
         return [None if reason is None else f"{self.name}: {reason}" for reason in every]
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
-        """Return why these options cannot step rows with rows of sparse gradients; None if they can."""
+        """Return why these options cannot step rows with rows of sparse gradients, or None."""
         return why_not_sparse_rows(self.optimizer_class, self.arguments, options, dtype, rows_of)
 
     def check_parts(self, traits: Traits | None) -> None:
-        """Raise ValueError if the class, which ``traits`` describe if probed, cannot step in parts."""
+        """Raise ValueError if probed traits forbid steps in parts."""
         if traits is not None and not traits.steppable_in_parts:
             raise ValueError(
                 f"{self.name} cannot be stepped during the backward pass, some parameters at a time: "

@@ -6,8 +6,8 @@ Note [Writes to the state]
     a parameter's entries are `OwnedEntries` if there is more to show than the class's.
 
     Masters and averages cannot be removed: clearing restarts them from the parameter's value, as loading a
-    state dict without them does. Setting a master also sets the parameter, which would win at the next step
-    (Note [Masters and their parameters] in `step.leaves`).
+        state dict without them does. Setting a master also sets the parameter, which would win at the next
+        step (Note [Masters and their parameters] in `step.leaves`).
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ _NONE = object()
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """All masters, or all averages; ``prepare``, called before a write, raises if writes are forbidden."""
+    """All masters, or all averages; ``prepare``, called before a write, raises if it is forbidden."""
 
     name: str
     tensors: Mapping[Tensor, Tensor]
@@ -38,7 +38,7 @@ class _Beside:
         return self.tensors[param].detach()
 
     def load(self, param: Tensor, entries: Mapping[str, Any]) -> None:
-        """Copy an entry in, or restart without one; a tensor that came from here changes nothing."""
+        """Copy an entry in, or restart without one; a tensor from here changes nothing."""
         given, own = entries.get(self.name), self.shown(param)
         if type(given) is Tensor and given.is_set_to(own):
             return
@@ -48,8 +48,6 @@ class _Beside:
 
 
 class _View(MutableMapping[Any, Any]):
-    """What both views have of a dict."""
-
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
@@ -62,9 +60,9 @@ class _View(MutableMapping[Any, Any]):
 
 
 class OwnedEntries(_View):
-    """The entries of one parameter: the class's present ones, then the master and the average.
+    """One parameter's entries: the class's present ones, then the master and the average.
 
-    Constructed from a mapping, as tools do that rebuild containers, it is a plain mapping.
+    Constructed from a mapping, as tools that rebuild containers do, it is a plain mapping.
     """
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
@@ -77,7 +75,7 @@ class OwnedEntries(_View):
     def of(
         cls, state: MutableMapping[Any, Any], leaf: Tensor, param: Tensor, beside: Sequence[_Beside]
     ) -> "OwnedEntries":
-        """Build the view of a leaf's entries and of its parameter's master and average."""
+        """Build the view of a leaf's entries and its parameter's master and average."""
         made = cls()
         made._state, made._key, made._param = state, leaf, param
         made._beside = {kept.name: kept for kept in beside}
@@ -85,7 +83,7 @@ class OwnedEntries(_View):
 
     @property
     def _own(self) -> MutableMapping[str, Any]:
-        """The class's own entries. A read creates none: some classes test whether a parameter has any."""
+        """The class's own entries; a read creates none, as some classes test for any."""
         found: MutableMapping[str, Any] = self._state.get(self._key, {})
         return found
 
@@ -117,15 +115,15 @@ class OwnedEntries(_View):
         self._own.clear()
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        """Copy and pickle as a dict, which belongs to no optimizer."""
+        """Copy and pickle as a dict of no optimizer."""
         return dict, (dict(self),)
 
 
 class OwnedStateView(_View):
-    """The state by parameter, for leaves that are not the parameters; writes reach the optimizers' dicts.
+    """The state by parameter, if leaves differ from parameters; writes reach the optimizers' dicts.
 
-    A lookup of a missing parameter creates empty entries, as ``torch.optim``'s dict does. ``wait`` is called
-    before a write to a parameter, until no gather reads it.
+    Looking up a missing parameter creates empty entries, as in ``torch.optim``. ``wait`` is called before a
+    write to a parameter, until no gather reads it.
     """
 
     def __init__(
@@ -143,16 +141,15 @@ class OwnedStateView(_View):
         self._wait = wait
 
     def shows(self, states: States) -> bool:
-        """Return whether this is a view of these very dicts."""
+        """Return whether this is a view of these same dicts."""
         return len(states) == len(self._states) and all(
             a is b for a, b in zip(states, self._states, strict=True)
         )
 
     def over_new_states(self, given: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """Return new states from a mapping that the user put in the place of this view.
+        """Return new states from a mapping that replaces this view.
 
-        Masters and averages take over its values, or restart. TypeError if a parameter's entries are no
-        mapping.
+        Masters and averages take its values, or restart. TypeError if a parameter's entries are no mapping.
         """
         made: list[dict[Any, Any]] = [defaultdict(dict) for _ in self._states]
         view = OwnedStateView(made, self._local, self._leaves, self._average, self._wait)
@@ -235,10 +232,10 @@ class OwnedStateView(_View):
         shown = [param_of.get(key, key) if isinstance(key, Tensor) else key for key in keys]
         return iter(list(dict.fromkeys([*shown, *self._kept_beside()])))
 
-    # What MutableMapping makes of the methods above would find a value for every key, and never be empty.
+    # MutableMapping's own versions would find a value for every key, and never be empty.
 
     def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - as above
-        """Return a parameter's entries, or ``default`` without creating any."""
+        """Return a parameter's entries, or ``default``; creates none."""
         if key not in self:
             return default
         return self[key]
@@ -250,7 +247,7 @@ class OwnedStateView(_View):
         return self[key]
 
     def pop(self, key: Any, default: Any = _NONE) -> Any:  # noqa: ANN401 - as above
-        """Remove and return an item; the tensors that restart are copied."""
+        """Remove and return an item; copies the tensors that restart."""
         if key not in self and default is not _NONE:
             return default
         if key not in self:
@@ -262,7 +259,7 @@ class OwnedStateView(_View):
         return value
 
     def popitem(self) -> tuple[Any, Any]:
-        """Remove and return the last item that has more than a master or an average."""
+        """Remove and return the last item with more than a master or average."""
         for key in reversed(list(self)):
             if self._holding(self._place(key)):
                 return key, self.pop(key)

@@ -1,9 +1,9 @@
 """Parameters that a data-parallel wrapper does not reduce: they were frozen when it was built.
 
 Note [Unfrozen later]
-    Such a parameter may train later, with a gradient of its own on each rank. The user may reduce it by hand,
-    so ``step()`` compares these gradients between ranks. Without such parameters it costs a look at a flag of
-    each registered one.
+    Such a parameter may train later, with another gradient on each rank. The user may reduce it by hand, so
+    ``step()`` compares these gradients between ranks. Without such parameters it only reads a flag of each
+    registered one.
 """
 
 from collections.abc import Container, Sequence
