@@ -1,7 +1,4 @@
-"""How the parts of an optimizer are built and given groups: plan, agree, build; all ranks call.
-
-Rebinding goes the same way, with the functions here.
-"""
+"""Build an optimizer's parts and add groups: plan, agree, build; all ranks call."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +39,9 @@ def build(
 ) -> tuple[Core, Told | None]:
     """Plan, agree on the plan with the other ranks, and build; all ranks call.
 
-    ``default`` builds the optimizer of groups that name no class. Forward passes of the model ``read_by``
-    wait for gathers; without one steps wait. Returns the parts, and what to call with the optimizer.
+    ``default`` builds the optimizer of groups without their own class. Forward passes of the model
+    ``read_by`` wait for gathers; without one steps wait. Returns the parts, and a callback for the optimizer,
+    if any.
     """
     inputs = PlanInputs(options)
     together = registration_in(params).failing_together
@@ -97,7 +95,7 @@ def _begin(core: Core, read_by: torch.nn.Module | None) -> None:
 def new_sharding(
     inputs: PlanInputs, group: RankGroup, num_owners: int | None = None, gathers: Gathers | None = None
 ) -> Sharding:
-    """Make what will hold owners and buckets."""
+    """Make the owners and buckets, still empty."""
     options = inputs.options
     return Sharding(
         group,
@@ -111,7 +109,7 @@ def new_sharding(
 
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
-    """Make what will hold the leaves, and averages if there are any."""
+    """Make the leaves and averages, still empty."""
     leaves = Leaves(inputs.options.master_dtype, inputs.store.units, inputs.store.on_host)
     return leaves, WeightAverage(inputs.options.ema_decay, leaves)
 
@@ -125,9 +123,9 @@ def new_owned(
     pieces: Mapping[Tensor, Piece],
     local_over: Callable[[dict[Tensor, Tensor]], LocalOptimizer],
 ) -> OwnedState:
-    """Put together what this rank owns, with files for it if it is kept in files; all ranks call.
+    """Build this rank's owned state, with files if the store has some; all ranks call.
 
-    ``local_over`` builds the user's classes over the leaves of the parameters.
+    ``local_over`` builds the user's classes over the leaves.
     """
     with failing_together(group):
         local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})

@@ -1,7 +1,6 @@
-"""What an optimizer consists of: who owns what, what this rank keeps and steps, and what users see of it.
+"""The parts of an optimizer: owners, this rank's state, and the user's view of it.
 
-The optimizer and the rooms above work on a `Core`. Nothing here
-communicates, but `mirror_state`, and `check_unreduced` in rare cases.
+Nothing here communicates, but `mirror_state`, and `check_unreduced` in rare cases.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -35,10 +34,10 @@ from zero_optim.units.store import Store
 
 @dataclass(eq=False)
 class Core:
-    """The parts of an optimizer. `rebinding` replaces some of them.
+    """The parts of an optimizer; `rebinding` replaces some.
 
-    ``groups`` and ``state`` are the public ones. ``mesh`` is that of a wrapper whose replicas hold what this
-    group holds; checkpoints ask for it.
+    ``groups`` and ``state`` are the public ones. ``mesh``, for checkpoints, is that of a wrapper whose
+    replicas hold the same as this group.
     """
 
     inputs: PlanInputs
@@ -52,11 +51,11 @@ class Core:
     mesh: RankMesh | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle all but what belongs to a model."""
+        """Copy and pickle all but the parts of a model."""
         return {**vars(self), "mesh": None, "inputs": replace(self.inputs, store=Store())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a copy; what it shows of the state waits for the gathers of the copy."""
+        """Restore a copy, whose view of the state waits for its own gathers."""
         vars(self).update(state)
         self.owned.leaves.let_go()
         if self.state is self.owned.shown:
@@ -64,12 +63,12 @@ class Core:
 
     @property
     def group(self) -> RankGroup:
-        """The ranks, for what communicates; raises if the optimizer is detached."""
+        """The ranks, to communicate; RuntimeError if the optimizer is detached."""
         self.check_attached()
         return self.ranks
 
     def check_attached(self) -> None:
-        """Raise if the optimizer is detached."""
+        """Raise RuntimeError if the optimizer is detached."""
         if self.ranks.is_let_go:
             raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
 
@@ -79,9 +78,9 @@ class Core:
         self.sharding.check_unpinned()
 
     def check_cuts(self, groups: list[ParamGroup]) -> None:
-        """Refuse options of groups with which a class does not bear that parameters are cut.
+        """Refuse group options with which a class cannot step cut parameters.
 
-        A class is tried once for each kind of options; an ordinary step compares identities alone.
+        Tries a class once for each kind of options; ordinary steps compare identities only.
         """
         if self.sharding.has_cuts:
             self.owned.local.check_cuts(groups, self._cuts_of)
@@ -91,20 +90,20 @@ class Core:
         return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
-        """Refuse sparse gradients of those that are cut, unless trials of the class gave equal bits.
+        """Refuse sparse gradients of cut parameters, unless trials of the class gave equal bits.
 
-        All ranks call, before a step with such gradients. The first call tries the class: some 10 ms.
+        All ranks call, before a step with such gradients. The first call tries the class, in some 10 ms.
         """
         concerned = [param for param in params if len(self.sharding.pieces.get(param, ())) > 1]
         if concerned:
             self.owned.local.check_sparse_rows(self.groups, concerned, self.owned.leaves.tried_dtype)
 
     def sparse_cut_params(self) -> list[Tensor]:
-        """List the cut parameters whose gradients are sparse, also where other ranks hold them."""
+        """List the cut parameters with sparse gradients, on whichever rank."""
         return [param for param in self.sharding.cut_params() if is_sparse(param.grad)]
 
     def check_unreduced(self, *, in_join: bool) -> None:
-        """Refuse to step with gradients that nobody has reduced; communicates only if there may be some."""
+        """Refuse to step with unreduced gradients; communicates only if there may be some."""
         unreduced = unreduced_among(self.sharding.pieces)
         if unreduced and self.group.size > 1:
             check_unreduced(self.group, unreduced, in_join=in_join)
@@ -117,16 +116,16 @@ class Core:
         return params_of(self.groups)
 
     def show_state(self) -> None:
-        """Have users see the present state."""
+        """Point ``state`` to the present state."""
         self.state = self.owned.show(self.sharding.under_way.wait)
 
     def follow_state(self) -> None:
-        """Go on with what the user or the class put in the place of the state."""
+        """Take over a mapping that the user or the class assigned to ``state``."""
         if self.owned.take_over_state(self.state):
             self.show_state()
 
     def with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
-        """Combine the groups' own parameters and names with the options of saved groups."""
+        """Combine the groups' own parameters and names with saved options."""
         return [
             {
                 **{key: group[key] for key in ("params", "param_names") if key in group},
@@ -136,7 +135,7 @@ class Core:
         ]
 
     def describe(self) -> list[str]:
-        """Describe all that optimizers of one model in several replicas must have in common."""
+        """Describe everything that replicas of one model must have in common."""
         names = param_names(self.groups)
         pieces = zip(names, map(self.sharding.pieces.__getitem__, self.params), strict=True)
         return [
@@ -154,24 +153,24 @@ class Core:
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets there are; parameters that are added have buckets of their own."""
+        """The number of buckets; added groups have their own."""
         return len(self.sharding.buckets)
 
     # ------------------------------------------------------------------ what this rank owns
 
     def own_params(self) -> list[Tensor]:
-        """List the parameters of which this rank owns all rows, or some; in order."""
+        """List the parameters of which this rank owns rows, in order."""
         return [param for param in self.params if self.sharding.piece_here(param) is not None]
 
     def own_state(self) -> dict[Any, Any]:
-        """Return the state of what this rank owns, by parameter, and global entries."""
+        """Return this rank's state by parameter, and global entries."""
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         others = set(self.params).difference(self.own_params())
         own = {key: value for key, value in self.state.items() if key not in others}
         return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 
     def held(self) -> Held:
-        """Give what this rank holds, by index of the parameter: state, and the rows themselves."""
+        """Return this rank's state and rows by parameter index, and global entries."""
         index_of = {param: index for index, param in enumerate(self.params)}
         state, rows = self.own_state(), self.owned.leaves.rows
         return Held(
@@ -181,24 +180,24 @@ class Core:
         )
 
     def state_nbytes(self) -> int:
-        """Return the bytes of the state that this rank holds now, each storage counted once."""
+        """Return the bytes of this rank's state, each storage counted once."""
         storages = [tensor.untyped_storage() for tensor in inner_tensors(self.state)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def shaped_entries(self, params: Iterable[Tensor]) -> dict[Tensor, frozenset[str]]:
-        """Name for parameters the state entries that must have their shape; may try a class, in some ms."""
+        """Name the state entries that must have their parameter's shape; may try a class, in some ms."""
         asked, local, numbered = set(params), self.owned.local, enumerate(self.groups)
         every = [(param, local.of_group(number)) for number, group in numbered for param in group["params"]]
         return {p: built.shaped_entries(p.dim()) | {MASTER, EMA} for p, built in every if p in asked}
 
     def piece_list(self) -> list[Pieces]:
-        """List for each parameter, in order, which ranks own which rows."""
+        """List each parameter's pieces, in order."""
         return [self.sharding.pieces[param] for param in self.params]
 
     def row_map(
         self, held: Sequence[Pieces], wanted: Sequence[Pieces], hosts: Sequence[int] | None = None
     ) -> RowMap:
-        """Make the map of a move, see there; without ``hosts`` each holder is a rank of the group."""
+        """Make the map of a move; without ``hosts`` each holder is a rank of the group."""
         shapes = [tuple(param.shape) for param in self.params]
         cut = {
             param: index
@@ -209,13 +208,13 @@ class Core:
         return RowMap(shapes, shaped, held, wanted, range(self.ranks.size) if hosts is None else hosts)
 
     def cut_states(self) -> dict[Tensor, CutState]:
-        """List for each cut parameter how its state lies on its owners."""
+        """Map each cut parameter to the layout of its state."""
         pieces = self.sharding.pieces
         shaped = self.shaped_entries(param for param in self.params if len(pieces[param]) > 1)
         return {param: CutState(tuple(param.shape), pieces[param], names) for param, names in shaped.items()}
 
     def take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
-        """Go on with other state of what this rank owns, and options; all ranks call, and fail together."""
+        """Replace this rank's state and options; all ranks call, and fail together."""
         self.sharding.under_way.wait()  # gathers read the parameters, which masters are written to
         self.owned.load(owned, groups, exact=exact)
         self.groups = groups
@@ -224,9 +223,9 @@ class Core:
         self.mirror.drop()
 
     def remember(self) -> Callable[[], None]:
-        """Copy this rank's state, options and owned parameters; all ranks call what it returns, or none.
+        """Copy this rank's state, options and parameters; returns a function that restores them.
 
-        That restores all of it on this rank.
+        All ranks call that function, or none.
         """
         self.sharding.under_way.wait()
         put_back = self.owned.remember(self.own_params())
@@ -251,12 +250,12 @@ class Core:
         return self.inputs.options.mirror and self.ranks.size > 1
 
     def take_mirror_lanes(self) -> None:
-        """Make ready to mirror, when the optimizer is built or bound; all ranks call."""
+        """Lease the mirrors' groups, when the optimizer is built or bound; all ranks call."""
         if self.is_mirrored:
             self.mirror.take_lanes(self.group)
 
     def mirror_state(self) -> None:
-        """Begin a version of the mirrors after a step; all ranks call, and it communicates."""
+        """Begin a version of the mirrors after a step; all ranks call; communicates."""
         if self.is_mirrored:
             self.follow_state()
             held, options = self.held(), [options_of(each) for each in self.groups]
@@ -265,9 +264,9 @@ class Core:
             self.mirror.update(self.group, value, beside, steps=self.snapshot.steps, age=self.snapshot.age)
 
     def mirror_nbytes(self) -> int:
-        """Return the bytes of the tensors that go to the buddy after a step; 0 without mirrors.
+        """Return the bytes of tensors that go to the buddy after a step; 0 without mirrors.
 
-        Before the first step it counts the state that the class makes as far as trials of it have shown.
+        Before the first step it counts the state that trials of the class have shown.
         """
         if not self.is_mirrored:
             return 0

@@ -1,8 +1,8 @@
-"""The state of a cut parameter: which entries are cut with it, how they are picked, and how they are joined.
+"""The state of cut parameters: which entries are cut, and how rows are picked and joined. No communication.
 
 Each owner of a piece keeps state for its rows. Entries of the piece's shape are rows of a whole entry, which
-has the parameter's shape. All other entries (a step count) are the same on every owner: only classes of which
-that was proven have cut parameters. Nothing here communicates.
+has the parameter's shape. All other entries (a step count) are equal on every owner: only classes with proof
+of that have cut parameters.
 """
 
 from collections import Counter
@@ -24,10 +24,10 @@ from zero_optim.plan.strides import dense_strides, strides_of_rows
 
 @dataclass(frozen=True, slots=True)
 class CutState:
-    """How the state of one cut parameter lies on its owners.
+    """The layout of one cut parameter's state on its owners.
 
-    ``shaped`` names entries that surely have the parameter's shape. Others may have it too: those that a
-    class makes only with some options.
+    ``shaped`` names entries that surely have the parameter's shape. Others may have it too, with some
+    options.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class CutState:
     shaped: frozenset[str]
 
     def piece_of(self, rank: int) -> Piece:
-        """Return the piece of a rank that owns one."""
+        """Return the piece of an owner."""
         piece = piece_of(self.pieces, rank)
         assert piece is not None  # it owns one
         return piece
@@ -45,13 +45,13 @@ class CutState:
         return (piece.stop - piece.start, *self.shape[1:])
 
     def is_cut(self, name: object, shape: tuple[int, ...], piece: Piece | None = None) -> bool:
-        """Whether an entry is cut by rows; the shape is that of the whole, or of what is beside a piece."""
+        """Whether an entry is cut by rows; ``shape`` is that of the whole, or of the piece's entry."""
         wanted = self.shape if piece is None else self.shape_of(piece)
         # A step count of shape (1,) beside a piece of one element is none of its rows.
         return tuple(shape) == wanted and (name in self.shaped or max(shape) > 1)
 
     def rows(self, entries: Nested, piece: Piece) -> Nested:
-        """Pick from whole state what belongs to a piece: views of its rows, and whatever is not cut."""
+        """Select a piece's part of whole state: views of its rows, and all uncut entries."""
         if not isinstance(entries, dict):
             return entries
         picked = copy(entries)
@@ -61,7 +61,7 @@ class CutState:
         return picked
 
     def cut_entries(self, entries: Nested, piece: Piece) -> dict[str, Tensor]:
-        """List the entries beside a piece that are rows of a whole; TypeError if these cannot be joined."""
+        """List a piece's entries that are cut; TypeError if they cannot be joined."""
         rows = {}
         for name, value in entries.items() if isinstance(entries, dict) else ():
             if isinstance(value, Tensor) and self.is_cut(name, value.shape, piece):
@@ -77,7 +77,7 @@ class CutState:
 class Joined:
     """Whole entries of cut parameters, by index, in CPU memory.
 
-    Rows are received where they belong in the whole, so joining needs no memory beyond it.
+    Rows are received at their place in the whole, without further memory.
     """
 
     def __init__(self, cuts: Mapping[int, CutState]) -> None:
@@ -91,7 +91,7 @@ class Joined:
         return key in self._cuts
 
     def places_of(self, owner: int) -> Place:
-        """Return what `wire.recv_encoded` asks for memory while it receives the state of an owner."""
+        """Return the allocator with which `wire.recv_encoded` receives an owner's state."""
 
         def place(
             path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
@@ -122,7 +122,7 @@ class Joined:
         return apart
 
     def copied(self, state: Mapping[Any, Any], rank: int) -> dict[Any, Any]:
-        """Copy what this rank owns, by index; rows go to their place in the whole."""
+        """Copy this rank's state, by index; rows go to their place in the whole."""
         made: dict[Any, Any] = {}
         for key, entries in state.items():
             rows: dict[str, Tensor] = {}
@@ -139,7 +139,7 @@ class Joined:
         return made
 
     def merge(self, parts: list[dict[Any, Any]]) -> dict[Any, Any]:
-        """Merge what the owners hold, by index and in the order of the ranks; the first of several counts.
+        """Merge the owners' parts, by index, in the order of ranks; the first of equal entries counts.
 
         StateMismatchError if the owners of a parameter's pieces keep different entries.
         """
@@ -160,7 +160,7 @@ class Joined:
 
 
 def _without(entries: dict[Any, Any], names: Mapping[str, Tensor]) -> dict[Any, Any]:
-    """Copy a dict with None for some entries, which keeps their order."""
+    """Copy a dict with None for some entries, in the same order."""
     changed = copy(entries)
     changed.update(dict.fromkeys(names))
     return changed

@@ -1,13 +1,13 @@
 """State dicts of the whole state: made, checked, and loaded.
 
-Their keys are those of ``torch.optim``: the index of the parameter, counted over all groups. Global entries
-of a class have their own keys.
+Keys are those of ``torch.optim``: the parameter's index over all groups. A class's global entries have their
+own keys.
 
 Note [Whole state]
-    Before any step, every rank knows the whole state: it is what the class's constructor makes, equal on
-    every rank. Frameworks ask for a state dict at that time. After a step or a load, each rank knows only
-    what it owns. Then the whole state is a snapshot, which `consolidate` brings to one or more ranks. It is
-    valid until the next step, load or added group.
+    Before any step, every rank knows the whole state: the class's constructor makes it, equal on every rank.
+    Frameworks ask for a state dict then. After a step or a load, each rank knows only its own part, and
+    `consolidate` brings a snapshot of the whole to some ranks, valid until the next step, load or added
+    group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
-    """Give the whole state, by parameter; raises if it is not on this rank. Does not communicate."""
+    """Return the whole state by parameter; NotConsolidatedError if this rank lacks it. No communication."""
     params = core.params
     if core.snapshot.untouched:
         return core.owned.local.initial_state(core.groups)
@@ -40,9 +40,9 @@ def whole_state(core: Core) -> dict[Any, Any]:
 
 
 def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
-    """Bring the whole state to some ranks, where the snapshot holds it in CPU memory; all ranks call.
+    """Bring the whole state to ranks' snapshots, in CPU memory; all ranks call.
 
-    After a second, the first target shows a bar on a terminal.
+    After a second, the first target shows a progress bar on a terminal.
     """
     core.owned.local.check_dicts()
     group = core.group
@@ -71,9 +71,9 @@ def load(
     src: int | None,
     run_hooks: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Load a whole state dict that every rank has, or ``src`` alone; all ranks call.
+    """Load a whole state dict from every rank, or from ``src`` alone; all ranks call.
 
-    The dict is left as it is. ``run_hooks`` returns the one to load, which hooks may have changed.
+    The dict is not changed; ``run_hooks`` returns the one to load.
     """
     group = core.group
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
@@ -112,10 +112,10 @@ def load(
 
 
 def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
-    """Load the state that this rank owns, as `Core.own_state` gives it; all ranks call.
+    """Load this rank's state, as `Core.own_state` returns it; all ranks call.
 
-    Unlike `load`, which casts state to the parameters' dtype as ``torch.optim`` does, every tensor keeps its
-    dtype. The tensors become the optimizer's own. If it raises, on every rank, nothing has changed.
+    Every tensor keeps its dtype, unlike in `load` and ``torch.optim``, and becomes the optimizer's own. If it
+    raises, on every rank, nothing has changed.
     """
     with failing_together(core.group):
         core.check_weights()
@@ -131,7 +131,7 @@ def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[s
 
 
 def check_targets(to: object, num_ranks: int) -> list[int]:
-    """Return the group ranks that ``to`` means: one, several, or None for all; raises if there is no such."""
+    """Return the group ranks of ``to``: one, several, or None for all; ValueError for others."""
     if to is None:
         return list(range(num_ranks))
     asked: list[Any] = list(to) if isinstance(to, list | tuple | set | frozenset | range) else [to]
@@ -145,7 +145,7 @@ def check_targets(to: object, num_ranks: int) -> list[int]:
 
 
 def _check_source(state_dict: object, src: int | None, group: RankGroup) -> None:
-    """Check which ranks give the dict to load: every rank, or only ``src``."""
+    """Check which ranks pass a dict: every rank, or only ``src``."""
     if src is not None and (type(src) is not int or src not in range(group.size)):
         raise ValueError(f"expected src to be a group rank from 0 to {group.size - 1}, or None, got {src!r}")
     if src not in (None, group.rank) and state_dict is not None:
@@ -155,12 +155,12 @@ def _check_source(state_dict: object, src: int | None, group: RankGroup) -> None
 
 
 def _saved_keys(state_dict: Mapping[str, Any]) -> list[Any]:
-    """List the keys under which a state dict holds its parameters' state, in order."""
+    """List a state dict's parameter keys, in order."""
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
 def check_fits(core: Core, state_dict: Mapping[str, Any]) -> None:
-    """Check that a whole state dict fits the parameters; raises with every mismatch, one for each line."""
+    """Raise StateMismatchError with every mismatch of a whole state dict, one a line."""
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise StateMismatchError(

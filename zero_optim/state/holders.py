@@ -1,16 +1,15 @@
-"""What the ranks of a new group hold together: their live state, or a version of the mirrors.
+"""The state that the ranks of a new group hold together: live, or a version of the mirrors.
 
 Note [Who holds the state]
-    A rank whose optimizer was never stepped or loaded holds nothing that counts: it has come new to the
-    group. All others must hold state of one age, which is how often it was changed. Together they must hold
-    every row once. A row that nobody holds is lost with the rank that owned it; one that two hold comes from
-    two runs.
+    A rank whose optimizer was never stepped or loaded is new, and its state does not count. All others must
+    hold state of one age (the number of changes), and together every row once. A row without a holder is lost
+    with its owner; a row with two holders comes from two runs.
 
 Note [Going back to a mirror]
-    If the ranks do not hold one whole state, but keep mirrors, they go back to the newest version that is
-    whole among them: Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks of the
-    former group, by their numbers there. The host of a lost one is its buddy. State and options come from
-    copies only, on every rank.
+    If the ranks hold no whole state, but mirrors, they go back to the newest version that is whole among
+    them: Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks of the former group, by
+    their numbers there; a lost one's host is its buddy. On every rank, state and options come from copies
+    only.
 """
 
 import json
@@ -33,16 +32,16 @@ _MOST_NAMED = 5  # parameters in a message
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a rank says it holds when it comes to a new group.
+    """A rank's report of its state to a new group.
 
     Attributes:
         age: how often its state was changed; 0 if it is new.
-        is_torn: a step broke off there half way.
+        is_torn: a step broke off half way.
         options: a description of each parameter group's options.
         has_everywhere: its state has global entries.
-        pieces: rows held, as (index of the parameter, start, stop).
-        steps: how many steps were taken.
-        kept: of mirrors.
+        pieces: its rows, as (index of the parameter, start, stop).
+        steps: the number of steps.
+        kept: its mirrors.
     """
 
     age: int
@@ -56,15 +55,15 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """What the ranks of a new group hold together: state of some age, after so many steps.
+    """The state that the ranks of a new group hold together.
 
     Attributes:
-        first: a rank that has what is the same for all.
-        pieces: which holder has which rows of each parameter; none if any of its rows is lost.
+        first: a rank that has the common part.
+        pieces: each parameter's pieces by holder; none if any row is lost.
         hosts: the rank of each holder.
-        held: by holder, what this rank hosts.
-        tells: the first rank tells the others the options, and global entries.
-        options: of this rank's version of the mirrors, if they go back to one; None for those of the groups.
+        held: this rank's state, by holder.
+        tells: the first rank sends options and global entries to the others.
+        options: of this rank's version of the mirrors, if the ranks go back; None for those of the groups.
     """
 
     first: int
@@ -78,9 +77,9 @@ class Holders:
 
 
 def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | None:
-    """Find out what the ranks hold; None if all are new. All ranks call.
+    """Return the holders of the state; None if all ranks are new. All ranks call.
 
-    Raises, on every rank, a LostStateError or a RankMismatchError if they do not hold one state.
+    Raises, on every rank, LostStateError or RankMismatchError unless the ranks hold one state.
     """
     pieces = [core.sharding.piece_here(param) for param in core.params]
     former = [core.sharding.pieces[param] for param in core.params]
@@ -110,9 +109,9 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
 
 
 def _loses_state(holdings: Sequence[Holding]) -> bool:
-    """Whether something failed, after which ranks may go back: a step broke off, or a rank is lost.
+    """Whether ranks may go back: a step broke off, or a rank is lost.
 
-    A rank that has changed its state but keeps no mirror of it, as after a load, cannot go back.
+    No rank goes back if one has changed its state without mirroring it, as after a load.
     """
     if any(each.age > 0 and each.kept is None for each in holdings):
         return False
@@ -123,7 +122,7 @@ def _loses_state(holdings: Sequence[Holding]) -> bool:
 
 
 def _live(core: Core, group: RankGroup, holdings: Sequence[Holding], own: Held) -> Holders | None:
-    """Go on with what the ranks hold; None if all are new. Does not communicate."""
+    """Return the holders of live state; None if all ranks are new. Does not communicate."""
     holders = _holders_of_one_state(holdings)
     if not holders:
         return None
@@ -135,7 +134,7 @@ def _live(core: Core, group: RankGroup, holdings: Sequence[Holding], own: Held) 
 
 
 def _holders_of_one_state(holdings: Sequence[Holding]) -> list[int]:
-    """List the ranks whose state counts, see Note [Who holds the state]; raises if it is not one state."""
+    """List the ranks whose state counts: Note [Who holds the state]; raises unless it is one."""
     torn = [rank for rank, each in enumerate(holdings) if each.is_torn]
     if torn:
         raise LostStateError(
@@ -161,7 +160,7 @@ def _holders_of_one_state(holdings: Sequence[Holding]) -> list[int]:
 
 
 def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]) -> list[Pieces]:
-    """Tell for each parameter which rank holds which rows; none if any row is lost."""
+    """Return each parameter's pieces by rank; none if any row is lost."""
     names, every = param_names(core.groups), []
     held: list[list[Piece]] = [[] for _ in names]
     for rank in holders:
@@ -181,7 +180,7 @@ def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]
 
 
 def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Holders:
-    """Go back, see Note [Going back to a mirror]. Does not communicate; the same error on every rank."""
+    """Go back: Note [Going back to a mirror]. Does not communicate; the same error on every rank."""
     here = {each.kept.rank: (rank, each.kept) for rank, each in enumerate(holdings) if each.kept is not None}
     known = [each.kept for each in holdings if each.kept is not None]
     if len({each.token for each in known}) > 1 or len(here) < len(known):
@@ -221,7 +220,7 @@ def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Ho
 
 
 def refuse_lost(names: Sequence[str]) -> None:
-    """Raise if there are parameters, by name, whose state nobody holds."""
+    """Raise LostStateError if there are names of lost parameters."""
     if names:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise LostStateError(

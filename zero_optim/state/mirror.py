@@ -1,26 +1,23 @@
-"""Mirrors: what a rank owns is copied to its buddy, the next rank, after every step.
+"""Mirrors: after every step each rank's state is copied to its buddy, the next rank.
 
 `Mirror.update` communicates, and all ranks call it. The copies lie in CPU memory, and travel over gloo beside
 the next forward and backward pass.
 
 Note [Versions]
-    A version is what all ranks own at one moment. A rank keeps its *own* copy of it and the *other's*: what
-    the rank before it owns. When a rank is lost, the others must find a version that is *whole* among them:
-    each has its own copy, and the buddy of the lost rank the other's.
+    A version is the state of all ranks at one moment. A rank keeps its *own* copy, as a step changes its
+    state in place, and the *other's*: that of the rank before. After the loss of a rank the others need a
+    version that is *whole* among them: each has its own copy, and the lost rank's buddy the other's.
 
-    So before version v+1 takes memory from older ones, the ranks exchange a few bytes. A rank sends its bytes
-    when both of its copies of v are whole. Who has received those of all ranks drops what is older than v,
-    and begins v+1. No rank drops v before it knows that v+1 is whole everywhere. So all that are left hold
-    the newest version of which any of them knows that. Several ranks may be lost, but no rank and its buddy.
-
-    The first version has none before it, so `update` returns when it is whole on all ranks. A rank keeps its
-    own copy since it changes its state in place, and may be half way through a step. Four copies, of two
-    versions, are held while one is sent. If the bytes take longer than a pass, the next step waits for them.
+    So before version v+1, each rank sends a few bytes when both of its copies of v are whole. A rank with the
+    bytes of all drops versions older than v, and begins v+1. No rank drops v before v+1 is whole everywhere.
+    Several ranks may be lost, but no rank and its buddy. The first `update` returns when its version is whole
+    on all ranks. During a transfer four copies, of two versions, are held. If the bytes take longer than a
+    pass, the next step waits.
 
 Note [Forms]
-    A copy is one flat tensor of bytes: the memory of all tensors, one after the other. Its *form* says which
-    tensors these are, and holds all other values (`comm.encoding`). The form is sent only if it has changed,
-    behind the bytes. A class that counts its steps in plain numbers changes it at each step.
+    A copy is one flat tensor of bytes, all tensors one after the other. Its *form* names these tensors, and
+    holds all other values (`comm.encoding`). The form is sent only if it has changed, behind the bytes. A
+    class that counts steps in plain numbers changes it at each step.
 """
 
 import secrets
@@ -48,13 +45,13 @@ NUM_LANES = 2  # a rank sends and receives at the same time, for which gloo need
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a rank of a former group says of its copies when it comes to a new one.
+    """A rank's report of its copies to a new group.
 
     Attributes:
         token: of the former group, the same on all its ranks.
         rank, size: in that group.
-        own: [number, steps, age] of each version of which it has its own copy.
-        others: the numbers of those of which it has the copy of the rank before.
+        own: [number, steps, age] of each own copy.
+        others: the numbers of the copies of the rank before.
         pieces: [parameter, owner, start, stop] of all pieces in the former group.
     """
 
@@ -67,7 +64,7 @@ class Kept:
 
 
 class _Packed(NamedTuple):
-    """What is copied: its form and tensors, and the form as bytes if it has to be sent."""
+    """What is sent; `form_bytes` is empty if the buddy has the form."""
 
     form: Skeleton
     tensors: list[Tensor]
@@ -76,14 +73,14 @@ class _Packed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A copy of what one rank owns, in the first ``nbytes`` of a memory, and its form."""
+    """A copy of one rank's state: the first ``nbytes`` of a memory, and its form."""
 
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     nbytes: int = 0
     form: Skeleton = field(default_factory=list)
 
     def reserve(self, nbytes: int) -> Tensor:
-        """Return so many bytes of memory."""
+        """Return ``nbytes`` of memory."""
         if self.memory.numel() < nbytes:
             self.memory = torch.empty(nbytes, dtype=torch.uint8)
         return self.memory[:nbytes]
@@ -98,15 +95,15 @@ class _Copy:
         return room
 
     def value(self) -> Nested:
-        """Rebuild the value, in memory of its own."""
+        """Rebuild the value, in new memory."""
         return decode(self.form, iter(unpack(self.form, self.memory[: self.nbytes])))
 
 
 @dataclass(slots=True, eq=False)
 class _Version:
-    """The copies of a version on one rank; see Note [Versions].
+    """The copies of a version on one rank.
 
-    ``beside`` is what every rank has: options and global entries. ``other`` is None until it is whole.
+    ``beside`` is equal on every rank: options and global entries. ``other`` is None until it is whole.
     """
 
     number: int
@@ -118,7 +115,7 @@ class _Version:
 
 
 class _UnderWay(NamedTuple):
-    """A version on its way: works to receive it, and to send it."""
+    """A version in transit."""
 
     arriving: _Copy
     form_nbytes: int
@@ -127,10 +124,7 @@ class _UnderWay(NamedTuple):
 
 
 class Mirror:
-    """The copies that this rank keeps. A pickle or a copy of it is empty: the buddy has none of the copy's.
-
-    ``nbytes`` is what this rank sent for the last version.
-    """
+    """This rank's copies; a pickle or copy is empty. ``nbytes``: bytes sent for the last version."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -143,12 +137,12 @@ class Mirror:
         self._said = ""  # the form that the buddy has, as text
 
     def __reduce__(self) -> "tuple[type[Mirror], tuple[()]]":
-        """See the class."""
+        """Copy and pickle as new."""
         return Mirror, ()
 
     @property
     def tells_of(self) -> int:
-        """The age of the state of which the last version tells; -1 if there is none."""
+        """The age of the last version's state; -1 without versions."""
         return self._versions[-1].age if self._versions else -1
 
     # ------------------------------------------------------------------ keeping
@@ -156,14 +150,14 @@ class Mirror:
     def update(self, group: RankGroup, value: Nested, beside: Nested, *, steps: int, age: int) -> None:
         """Begin a version; all ranks call.
 
-        Returns when this rank's own copy is made; it is sent afterwards. The first version is whole on all
-        ranks when this returns.
+        Returns when this rank's own copy exists; the first version is then whole on all ranks, later ones
+        travel on.
 
         Args:
             group: the ranks.
-            value: what this rank owns, a nested value. It is copied.
-            beside: what all ranks have; kept as it is.
-            steps: how many steps have been taken; the ranks take the highest number.
+            value: this rank's part of the state, a nested value; copied.
+            beside: the part that is equal on all ranks; not copied.
+            steps: the number of steps; the highest among the ranks counts.
             age: of the state.
 
         Raises:
@@ -192,10 +186,9 @@ class Mirror:
             self._lanes()[0].all_gather_fixed(b"\1")
 
     def take_lanes(self, group: RankGroup) -> None:
-        """Make ready to send, when the optimizer is built or bound; all ranks call.
+        """Lease process groups, when the optimizer is built or bound; all ranks call.
 
-        A rank that dies while process groups are made is noticed only after their timeout. So this is not
-        left to the first step.
+        Not at the first step: a rank that dies meanwhile is noticed only after the process groups' timeout.
         """
         if self._lease is None:
             self._lease = lease(group.during("mirror"), NUM_LANES, ON_HOST)
@@ -205,7 +198,7 @@ class Mirror:
         return self._lease.groups
 
     def _exchange(self, value: Nested, steps: int) -> tuple[list[tuple[Any, ...]], _Packed]:
-        """Tell all ranks that the last version is whole here, and what comes; see Note [Versions]."""
+        """Exchange the bytes of Note [Versions] for the next version."""
         lane, failure, packed = self._lanes()[0], None, _Packed([], [], b"")
         said = self._said
         try:
@@ -225,7 +218,7 @@ class Mirror:
         return words, packed
 
     def _start(self, room: Tensor, arriving: _Copy, form_nbytes: int, nbytes: int) -> None:
-        """Start to send this rank's copy to its buddy, and to receive that of the rank before."""
+        """Start to send this rank's copy, and to receive that of the rank before."""
         before, buddy = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         there, back = (self._lanes()[sender % NUM_LANES] for sender in (self._rank, before))
         into = arriving.reserve(nbytes + form_nbytes)
@@ -237,7 +230,7 @@ class Mirror:
         self._lease.under_way += [*received, *sent]
 
     def _finish(self) -> None:
-        """Wait until the last version is whole on this rank, and with its buddy."""
+        """Wait until the last version is whole here, and sent."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -258,24 +251,21 @@ class Mirror:
             self._lease.under_way.clear()
 
     def relabel(self, steps: int) -> None:
-        """Note that a step was skipped: the state is still that of the last version."""
+        """Note a skipped step: the last version is still the state."""
         if self._versions:
             self._versions[-1].steps = max(steps, self._versions[-1].steps)
 
     def drop(self) -> None:
-        """Keep no version any more, as they do not lead to the present state; does not communicate.
-
-        What is under way is waited for, as the buddy waits for it. To be called on all ranks.
-        """
+        """Drop all versions after waiting for the one in transit; all ranks call. Does not communicate."""
         try:
             self._finish()
         finally:
             self._versions, self._spare, self._under_way = [], [], None
 
     def let_go(self, *, waits: bool) -> None:
-        """Let the process groups go; versions are kept. Does not communicate.
+        """Release the process groups and keep the versions. Does not communicate.
 
-        If it ``waits``, it waits for the version under way, unless a rank has ended.
+        If it ``waits``, it waits for the version in transit, unless a rank has ended.
         """
         try:
             if waits:
@@ -290,7 +280,7 @@ class Mirror:
     # ------------------------------------------------------------------ going back
 
     def kept(self, pieces: Sequence[Pieces]) -> Kept | None:
-        """Tell what is kept, made in a group with these pieces of each parameter; None if nothing is."""
+        """Describe the versions, given each parameter's pieces in their group; None without versions."""
         if not self._versions:
             return None
         own = [[each.number, each.steps, each.age] for each in self._versions]
@@ -299,7 +289,7 @@ class Mirror:
         return Kept(self._token, self._rank, self._size, own, others, every)
 
     def values_of(self, number: int, hosted: Sequence[int]) -> tuple[dict[int, Nested], Nested]:
-        """Return of a version what this rank hosts, by rank of the former group, and what all ranks have."""
+        """Return a version's values hosted here, by rank of the former group, and the common part."""
         if not hosted:
             return {}, None
         version = next(each for each in self._versions if each.number == number)

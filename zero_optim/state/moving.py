@@ -1,11 +1,11 @@
-"""State that moves: who holds which rows now, who shall, and one function that brings them there.
+"""Moves of state: which rank holds which rows, which ranks want them, and the transfer.
 
-Consolidating, loading, rebinding and going back to mirrors are this move with other ends. Every rank derives
-the same list of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded
-size (`comm.wire`). Rows of a parameter that several hold are received where they belong.
+Consolidating, loading, rebinding and going back to mirrors are such moves. Every rank derives the same list
+of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded size
+(`comm.wire`).
 
-The parameter itself goes with its state if the caller wants it: where a rank died in the middle of a gather,
-only the owner is sure to have the new value.
+The caller may move a parameter with its state: if a rank died during a gather, only the owner surely has the
+new value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,9 @@ _Encoded = tuple[Skeleton, list[Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What a holder has: by index of the parameter entries and, if any, its rows; and global entries.
+    """A holder's state and rows by parameter index, and global entries.
 
-    ``values`` are the very rows if ``is_live``, else copies.
+    ``values`` are the rows themselves if ``is_live``, else copies.
     """
 
     state: Mapping[int, Any]
@@ -41,7 +41,7 @@ class Held:
 
 
 class Move(NamedTuple):
-    """Rows ``[start, stop)`` of a parameter, by its index, that go from a holder to a rank."""
+    """Rows ``[start, stop)`` of a parameter, by index, that go from a holder to a rank."""
 
     param: int
     start: int
@@ -49,7 +49,7 @@ class Move(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """What a holder sends, and the ranks that take it, which may include the holder."""
+    """A message of a holder, and the ranks that take it, maybe itself too."""
 
     holder: int
     moves: tuple[Move, ...]
@@ -58,14 +58,14 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class RowMap:
-    """Who holds which rows of each parameter, and who shall.
+    """The holders of each parameter's rows, and the ranks that want them.
 
     Attributes:
         shapes: of the parameters.
-        shaped: by index of a parameter that is cut on either side, names of entries that have its shape.
-        held: for each parameter, its pieces by holder.
-        wanted: for each parameter, its pieces by rank; several ranks may want the same rows.
-        hosts: for each holder the rank that sends for it. A rank may host several holders.
+        shaped: by index of a parameter that is cut on either side, names of entries with its shape.
+        held: each parameter's pieces, by holder.
+        wanted: each parameter's pieces, by rank; several ranks may want the same rows.
+        hosts: the rank that sends for each holder; it may host several.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -76,7 +76,7 @@ class RowMap:
 
     @cached_property
     def parcels(self) -> list[Parcel]:
-        """List what each holder sends, and to whom; what stays is in it too."""
+        """All parcels, also those that stay on their rank."""
         moves: dict[tuple[int, int], list[Move]] = {}
         for index, (held, wanted) in enumerate(zip(self.held, self.wanted, strict=True)):
             for holder, first, last in held:
@@ -111,7 +111,7 @@ class RowMap:
         return message
 
     def joined_on(self, rank: int) -> dict[int, CutState]:
-        """Return how the cut parameters that a rank wants are put together from what the holders send."""
+        """Return how a rank joins the holders' rows of cut parameters."""
         own = {
             index: piece for index, some in enumerate(self.wanted) for piece in some if piece.owner == rank
         }
@@ -138,19 +138,18 @@ def move(
     about: str = "optimizer state",
     advance: Callable[[int], object] = int,
 ) -> Held:
-    """Bring state to the ranks that want it; all ranks call. Returns what this rank has now.
+    """Bring state to the ranks that want it; all ranks call. Returns this rank's part.
 
-    What is received is in CPU memory that nothing else uses. While a rank sends, it needs memory for one more
-    piece of 16 MiB. In a group of NCCL alone state goes from device to device, over a communicator for each
-    pair of ranks.
+    Received state is in new CPU memory. A sender needs memory for one more piece of 16 MiB. In an NCCL-only
+    group state goes from device to device, over a communicator for each pair of ranks.
 
     Args:
         group: the ranks.
-        rows: who holds what, and who shall; equal on every rank, but for rows that stay where they are.
-        held: by holder, what this rank hosts.
-        copy_with: copies what stays on a rank and is not cut; None leaves that as it is.
-        about: what it is, for messages.
-        advance: called with the number of bytes of each piece that has come.
+        rows: the map, equal on every rank, but for rows that stay where they are.
+        held: this rank's state, by holder.
+        copy_with: copies uncut state that stays on a rank; None leaves it as it is.
+        about: names the state in messages.
+        advance: called with the bytes of each received piece.
 
     Raises:
         TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
@@ -182,7 +181,7 @@ def _exchange(
     about: str,
     advance: Callable[[int], object],
 ) -> tuple[dict[int, Any], dict[int, _Encoded]]:
-    """Send and receive all parcels; returns by holder what stays here, and what has come."""
+    """Send and receive all parcels; returns those that stay, and those received, by holder."""
     with failing_together(group):
         mine = {
             number: rows.message(parcel, held[parcel.holder])
@@ -208,7 +207,7 @@ def _is_values(key: object) -> bool:
 
 
 def told_by(group: RankGroup, source: int, value: Nested, about: str) -> Nested:
-    """Return on every rank the value of one of them, which ``about`` names in messages; all ranks call."""
+    """Return one rank's value on every rank; ``about`` names it in messages; all ranks call."""
     group = group.during("state")
     others = [rank for rank in range(group.size) if rank != source]
     with failing_together(group):

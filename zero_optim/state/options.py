@@ -26,7 +26,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 @dataclass(frozen=True, slots=True)
 class ShardingOptions:
-    """The arguments of `ZeroRedundancyOptimizer`, without parameters and class. Not checked yet."""
+    """The arguments of `ZeroRedundancyOptimizer`, without parameters and class; unchecked."""
 
     parameters_as_bucket_view: bool
     overlap_with_ddp: bool
@@ -47,7 +47,7 @@ class ShardingOptions:
         return {name: getattr(self, name) for name in names}
 
     def check_flags(self) -> None:
-        """Refuse flags of the wrong type, and wrong limits. Other options are checked where they are used."""
+        """Refuse flags of wrong types, and wrong limits; other options are checked at their use."""
         check_flags(**self._flags)
         check_patience(self.timeout, self.on_stall)
         names = self.own_options
@@ -55,7 +55,7 @@ class ShardingOptions:
             raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
 
     def check_units(self) -> None:
-        """Refuse options with which parameters cannot be those of a fully sharded model."""
+        """Refuse options that a fully sharded model does not support."""
         if self.mirror:
             raise ValueError(
                 "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would have no "
@@ -68,7 +68,7 @@ class ShardingOptions:
             )
 
     def describe(self) -> list[str]:
-        """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
+        """Describe the options for comparison by ranks; `Sharding` compares the capacity."""
         return [
             f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={describe(self.cost)}",
             ", ".join(f"{name}={value}" for name, value in self._flags.items()),
@@ -79,9 +79,9 @@ class ShardingOptions:
 
 @dataclass(slots=True, eq=False)
 class PlanInputs:
-    """What plans are made from, beside parameters and ranks.
+    """The inputs of plans, beside parameters and ranks.
 
-    ``kept_whole`` are parameters that the user does not want to be cut. ``store`` keeps the parameters of a
+    ``kept_whole``: parameters that the user does not want to be cut. ``store`` keeps the parameters of a
     fully sharded model.
     """
 
@@ -91,11 +91,11 @@ class PlanInputs:
     store: Store = field(default_factory=Store)
 
     def may_cut(self, groups: Sequence[ParamGroup]) -> list[bool]:
-        """Tell for each group whether its parameters may be cut, as the user wants it."""
+        """Return for each group whether the user allows cuts."""
         return [not self.kept_whole.issuperset(group["params"]) for group in groups]
 
     def note(self, groups: Sequence[ParamGroup], asked: "GroupOptions", costs: Sequence[float]) -> None:
-        """Remember what was planned for new groups."""
+        """Store the costs and cuts of new groups."""
         self.costs.update(zip(params_of(groups), costs, strict=True))
         for group, may in zip(groups, asked.may_cut, strict=True):
             self.kept_whole.update(() if may else group["params"])
@@ -104,7 +104,7 @@ class PlanInputs:
 class GroupReader(Optimizer):
     """Reads parameter groups as ``torch.optim`` does, and checks them.
 
-    It has no defaults: the user's class fills in its own, so that groups are as without sharding.
+    It has no defaults: the user's class fills in its own, as without sharding.
     """
 
     def __init__(self, params: Params) -> None:
@@ -114,13 +114,13 @@ class GroupReader(Optimizer):
 
     @classmethod
     def behind(cls, groups: list[ParamGroup]) -> "GroupReader":
-        """Read more groups, to be added to some."""
+        """Return a reader that appends to groups."""
         reader = cls.__new__(cls)
         reader.param_groups, reader.defaults = groups, {}
         return reader
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Read a copy of a group, since keys of ours are removed from it."""
+        """Read a copy of a group, since our keys are removed from it."""
         super().add_param_group(copy(param_group))
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -131,13 +131,13 @@ class GroupReader(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """The library's own options of new groups, taken out of them; one entry a group.
+    """The library's own options of new groups, removed from them; one entry a group.
 
     Attributes:
         costs: of parameters.
-        may_cut: whether parameters may be cut, as the user wants it.
-        specs: of groups with a class of their own.
-        options: of the optimizer. A class that is not tried bears no cuts.
+        may_cut: whether the user allows cuts.
+        specs: of groups with their own class.
+        options: of the optimizer.
     """
 
     costs: list[Cost]
@@ -147,7 +147,7 @@ class GroupOptions:
 
     @classmethod
     def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
-        """Take them out of groups; raises if something is of the wrong kind or out of range."""
+        """Remove them from groups; raises if a value is of the wrong kind or out of range."""
         costs = [cost_named(group.pop("cost", options.cost)) for group in groups]
         may_cut = [group.pop("cuts", options.cuts) for group in groups]
         for cuts in may_cut:
@@ -156,13 +156,13 @@ class GroupOptions:
         return cls(costs, may_cut, specs, options)
 
     def describe(self) -> list[str]:
-        """Describe them, so that ranks can compare them."""
+        """Describe them for comparison by ranks."""
         return [*(f"optimizer {s.describe()}" for s in self.specs if s), f"cuts of groups {self.may_cut}"]
 
     def local_over(
         self, default: OptimizerSpec, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]
     ) -> LocalOptimizer:
-        """Build the classes of the groups over the leaves of this rank's parameters."""
+        """Build the groups' classes over this rank's leaves."""
         local = LocalOptimizer(default, groups, self.specs, leaf_of, self.options.assume_separable)
         if self.options.mirror:
             local.check_dicts()
@@ -175,9 +175,9 @@ class GroupOptions:
         cut_rows: Callable[[Tensor, Pieces], CutRows],
         pieces: Sequence[Pieces],
     ) -> list[str | None]:
-        """Find out for each parameter why ranks cannot share its rows as planned; None if they can.
+        """Return for each parameter why ranks cannot share its rows as planned; None if they can.
 
-        ``default`` steps the groups that name no class; see `Leaves.cut_rows`.
+        ``default`` steps the groups that name no class.
         """
         pieces_of = iter(pieces)
         shared = [options_of(group) for group, spec in zip(groups, self.specs, strict=True) if spec is None]

@@ -1,14 +1,14 @@
-"""Going from one process group to another, or to units: plan anew, and bring the state to its new owners.
+"""Going to another process group, or to units: plan anew, and move the state to its new owners.
 
 Note [Detached]
-    `detach` does not communicate, so that it works after a failure too. What is left is what this rank owns:
-    parameters, their state, the options. The ranks are known by number only; what communicates raises.
+    `detach` does not communicate, so it works after a failure too. It leaves this rank's parameters, their
+    state and the options. Ranks are known by number only; calls that communicate raise.
 
 Note [Rebinding is building anew]
     `rebind` goes the way of the constructor: plan for the new ranks, agree, build the classes over new
-    leaves, load what this rank is to own, as from a checkpoint. So it gives the bits of a run that was saved,
-    and loaded by so many ranks. The old state stays until everything has been checked: if it raises before,
-    the optimizer is detached as it was.
+    leaves, load this rank's state as from a checkpoint. So it gives the bits of a run that was saved, and
+    loaded by so many ranks. The old state stays until all checks are done; if one raises, the optimizer is
+    detached as before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ from zero_optim.units.store import Store
 
 
 def detach(core: Core, *, wait: bool) -> None:
-    """Let go of the process group, and of all that was made for it; see Note [Detached]."""
+    """Release the process group and everything built on it: Note [Detached]."""
     core.mirror.let_go(waits=wait)
     core.sharding.let_go(waits=wait)
     core.owned.let_go()
@@ -56,7 +56,7 @@ def detach(core: Core, *, wait: bool) -> None:
 
 
 def hand_over(core: Core, staying: Sequence[int]) -> None:
-    """Give the state to some ranks of the group, then let go of it; all ranks call."""
+    """Move the state to some ranks of the group, then detach; all ranks call."""
     group = core.group
     with group.doing("detach()"):
         agree(group, [f"staying={describe(staying)}"], "the ranks that go on")
@@ -75,13 +75,13 @@ def hand_over(core: Core, staying: Sequence[int]) -> None:
 
 
 def new_group(core: Core, process_group: dist.ProcessGroup | None) -> RankGroup:
-    """Give the ranks of a process group, with the options and counts of the former one."""
+    """Return the ranks of a process group, with the options and counts of the former one."""
     group = ranks_of(process_group)
     return replace(RankGroup.of(group.process_group, core.params), phase=core.ranks.phase)
 
 
 def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) -> list[Tensor]:
-    """Go on in another group; all its ranks call, detached. Gives the parameters whose state is lost."""
+    """Go on in another group; all its ranks call, detached. Returns the parameters whose state is lost."""
     with group.doing("rebind()"):
         with failing_together(group):
             check_flags(keep_state=keep_state)
@@ -99,11 +99,11 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
 
 
 def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
-    """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
+    """Keep the parameters of units on their owners alone, and plan anew; all ranks call.
 
-    ``store`` keeps them, equally on all ranks. Every parameter has its value on every rank before. Memory is
-    released bucket by bucket, so there is no second copy. If it raises, on every rank, nothing has changed.
-    Returns the buckets of the units, freed.
+    ``store`` is equal on all ranks. Before, every rank has all values. Memory is released bucket by bucket,
+    so there is no second copy. If it raises, on every rank, nothing has changed. Returns the units' buckets,
+    freed.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
@@ -133,10 +133,10 @@ def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
 def go_over(
     core: Core, group: RankGroup, owners: Sequence[int], *, keep_state: bool, may_lose: bool = False
 ) -> list[Tensor]:
-    """Plan anew for the ``owners`` among a group's ranks, ascending, and move the state to them; all call.
+    """Plan anew for the ``owners``, ascending ranks of a group, and move the state to them; all ranks call.
 
-    Without ``keep_state`` the state is new and the parameters stay. With ``may_lose`` it goes on where nobody
-    holds some state. Returns the parameters whose state is lost.
+    Without ``keep_state`` the state is new and the parameters stay. ``may_lose`` accepts lost state. Returns
+    the parameters whose state is lost.
     """
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
     with failing_together(group):
@@ -192,7 +192,7 @@ def _note_moment(core: Core, holders: Holders | None) -> None:
 def _told(
     core: Core, group: RankGroup, holders: Holders | None
 ) -> tuple[list[ParamGroup], Mapping[Any, Any]]:
-    """Give the groups with the options to go on with, and global entries; all ranks call."""
+    """Return the groups with their new options, and global entries; all ranks call."""
     if holders is None or not holders.tells:
         return core.groups, {}
     beside, is_first = {}, group.rank == holders.first
@@ -225,7 +225,7 @@ def _planned(
 def _built(
     core: Core, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
 ) -> OwnedState:
-    """Build what steps the new owner's parameters; all ranks call. The plan is not added yet."""
+    """Build the new owned state; all ranks call. The plan is not added yet."""
     params = core.params
     pieces = sharding.owned(params, plan)
     cut = {param: each for param, each in zip(params, plan.pieces, strict=True) if len(each) > 1}
@@ -243,10 +243,10 @@ def _built(
 
 
 def _keep_rows(core: Core, former: list[ParamBucket]) -> None:
-    """Have the buckets of units keep this rank's rows, and free them, one former bucket after the other.
+    """Move this rank's rows into the units' buckets and free these, one former bucket after the other.
 
-    A former bucket may be one flat tensor, which is released with the last parameter in it: until then the
-    pages of those that have left it are given back.
+    A former bucket's flat tensor is released with its last parameter; until then, the pages of parameters
+    that left are given back.
     """
     new = core.sharding.row_buckets
     bucket_of = {param: bucket for bucket in new for param in bucket.params}

@@ -1,4 +1,4 @@
-"""What a rank knows of the whole state, and of which moment that is."""
+"""A rank's knowledge of the whole state."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ WholeState = dict[Any, Any]
 
 
 class Snapshot:
-    """What this rank knows of the whole state; see Note [Whole state] in `zero_optim.state.dicts`.
+    """This rank's whole state, if current, and its age: Note [Whole state] in `zero_optim.state.dicts`.
 
     Attributes:
         untouched: nothing has changed the state since the optimizer was built.
         age: how often it was changed since: steps, loads and the like, which all ranks do together.
-        steps: calls of step() on this rank, skipped ones too; after going back as many less.
-        is_torn: a step was given up half way: some parameters have taken it.
+        steps: calls of step() on this rank, also skipped ones; going back restores the older count.
+        is_torn: a step broke off half way: some parameters have taken it.
         saved: the token of the last checkpoint that was saved or loaded, and the age of its state.
     """
 
@@ -28,28 +28,28 @@ class Snapshot:
         self._was_held = False
 
     def note_saved(self, token: str, age: int) -> None:
-        """Take note that the state of some age is in a checkpoint."""
+        """Note that a checkpoint has the state of some age."""
         self.saved = (token, age)
 
     def was_saved_as(self, token: str) -> bool:
-        """Whether what this rank holds, unless it is new, is what a checkpoint has."""
+        """Whether a checkpoint has this rank's state, or the rank is new."""
         return not self.is_torn and (self.age == 0 or self.saved == (token, self.age))
 
     def hold(self, whole: WholeState) -> None:
-        """Keep a whole state that is the current one."""
+        """Keep the current whole state."""
         self._whole, self._was_held = whole, True
 
     def changed(self) -> None:
-        """Note that the state has changed, and drop the whole state."""
+        """Note a change of the state, and drop the whole state."""
         self.age += 1
         self.drop()
 
     def drop(self) -> None:
-        """Drop the whole state, and be no longer sure of it."""
+        """Drop the whole state, which is no longer known."""
         self.untouched, self._whole = False, None
 
     def get(self, rank: int) -> WholeState:
-        """Return the whole state, in new containers; raises if it is not on this rank, or an old one."""
+        """Return the whole state, in new containers; NotConsolidatedError if absent or outdated."""
         if self._whole is None:
             call = f"call consolidate_state_dict(to={rank}) on all ranks"
             if self._was_held:

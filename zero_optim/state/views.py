@@ -1,7 +1,7 @@
-"""What other code expects of PyTorch's ``ZeroRedundancyOptimizer`` or of any optimizer, answered by ours.
+"""Attributes that other code expects of PyTorch's ``ZeroRedundancyOptimizer`` or of any optimizer.
 
-Some trainers write each rank's own state to a file. They take it from the local optimizer, ``optim``, and
-find the index of each parameter by private attributes of PyTorch's class.
+Some trainers write each rank's own state to a file. They read it from the local optimizer, ``optim``, and
+find parameter indices by private attributes of PyTorch's class.
 """
 
 import inspect
@@ -25,10 +25,10 @@ NOT_FOR_OURS = (
 
 
 def is_no_step(core: Core) -> bool:
-    """Whether a call of ``step()`` is not one of training, and must not run; does not communicate.
+    """Whether a call of ``step()`` is not training, and must not run; does not communicate.
 
-    ``torch.distributed.checkpoint.state_dict`` steps an optimizer whose ``state`` is empty, to fill it. A
-    rank that owns nothing would step alone, and wait for ever. Only the call stack shows who calls: zero
+    ``torch.distributed.checkpoint.state_dict`` steps an optimizer with empty ``state``, to fill it. A rank
+    that owns nothing would step alone, and wait for ever. Only the call stack shows the caller: zero
     gradients and rates may also be a warm-up.
     """
     if torch.compiler.is_compiling() or any(core.owned.local.states) or not _is_called_by_dcp():
@@ -49,7 +49,7 @@ def _is_called_by_dcp() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
-    """Several optimizers as one, to be read: groups in the user's order, state by parameter of the model."""
+    """Several optimizers as one, read-only: groups in the user's order, state by the model's parameters."""
 
     optimizers: tuple[Optimizer, ...]
     param_groups: list[ParamGroup]
@@ -57,9 +57,9 @@ class OptimizerView:
 
 
 class LocalView:
-    """A local optimizer that steps leaves, with a state that is found by parameters of the model too.
+    """A local optimizer over leaves whose state is also indexed by the model's parameters.
 
-    All else is the optimizer's own, and ``isinstance`` takes it for one of its class.
+    All else, ``isinstance`` included, is that of the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
@@ -81,7 +81,7 @@ class LocalView:
 
 
 def local_view(core: Core) -> Optimizer | OptimizerView:
-    """See `ZeroRedundancyOptimizer.optim`."""
+    """Return `ZeroRedundancyOptimizer.optim`."""
     core.owned.leaves.follow()
     optimizers, groups = core.owned.local.shown()
     if len(optimizers) > 1:
