@@ -1,7 +1,4 @@
-"""Ranks compare arguments before they begin, and fail together.
-
-A rank that failed alone would leave the others waiting in their next collective.
-"""
+"""Ranks compare arguments before they begin, and fail together."""
 
 import hashlib
 import inspect
@@ -47,8 +44,7 @@ _KINDS = {
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
     """Raise RankMismatchError on every rank unless all have the same items. All ranks call.
 
-    One small collective if they agree. The message has the first item that differs, and the hint for its
-    first word, if any.
+    One small collective if they agree. The message has the first difference, and a hint by its first word.
     """
     digest = hashlib.sha256("\n".join(items).encode()).digest()
     if len(set(group.all_gather_fixed(digest))) > 1:
@@ -71,18 +67,17 @@ def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mappin
 
 
 def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
-    """Return for each answer whether every rank says yes. All ranks call; one small collective."""
+    """Return for each answer whether it is True on every rank. All ranks call; one small collective."""
     everyone = group.all_gather_fixed(bytes(answers))
     return [all(said) for said in zip(*everyone, strict=True)]
 
 
 @contextmanager
 def failing_together(group: RankGroup) -> Iterator[None]:
-    """Run the body, and raise on every rank if it raised on any. The body must not communicate.
+    """Run the body; raise on every rank if it raised on any. The body must not communicate.
 
     All ranks enter and leave; one small collective, two more after a failure. The failed rank raises its own
-    exception; the others raise one of the same class if it is in `_KINDS`, else `RemoteRankError`, which name
-    the failed rank.
+    exception, others one of its class if in `_KINDS`, else `RemoteRankError`, with the failed rank's number.
     """
     mine: Exception | None = None
     try:
@@ -103,12 +98,12 @@ def failing_together(group: RankGroup) -> Iterator[None]:
 
 
 def failure_of(error: BaseException, more: str = "") -> Failure:
-    """Return what to tell other ranks of an exception, without a reference to it."""
+    """Return an exception's class and message, for other ranks."""
     return [type(error).__name__, message_of(error) + more]
 
 
 def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | None:
-    """Return the exception for a failure on another rank; None on a failed one. All ranks call."""
+    """Return the exception for another rank's failure; None on a failed rank. All ranks call."""
     everyone = group.all_gather_json(mine)
     failed = [(rank, told) for rank, told in zip(group.numbers, everyone, strict=True) if told is not None]
     if mine is not None or not failed:
@@ -120,7 +115,7 @@ def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | Non
 
 
 class SharedCall:
-    """A function that other code calls on every rank; its first call fails together."""
+    """A function that every rank calls; its first call fails together."""
 
     def __init__(self, group: RankGroup, function: Callable[[], Any]) -> None:
         self._group = group
@@ -128,7 +123,7 @@ class SharedCall:
         self._is_settled = False
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function; after the first call the ranks exchange whether it raised."""
+        """Call the function; the first call communicates."""
         if self._is_settled:
             return self._function()
         self._is_settled = True
@@ -136,7 +131,7 @@ class SharedCall:
             return self._function()
 
     def settle(self) -> None:
-        """Take part in the other ranks' exchange if there was no call here."""
+        """Take part in the other ranks' first call if there was none here."""
         if not self._is_settled:
             self._is_settled = True
             with failing_together(self._group):
@@ -147,7 +142,7 @@ class SharedCall:
 
 
 def check_flags(**flags: object) -> None:
-    """Raise TypeError for a flag that is no bool: it was likely meant for another argument."""
+    """Raise TypeError for a flag that is not a bool."""
     for name, value in flags.items():
         if type(value) is not bool:
             raise TypeError(f"expected {name} to be True or False, got {value!r}")
@@ -156,7 +151,7 @@ def check_flags(**flags: object) -> None:
 def ranks_of(process_group: object) -> RankGroup:
     """Return the ranks of a user's process group (None: the default one); raises as `RankGroup.of`.
 
-    For any other object all ranks that use the default group raise TypeError; that communicates.
+    Another object raises TypeError on all ranks of the default group; that communicates.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
     is_outside = type(process_group) is type(outside) and process_group == outside
@@ -175,9 +170,9 @@ _OF_A_MESH = "of a DeviceMesh, give mesh.get_group()"
 
 
 def called_by_all(method: Callable[P, T]) -> Callable[P, T]:
-    """Tell other ranks of arguments that Python refuses, before the method is called.
+    """Raise on all ranks if Python refuses the arguments of a method.
 
-    For methods that all ranks call, that begin with a short agreement, on objects with ``ranks``.
+    For methods that all ranks call and that begin with a short agreement, on objects with ``ranks``.
     """
     signature = inspect.signature(method)
 
@@ -194,7 +189,7 @@ def called_by_all(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def raise_together(error: Exception, group: RankGroup | None = None) -> NoReturn:
-    """Raise an error on all ranks of a group, or of the default group if the ranks are not known."""
+    """Raise an error on all ranks of a group (None: the default group)."""
     if not dist.is_available() or not dist.is_initialized():
         raise error
     with failing_together(RankGroup.of(None) if group is None else group):

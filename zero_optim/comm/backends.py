@@ -1,18 +1,17 @@
 """The backends of a process group, and what each can do. No communication.
 
 Note [A new transport]
-    `Transport` answers every question about a backend, for one device type; its own answers are those of NCCL
-    and of backends that are not known here. A new transport is a subclass here, with other answers, and its
-    name in `TRANSPORTS`. Nothing else compares names of backends. Collectives that start in another way get a
-    branch where the answer is asked for: `collectives` (broadcasts, sums, gathers) or `sending` (exchanges).
+    `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
+    new transport is a subclass here, with its name in `TRANSPORTS`. Nothing else compares names of backends.
+    Collectives that start in another way get a branch in `collectives` or, for exchanges, `sending`.
 
 Note [Devices of a group]
     A group's name does not tell its backends: "undefined" after a plain ``init_process_group()`` is NCCL on a
     GPU host, gloo elsewhere. Its configuration (``cpu:gloo,cuda:nccl``) and the registered types do.
 
     The library's small tensors are on the CPU if it has a backend, so no CPU waits for a GPU; else with the
-    parameters. Scripts that use ``model.to(rank)`` never set the current device: all ranks would use GPU 0,
-    which NCCL refuses.
+    parameters. Scripts with ``model.to(rank)`` never set the current device: it is GPU 0 on all ranks, which
+    NCCL refuses.
 """
 
 import re
@@ -44,7 +43,7 @@ class Transport:
     """A backend and a device whose tensors it sends; see Note [A new transport].
 
     ``most_lanes``: groups side by side that one user gains by. ``is_tree``: broadcasts go along a tree, else
-    along a chain. ``cuts_by_timeout``: a receive that takes too long breaks the group's connections.
+    a chain. ``cuts_by_timeout``: a receive that times out breaks the group's connections.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Transport:
 
     @property
     def late_on(self) -> torch.device | None:
-        """The device that runs collectives while the CPU goes on, if it is one."""
+        """The device, if it runs collectives while the CPU goes on."""
         return self.device if is_asynchronous(self.device) else None
 
     @property
@@ -66,12 +65,12 @@ class Transport:
 
     @property
     def exchanges(self) -> Literal["lists", "bytes", "pairs"]:
-        """How pieces go between all ranks: as lists of tensors, one tensor of bytes, or sends in pairs."""
+        """How ranks exchange pieces: as lists of tensors, one tensor of bytes, or sends in pairs."""
         return "lists"
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether sends in pairs run side by side, and waits for them poll: see `comm.unended`."""
+        """Whether paired sends run side by side, and waits for them poll."""
         return False
 
 
@@ -103,13 +102,13 @@ TRANSPORTS: dict[str, type[Transport]] = {"gloo": _Gloo}
 def devices_of(given: object) -> tuple[torch.device, ...]:
     """Return the devices of tensors, modules, parameter groups and nested collections, in order.
 
-    Skips everything else, and generators, which can be read only once.
+    Skips everything else, and generators.
     """
     return tuple(dict.fromkeys(device for device in _found(given) if device.type != _PLACELESS))
 
 
 def held(given: T) -> T:
-    """Replace iterators by lists. What an iterator raises is raised when the result is read."""
+    """Replace iterators by lists. Reading the result raises the iterator's error."""
     if not isinstance(given, Iterable):
         named = given.__name__ if isinstance(given, type) else type(given).__name__
         broken: Any = _Broken(
@@ -176,9 +175,9 @@ def parse_config(config: str) -> dict[str, str]:
 def device_for_small_tensors(
     backends: Mapping[str, str], data: Sequence[torch.device], bound: torch.device | None = None
 ) -> torch.device:
-    """Choose the device of the library's small tensors, see Note [Devices of a group].
+    """Choose the device of the library's small tensors: Note [Devices of a group].
 
-    ``data``: devices of the parameters, if known; ``bound``: the group's own ``device_id``.
+    ``data``: devices of the parameters, if known; ``bound``: the group's ``device_id``.
     """
     if "cpu" in backends or not backends:
         return torch.device("cpu")
@@ -197,7 +196,7 @@ def backend_for(backends: Mapping[str, str], data: Sequence[torch.device]) -> st
 
 
 def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str | None:
-    """Return the error text if a group lacks a backend for some device; None otherwise."""
+    """Return the error text if a group lacks a backend for a device, or None."""
     missing = [device for device in data if device.type not in backends]
     if not missing or not backends:
         return None
@@ -213,20 +212,17 @@ def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str |
 
 
 def raised_by_backend(error: BaseException) -> bool:
-    """Return whether a backend, or a future of it, raised the error.
-
-    gloo raises plain `RuntimeError`, recognized by its text; others raise classes of `dist`.
-    """
+    """Return whether a backend, or a future of it, raised the error; gloo's is recognized by its text."""
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None
 
 
 def tells_of_late_rank(error: BaseException) -> bool:
-    """Return whether a backend's error says that a rank did not come."""
+    """Return whether a backend's error is a timeout."""
     return any(word in str(error) for word in _LATE)
 
 
 def tells_of_closed_connection(error: BaseException) -> bool:
-    """Return whether a backend's error says that a rank is gone, or the way to it."""
+    """Return whether a backend's error is a closed connection."""
     return any(word in str(error) for word in _CLOSED)
 
 

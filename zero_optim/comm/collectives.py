@@ -1,18 +1,18 @@
 """The ranks of a process group, and their collectives.
 
 Ranks are group ranks, except here, in `sending`, and where `lanes` makes groups. All ranks call every
-communicating method in one order. Without a rank, gloo raises after the timeout; NCCL's watchdog ends the
-process.
+communicating method in one order. If a rank is missing, gloo raises after the timeout; NCCL's watchdog ends
+the process.
 
 Note [Rows at once]
     NCCL and XCCL launch a bucket's broadcasts at once. An all-gather takes one tensor of each rank, but an
-    owner may have several spans, and PyTorch's gathers rows of one length into a copy of the bucket. gloo
-    runs the broadcasts side by side, in a third of the time of an all-gather.
+    owner may have several spans, and PyTorch's copies the bucket. gloo runs the broadcasts side by side, in a
+    third of an all-gather's time.
 
 Note [Agreements that meet]
-    After a call that one rank left out, different agreements may meet. If messages differ in length, gloo
-    raises in its own thread, which ends the process. So short messages travel in *frames* of one length, with
-    their own length first: if that differs, every rank raises. A longer message follows its frame.
+    If a rank leaves out a call, different agreements may meet. If messages differ in length, gloo's own
+    thread raises, which ends the process. So short messages travel in *frames* of one length that begin with
+    the message's length: if that differs, every rank raises. A longer message follows its frame.
 """
 
 import json
@@ -61,8 +61,8 @@ class _LetGo:
 class RankGroup:
     """A process group with group ranks 0 … size-1, this process among them.
 
-    ``device``: of the library's small tensors, see Note [Devices of a group] in `comm.backends`.
-    ``data_devices``: of the parameters, if known. ``phase``: where traffic and waits are counted.
+    ``device``: of the library's small tensors. ``data_devices``: of the parameters, if known. ``phase``:
+    where traffic and waits are counted.
     """
 
     process_group: dist.ProcessGroup
@@ -78,7 +78,7 @@ class RankGroup:
     def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
         """Build it for a process group (None: the default one) that sends ``data``.
 
-        RuntimeError if torch.distributed is not initialised, ValueError if this process is no member.
+        RuntimeError if torch.distributed is not initialised, ValueError if this process is not a member.
         """
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is None:
@@ -99,11 +99,11 @@ class RankGroup:
         return cls(group, dist.get_rank(group), len(ranks), small, devices, backends, works)
 
     def __deepcopy__(self, memo: object) -> "RankGroup":
-        """Return the same ranks, as process groups cannot be copied; traffic counts from zero."""
+        """Return the same ranks and process group; traffic counts from zero."""
         return replace(self, phase=replace(self.phase, traffic=Traffic()))
 
     def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], float | None]]:
-        """Pickle only the default group, with its timeout; no other can be found again."""
+        """Pickle only the default group, with its timeout; TypeError for others."""
         if self.is_let_go:
             raise TypeError("a detached optimizer cannot be pickled: save its owned_state() instead")
         if self.process_group is not dist.group.WORLD:
@@ -114,7 +114,7 @@ class RankGroup:
         return _default_group, (placed, self.phase.timeout)
 
     def let_go(self) -> "RankGroup":
-        """Return the same without the process group: communication raises."""
+        """Return a copy without the process group: communication raises."""
         nobody: Any = _LetGo()
         return replace(self, process_group=nobody)
 
@@ -124,21 +124,21 @@ class RankGroup:
         return isinstance(self.process_group, _LetGo)
 
     def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
-        """Return the same ranks, with traffic and waits counted under one of `traffic.PHASES`."""
+        """Return a copy that counts traffic and waits under one of `traffic.PHASES`."""
         is_exposed = self.phase.is_exposed if is_exposed is None else is_exposed
         return replace(self, phase=replace(self.phase, name=phase, is_exposed=is_exposed))
 
     def within(self, timeout: float | None) -> "RankGroup":
-        """Return the same ranks with another timeout in seconds; None for the group's."""
+        """Return a copy with a timeout in seconds; None for the group's."""
         return replace(self, phase=replace(self.phase, timeout=timeout))
 
     def uncounted(self) -> "RankGroup":
-        """Return the same ranks, with traffic that nobody reads."""
+        """Return a copy with traffic that nobody reads."""
         return replace(self, phase=Phase(timeout=self.phase.timeout))
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The number of each rank in messages: in its mesh if there is one, else in the group."""
+        """Each rank's number in messages: in its mesh if any, else in the group."""
         return tuple(map(self.works.whole.index, self.works.ranks))
 
     def check_serves(self, data: object) -> None:
@@ -148,13 +148,13 @@ class RankGroup:
             raise ValueError(wrong)
 
     def transport(self, device: torch.device) -> Transport:
-        """Return what sends tensors of a device; its name is "" if no backend does."""
+        """Return the transport for a device; its name is "" without a backend."""
         name = self.backends.get(device.type, "")
         return TRANSPORTS.get(name, Transport)(name, device)
 
     @property
     def data_backend(self) -> str:
-        """The backends that a group beside this one needs for the same data, for `init_process_group`."""
+        """The backends for the same data, as `init_process_group` takes them."""
         known = backend_for(self.backends, self.data_devices) if self.backends else ""
         return known or str(dist.get_backend(self.process_group))
 
@@ -163,13 +163,13 @@ class RankGroup:
         return dist.get_global_rank(self.process_group, rank)
 
     def unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
-        """Build the error for a collective that a rank missed; ``what`` begins its message."""
+        """Build the error for a collective without all ranks; ``what`` begins its message."""
         limit = timeout_of(self.process_group)
         within = "the timeout" if limit is None else f"{limit.total_seconds():g} s"
         return RemoteRankError(f"{what}: a rank has ended, or did not come within {within} ({error})")
 
     def doing(self, name: str) -> Doing:
-        """Return a context for the records: this process is in a call, such as ``step()``."""
+        """Return a context that records a call, such as ``step()``."""
         return Doing(self.works.log.activity, name)
 
     def begin_work(self, about: str = "") -> Record:
@@ -181,7 +181,7 @@ class RankGroup:
     def works_of(
         self, handles: Sequence[Waitable | None], record: Record, device: torch.device
     ) -> list[Waitable]:
-        """Wrap the backend's handles of one record, for tensors on a device, in works."""
+        """Wrap the backend's handles of one record in works."""
         transport = self.transport(device)
         late_on, polls = transport.late_on, transport.waits_on_host
         return [
@@ -278,7 +278,7 @@ class RankGroup:
         return value
 
     def _met_otherwise(self) -> RankMismatchError:
-        """Build the error for ranks in different agreements; all ranks call; communicates."""
+        """Build the error for ranks in different agreements; communicates."""
         activity = self.works.log.activity
         inside = [mark.name for mark in list(activity.open.values())][:1]
         told = self.all_gather_json([dict(activity.counts), inside])
@@ -287,7 +287,7 @@ class RankGroup:
     def all_gather_rows(self, mine: Tensor) -> Tensor:
         """Gather 1-D uint8 tensors of equal length, on `device`; returns (ranks, length). One collective.
 
-        A device waits, the CPU does not. RemoteRankError if a rank is missing.
+        A stream waits, the CPU does not. RemoteRankError if a rank is missing.
         """
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)

@@ -1,7 +1,7 @@
 """Nested values split into a skeleton and tensors, without pickle. No communication.
 
-A skeleton has containers, plain values, and the dtype, shape and strides of each tensor. It travels as bytes
-for ``torch.load(weights_only=True)``, which runs no code. `comm.wire` sends both; checkpoints store them.
+A skeleton has containers, plain values, and each tensor's dtype, shape and strides, as bytes for
+``torch.load(weights_only=True)``, which runs no code.
 """
 
 import io
@@ -85,7 +85,7 @@ def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skele
 
 
 def flattened(tensor: Any) -> tuple[list[str], Any]:  # noqa: ANN401 - a class that only has the method in common
-    """Return the attribute names and the context of a tensor that wraps others."""
+    """Return attribute names and context of a tensor that wraps others."""
     attributes, context = tensor.__tensor_flatten__()
     return attributes, context
 
@@ -135,7 +135,7 @@ def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> T
 
 
 def _loaded_subclass(module: str, name: str) -> type[Tensor]:
-    """Find an imported tensor subclass, past the module's ``__getattr__``: a file never causes an import."""
+    """Return an imported tensor subclass, past ``__getattr__`` of modules: a file never causes an import."""
     found: object = sys.modules.get(module)
     for part in name.split("."):
         try:
@@ -217,7 +217,7 @@ def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
 
 
 def inner_tensors(value: Nested) -> list[Tensor]:
-    """Return the tensors of a nested value that have memory, also those inside other tensors."""
+    """Return the tensors that have memory in a nested value, also inside other tensors."""
     if isinstance(value, Tensor):
         if wraps_tensors(value):
             attributes, _ = flattened(value)

@@ -27,7 +27,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
-    """Describe what some ranks began more often than others, from counts by rank and name."""
+    """Describe calls that some ranks began more often, from counts by rank and name."""
     told = []
     for name in sorted(set[str]().union(*counts.values())):
         ranks_of: dict[int, list[int]] = {}
@@ -40,7 +40,7 @@ def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
 
 
 def met_otherwise(told: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]) -> str:
-    """Describe ranks in different calls, from each rank's counts and open calls."""
+    """Describe ranks in different calls, from their counts and open calls."""
     inside = ", ".join(f"rank {rank} is in {name}" for rank, (_, names) in told.items() for name in names)
     known = [inside] * bool(inside) + differences({rank: counts for rank, (counts, _) in told.items()})
     what = f": {'; '.join(known)}" if known else ""

@@ -1,18 +1,18 @@
-"""Process groups beside a given one, of the same ranks, lent to one user at a time.
+"""Process groups of the same ranks as another, lent to one user at a time.
 
 Note [Lanes]
     Collectives of two threads on one process group mix. Code beside the main thread, or that must not queue
     behind its traffic, uses its own groups: lanes. A gloo group costs three threads and several file
-    descriptors, so lanes are lent until a `Lease` is dropped. That time differs between ranks, so they agree
-    which lanes are free. The next user waits for pending sends and receives.
+    descriptors, so a user borrows lanes until its `Lease` is dropped. That time differs between ranks, so
+    they agree which lanes are free. The next user waits for pending sends and receives.
 
     A failed rank may have started fewer collectives, which would pair later ones wrongly. So a user abandons
     its lanes after a failure, and a lane is lent only if every rank started as many collectives.
 
 Note [Lanes end with the default group]
-    PyTorch names a group made by its members alone by the number of groups in the process: if one rank
-    destroyed a lane earlier, names would differ and ranks would hang. So lanes are not destroyed, and ranks
-    agree on names. A gloo thread must not hold a group's last reference: the group's end waits for it.
+    PyTorch names a group by the number of groups in the process: if one rank destroyed a lane earlier, names
+    would differ and ranks would hang. So lanes are not destroyed, and ranks agree on names. A gloo thread
+    must not hold a group's last reference: the group's end waits for it.
 """
 
 import gc
@@ -38,9 +38,9 @@ _MADE_FREELY = 16
 
 
 class Lease:
-    """The right of one user to some lanes, until this object is dropped.
+    """One user's right to some lanes, until this object is dropped.
 
-    ``under_way``: sends and receives that nobody has waited for yet; their starter adds them.
+    ``under_way``: pending sends and receives; their starter adds them.
     """
 
     def __init__(self, lanes: Mapping[str, RankGroup], free: "_Free") -> None:
@@ -52,11 +52,11 @@ class Lease:
 
     @classmethod
     def of(cls, group: RankGroup) -> "Lease":
-        """Wrap a group that is no lane; its end does nothing."""
+        """Wrap a group that is not a lane; its end does nothing."""
         return cls({"": group}, {})
 
     def abandon(self) -> None:
-        """Never lend these lanes again, after a failure on them. No communication."""
+        """Never lend these lanes again, after a failure. No communication."""
         self._end.detach()
 
 
@@ -66,7 +66,7 @@ _Free: TypeAlias = dict[str, list[Waitable]]
 
 @dataclass(slots=True)
 class _Pool:
-    """The lanes of some ranks, registered by PyTorch until they are destroyed, and the free ones."""
+    """The lanes of some ranks, and the free ones."""
 
     lanes: WeakValueDictionary[str, dist.ProcessGroup] = field(default_factory=WeakValueDictionary)
     free: _Free = field(default_factory=dict)
@@ -87,7 +87,7 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes with the backend of a group's data, one for each rank up to `Transport.most_lanes`.
+    """Take lanes for a group's data, one for each rank up to `Transport.most_lanes`.
 
     All ranks call; communicates as `lease`.
     """
@@ -96,7 +96,7 @@ def lanes_beside(group: RankGroup) -> Lease:
 
 
 def host_lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes, as `lanes_beside`, with the backend of CPU tensors alone."""
+    """Take lanes as `lanes_beside`, for CPU tensors alone."""
     on_host = group.transport(torch.device("cpu"))
     return lease(group, min(group.size, on_host.most_lanes), on_host.name)
 
@@ -178,7 +178,7 @@ def _common(everyone: list[dict[str, Any]]) -> list[str]:
 
 
 def num_started(lane: RankGroup) -> int:
-    """Return how many collectives were started on a lane, equal on all ranks; an exchange counts once."""
+    """Return how many collectives a lane started, equal on all ranks; an exchange counts once."""
     count = getattr(lane.process_group, "_get_sequence_number_for_group", None)
     return int(count()) - lane.works.apart if count is not None else 0
 

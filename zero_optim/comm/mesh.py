@@ -1,14 +1,13 @@
-"""A 2-D mesh of ranks: inside a replica rows have owners; copies of an owner are across replicas.
+"""A 2-D mesh of ranks: rows have owners in a replica, and each owner has copies across replicas.
 
 Note [Whose state it is]
-    The optimizer's ranks say how the state is divided. Over one row of the mesh it has all state inside its
-    replica, and other replicas repeat it. Over all ranks the state exists once, and a replica only gathers
-    parameters. Then clipping, scaling, state dicts, checkpoints and stamps are those of one group.
+    The optimizer's ranks say how the state is divided. Over one row of the mesh each replica has all state.
+    Over all ranks the state exists once, and a replica only gathers parameters; clipping, scaling, state
+    dicts, checkpoints and stamps are those of one group.
 
 Note [Numbers in a mesh]
     Owners of the same rows need the same group rank in all replicas, but process groups number ranks in
-    rising order. So a mesh is refused unless ranks rise along rows and columns, as `init_device_mesh` makes
-    them.
+    rising order. So ranks must rise along rows and columns, as `init_device_mesh` makes them.
 """
 
 import secrets
@@ -29,9 +28,9 @@ _Table = list[list[int]]  # global ranks, by replica
 class RankMesh:
     """The ranks of one model in replicas, each of which has everything once.
 
-    ``inner``: this replica, which owns for itself. ``across``: owners of the same rows in all replicas; if
-    ``splits_state`` (Note [Whose state it is]), ranks with the same number. ``places``: by rank of
-    ``everyone``, its replica and its number there.
+    ``inner``: this replica. ``across``: owners of the same rows in all replicas; if ``splits_state``
+    (Note [Whose state it is]), ranks with the same number. ``places``: (replica, number) by rank of
+    ``everyone``.
     """
 
     everyone: RankGroup
@@ -42,10 +41,10 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, owners: RankGroup, *, may_split: bool = False) -> "RankMesh | None":
-        """Build it from a 2-D mesh (replicas, ranks of a replica); all ranks call. Communicates.
+        """Build it from a 2-D mesh (replicas, ranks of a replica). All ranks call; communicates.
 
-        ``owners``: the optimizer's ranks, which are this replica or, if it ``may_split``, all. Returns None
-        without a mesh or for one replica. A mesh that does not fit raises on every rank of ``owners``.
+        ``owners``: the optimizer's ranks, this replica or, if it ``may_split``, all. Returns None without a
+        mesh or for one replica. A mesh that does not fit raises on every rank of ``owners``.
         """
         with failing_together(owners):
             table = None if mesh is None else _table(mesh, owners, may_split=may_split)
@@ -64,7 +63,7 @@ class RankMesh:
         return found
 
     def owned_by(self, owners: RankGroup) -> "RankMesh":
-        """Return the same ranks for another optimizer with the same process group; see `of`."""
+        """Return the same ranks for another optimizer with the same process group."""
         return replace(self, everyone=owners) if self.splits_state else replace(self, inner=owners)
 
     @property
@@ -74,7 +73,6 @@ class RankMesh:
 
 
 def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
-    """Return this rank's column (dimension 0) or row (1) of a mesh."""
     return replace(RankGroup.of(mesh.get_group(dimension), owners.data_devices), phase=owners.phase)
 
 
@@ -115,13 +113,13 @@ def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGrou
 
 
 def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
-    """Check that the replicas' optimizers are equal; all ranks of the mesh call, as `agree`."""
+    """Check that the replicas' optimizers are equal; all ranks of the mesh call. Raises as `agree`."""
     hint = "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"
     agree(everyone, items, "the optimizers of the replicas", {"parameter": hint})
 
 
 def made_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> RankGroup:
-    """Make a process group of all ranks of a mesh, which all call; communicates."""
+    """Make a process group of all ranks of a mesh. All call; communicates."""
     token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
     token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
     name, timeout = f"zero_optim:{token.decode()}", timeout_of(inner.process_group)

@@ -40,7 +40,7 @@ class Mark:
 
 
 class Activity:
-    """How often each call or pass was begun in this process, the open ones, and the last mark."""
+    """Counts of begun calls and passes in this process, the open ones, and the last mark."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -61,7 +61,7 @@ class Activity:
 
 
 class Doing:
-    """A context with a name for what this process does; untraced, for compiled steps."""
+    """A context that names what this process does; untraced, for compiled steps."""
 
     __slots__ = ("_activity", "_name")
 
@@ -94,8 +94,8 @@ class Verdict:
 class Record:
     """The record of one work; times are seconds of `time.monotonic`.
 
-    ``number``: from 1, in its group here. ``phase``: of `zero_optim.comm.traffic.PHASES`, or ``checkpoint``
-    or ``buffers``. ``about``: such as ``bucket 3 (layers.7.weight, …)``, or empty. ``timeout``: seconds.
+    ``number``: from 1, in its group here. ``phase``: of `zero_optim.comm.traffic.PHASES`, ``checkpoint`` or
+    ``buffers``. ``about``: such as ``bucket 3 (layers.7.weight, …)``, or empty. ``timeout``: seconds.
     ``failure``: the message of its wait's error. ``runs_hook``: a comm hook may raise in it.
     """
 
@@ -138,7 +138,7 @@ class Record:
 
 
 class _Watched:
-    """A context in which a thread is in the backend's code. See Note [Waits that end] in `works`."""
+    """A context in which a thread is in the backend's code."""
 
     __slots__ = ("_ends", "_range", "_record")
 

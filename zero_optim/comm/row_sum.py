@@ -6,13 +6,12 @@ and less than half over 1 Gbit/s.
 
 Note [Sums of 16 bits]
     W additions in sequence lose small terms: of equal gradients, 0.03 at 64 ranks, 0.63 at 1,024. So bf16 and
-    fp16 are added in float32 and rounded once. Two ranks get the bits of an addition in the dtype itself.
+    fp16 are added in float32 and rounded once; for two ranks the bits are the same without.
 
 Note [Parts of long rows]
-    An owner of most rows, such as a whole matrix, would hold them W - 1 times. So a row of more than twice
-    the mean length is sent in parts, two at a time. On gloo all sends start at once, and parts are received
-    while the caller waits. Other backends exchange parts at construction, on a second stream: so collectives
-    have one order on every rank.
+    An owner of most rows would hold them W - 1 times. So a row of more than twice the mean length is sent in
+    parts, two at a time. On gloo all sends start at once, and parts are received while the caller waits.
+    Other backends exchange parts at construction, on a second stream, so collectives have one order.
 """
 
 from collections import deque
@@ -33,7 +32,7 @@ _ADDED_AT_ONCE = 2**20  # elements that are added in float32
 
 
 def num_parts(lengths: Sequence[int], itemsize: int) -> list[int]:
-    """Return the number of parts of each row, from lengths in elements: Note [Parts of long rows]."""
+    """Return each row's number of parts, from lengths in elements: Note [Parts of long rows]."""
     others, total = len(lengths) - 1, sum(lengths)
     return [
         1
@@ -49,7 +48,7 @@ def _parts(row: Tensor, count: int) -> list[Tensor]:
 
 
 class RowExchange:
-    """A pending exchange of rows, by receiving rank as for `exchange`, read until `wait` returns.
+    """A pending exchange of rows, by receiving rank. Rows must not change until `wait` returns.
 
     All ranks construct it, in the same order; communicates.
     """
@@ -63,7 +62,7 @@ class RowExchange:
         self._made = None if self._works else recorded_event(rows[0].device)
 
     def wait(self) -> list[Tensor]:
-        """Wait with the current stream, once; returns the rows by sending rank, this rank's included."""
+        """Wait with the current stream, once; returns rows by sending rank, this rank's included."""
         for work in self._works:
             work.wait()
         wait_for_event(self._rows[0].device, self._made)
@@ -74,7 +73,7 @@ class RowExchange:
 
 
 class RowSum:
-    """A pending sum of rows, as `RowExchange`; ``in_place`` overwrites this rank's own row.
+    """A pending sum of rows, as `RowExchange`; ``in_place`` overwrites this rank's row.
 
     All ranks construct sums and wait for them in the same order; communicates.
     """

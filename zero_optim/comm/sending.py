@@ -2,14 +2,13 @@
 
 Note [gloo and CUDA]
     gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host
-    memory. So on gloo CUDA tensors are exchanged by an all-to-all of one tensor of bytes, as it knows few
-    dtypes and no lists, and `send` and `recv` go through the CPU. CPU tensors go piece by piece, without a
-    second copy.
+    memory. So gloo exchanges CUDA tensors by an all-to-all of one tensor of bytes, as it knows few dtypes and
+    no lists; `send` and `recv` go through the CPU. CPU tensors go piece by piece, without a second copy.
 
 Note [Two ranks of many]
     For a single send NCCL makes a communicator of two ranks, which takes some hundred ms and MiB, and stays.
-    Sends started as one use the group's, so all are. They must not be the group's first call, as all ranks
-    make the communicator: ranks agree first.
+    Sends started as one use the group's communicator, so all are. All ranks make it, in the group's first
+    call, so that call must not be a send: ranks agree first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,11 +34,11 @@ Received = tuple[Waitable, list[Tensor]]
 def exchange(
     group: RankGroup, pieces: Sequence[Tensor], lanes: Lanes, about: str = ""
 ) -> tuple[list[Waitable], list[Tensor]]:
-    """Start sending one piece to each rank, and receiving one from each; all ranks call.
+    """Start sending one piece to each rank, and receiving one from each. All ranks call.
 
     ``pieces``: by receiving rank; 1-D, contiguous, one dtype, equal lengths for one receiver. ``lanes``:
-    groups of the same ranks; one gloo group is not reliably full duplex, so each sender has its own. Returns
-    the handles and the received pieces by sending rank; this rank's own piece is not copied.
+    groups of the same ranks, one a sender, as one gloo group is not reliably full duplex. Returns handles and
+    received pieces by sending rank; this rank's own piece is not copied.
     """
     mine = pieces[group.rank]
     received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
@@ -82,7 +81,7 @@ def _all_to_all(
 def start_parts(
     group: RankGroup, parts: Sequence[Sequence[Tensor]], lanes: Lanes, about: str = ""
 ) -> tuple[Waitable, Callable[[Tensor], Received]]:
-    """Start sending parts to each rank, where `Transport.waits_on_host` holds; all ranks call, as `exchange`.
+    """Start sending parts to each rank, where `Transport.waits_on_host` holds; all ranks call.
 
     Returns the handle of all sends, and a function that starts to receive the next parts: from this rank's
     own part it returns a handle, and the parts by sending rank.
@@ -112,10 +111,10 @@ def start_parts(
 def spread_rows(
     group: RankGroup, rows: Sequence[tuple[int, Tensor]], lanes: Lanes, tag: int, about: str = ""
 ) -> list[Waitable]:
-    """Start sending each row from its owner to all others, on gloo and CPU; all ranks call.
+    """Start sending each row from its owner to all others, on gloo and CPU. All ranks call.
 
-    As `RankGroup.broadcast_rows`, but rows with different tags (1 to 2**31 - 2) never meet: if rows that meet
-    differ in length, gloo ends the process from its own thread.
+    As `RankGroup.broadcast_rows`, but rows with different tags (1 to 2**31 - 2) never meet: rows of different
+    lengths that meet end the process, in gloo's own thread.
     """
     if group.size == 1 or not rows:
         return []
@@ -184,7 +183,7 @@ def _start_paired(
     lanes: Lanes,
     tag: int = 0,
 ) -> Paired:
-    """Start to send tensors to ranks, and to receive some, on the lanes of the senders."""
+    """Start sends and receives, on the lanes of the senders."""
     lane, sends = lanes[group.rank % len(lanes)], list(sends)
     sent = _made([_isend(lane, tensor, rank, tag) for rank, tensor in sends])
     came = _made([_irecv(lanes[rank % len(lanes)], tensor, rank, tag) for rank, tensor in receives])
@@ -192,13 +191,12 @@ def _start_paired(
 
 
 def _count_as_one(group: RankGroup, lanes: Lanes) -> None:
-    """Count an exchange on a lane as one collective; see `GroupWorks.apart`."""
     for lane in lanes[: group.size]:
         lane.works.apart -= 1
 
 
 def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[list[dist.Work]]:
-    """Start sends and receives as one, if the backend can; see Note [Two ranks of many]."""
+    """Start sends and receives as one, if the backend can."""
     if coalesces(group.process_group, device):
         return coalesced(group.process_group, device)
     return nullcontext([])

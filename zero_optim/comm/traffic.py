@@ -1,4 +1,4 @@
-"""Counters by phase: bytes that a rank sends, and seconds that communication holds its callers up.
+"""Counters by phase: bytes that a rank sends, and seconds that its callers wait for communication.
 
 Note [Bytes sent]
     What this rank's network interface sends of the tensors, without headers. Exact for gloo:
@@ -10,9 +10,9 @@ Note [Bytes sent]
     - A sum of n bytes goes round twice: ``2 * (W-1) / W * n``; a sparse tensor's indices and values once.
 
 Note [Exposed seconds]
-    Time is exposed while a caller waits, or on the CPU works for communication (packs, starts, adds). A
-    thread of this library is not exposed, but the wait for it is. On an accelerator only waits of the CPU
-    count; with NCCL a stream waits instead. Spans nest, and a second counts once, in the innermost.
+    Time is exposed while a caller waits, or its CPU packs, starts or adds. The library's threads are not
+    exposed, but waits for them are. On an accelerator only waits of the CPU count; with NCCL a stream waits
+    instead. Spans nest, and a second counts once, in the innermost.
 """
 
 import threading
@@ -91,7 +91,7 @@ def _told(counts: Mapping[str, _Counts], phases: tuple[str, ...]) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of `PHASES` that traffic and waits count in, with a timeout in seconds."""
+    """The phase, one of `PHASES`, of traffic and waits; its timeout is in seconds."""
 
     traffic: Traffic = field(default_factory=Traffic)
     name: str = "agree"
@@ -139,7 +139,7 @@ class _Span:
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_tree: bool) -> int:
-    """Return the bytes a rank sends in a broadcast, ``behind`` places after the source: Note [Bytes sent]."""
+    """Return the bytes a rank sends in a broadcast, ``behind`` places after the source."""
     if not is_tree:
         return nbytes if behind < size - 1 else 0
     reach, times = 1, 0

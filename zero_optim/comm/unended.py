@@ -1,16 +1,16 @@
-"""Waits for gloo's sends, which poll for a verdict.
+"""Waits for gloo's sends, which poll whether the group was given up.
 
 Note [Waits that nothing ends]
-    gloo forgets a send for good if the connection closes just when its thread begins to write: above all to a
+    gloo forgets a send for good if the connection closes just when its thread begins to write, above all to a
     stopped process that resumes after the others gave up. Then no wait raises, even if connections break. So
-    a wait polls every `LOOK` seconds, and raises a verdict that is one poll old. A gloo thread still hangs,
-    and the group's end would wait for it, so the group is kept for ever.
+    a wait polls every `LOOK` seconds, and raises one poll after the group was given up. A gloo thread still
+    hangs, and the group's end would wait for it, so the group is never freed.
 
 Note [Sends that nothing ends]
     A send's timeout breaks the connections of a group that may be well. So a thread waits for it without a
-    limit, and the caller for the thread (`Paired`), meanwhile for receives, which are never forgotten. The
-    thread costs some 50 µs, so sends of up to `SMALL` bytes, which the system takes at once, do without it.
-    In trials 512 KiB came through, and 1 MiB was forgotten.
+    limit, and the caller for the thread (`Paired`) and for receives, which are never forgotten. A thread
+    costs some 50 µs, so sends of up to `SMALL` bytes, which the system takes at once, do without it. In
+    trials 512 KiB came through, and 1 MiB was forgotten.
 """
 
 import _thread  # as its threads start in a third less of the time
@@ -27,7 +27,7 @@ SMALL = 2**16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paired:
-    """gloo's sends and receives as one handle. See Note [Sends that nothing ends]."""
+    """gloo's sends and receives as one handle: Note [Sends that nothing ends]."""
 
     sends: Sequence[dist.Work]
     receives: Sequence[dist.Work] = ()

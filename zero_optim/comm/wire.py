@@ -1,7 +1,6 @@
 """Nested values with tensors, sent between ranks without pickle.
 
-The skeleton goes first, see `comm.encoding`. The tensors' memory follows in pieces of bounded size, so no
-side needs a second copy of all.
+The skeleton goes first, then the tensors' memory in bounded pieces, so no side needs a second copy of all.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -90,10 +89,7 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy plain dense tensors with their strides to the CPU, from an accelerator piece by piece.
-
-    Only the pieces are pinned, since PyTorch keeps pinned memory, rounded up.
-    """
+    """Copy plain dense tensors with their strides to the CPU, from an accelerator by way of pinned pieces."""
     copies = [
         torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
         if is_asynchronous(tensor.device)
@@ -128,7 +124,7 @@ def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors:
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Join the parts of a piece, perhaps of several devices (Adam's), on the sending device."""
+    """Join a piece's parts, perhaps of several devices (Adam's), on the sending device."""
     if device.type == "cpu" and any(part.device != device for part in parts):
         return HostCopy(*parts).read()
     return parts[0] if len(parts) == 1 else torch.cat([part.to(device) for part in parts])

@@ -3,9 +3,9 @@
 A *work* is a collective with a `Record`, which has no tensor. The *ring* has the last `KEPT` records.
 
 Note [Waits that end]
-    Nothing can interrupt a thread that waits in C++, and gloo cannot wait for sends and receives in slices: a
-    timeout breaks all connections of the group. Just that helps: waits have no limit, and to give up a group
-    the watchdog breaks its connections from another thread (`GroupWorks.cut`). Each wait then raises, and
+    Nothing can interrupt a thread that waits in C++. gloo cannot wait for sends and receives in slices: a
+    timeout breaks all connections of the group. So waits have no limit, and to give up a group the watchdog
+    breaks its connections from another thread (`GroupWorks.cut`). Each wait then raises, and
     `WorkLog.explain` says why.
 
 Note [Groups that end]
@@ -43,8 +43,7 @@ _NO_TAG = 2**31 - 1  # of messages that nobody sends
 class Work:
     """A started collective: the backend's handle or a future, its record, and its counted waits.
 
-    ``late_on``: the device that runs it while the CPU goes on, for the watchdog. ``polls``: see
-    Note [Waits that nothing ends] in `comm.unended`.
+    ``late_on``: the device that runs it while the CPU goes on. ``polls``: Note [Waits that nothing ends].
     """
 
     __slots__ = ("_phase", "_polls", "handle", "late_on", "record")
@@ -82,14 +81,14 @@ class Work:
         return result
 
     def _let_go(self, device: torch.device) -> None:
-        """Keep an event in the place of the handle, which keeps tensors; a capture has no event to query."""
+        """Replace the handle, which keeps tensors, by an event; a capture has no event to query."""
         if is_capturing(device):
             self.record.group.outstanding = None
         else:
             self.handle = _AfterWait(device, recorded_event(device))
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not. gloo's sends and receives are over after a wait."""
+        """Return whether it ended, also by failure. gloo's sends and receives end in a wait."""
         handle: Any = self.handle
         try:
             return bool(handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed())
@@ -97,9 +96,9 @@ class Work:
             return True
 
     def exception(self) -> Exception | None:
-        """Return its failure or its group's verdict; None if it went well or is pending. No wait.
+        """Return its failure or its group's error; None if it went well or is pending. No wait.
 
-        The error has no frames: see Note [Groups that end].
+        The error has no frames: Note [Groups that end].
         """
         failure = self._failure() if self.is_completed() else None
         verdict = self.record.group.verdict
@@ -144,9 +143,9 @@ class _AfterWait:
 class GroupWorks:
     """The works of one process group in this process, with a weak reference to it.
 
-    ``limit``: the group's timeout in seconds. ``verdict``: why the group was given up; no work begins any
-    more. ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts,
-    equal on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
+    ``limit``: the timeout in seconds. ``verdict``: why the group was given up; no work begins any more.
+    ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts, equal
+    on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
     ``outstanding``: the one pending work of a device (they end in order).
     """
 
@@ -177,10 +176,10 @@ class GroupWorks:
         return self.log.wholes.get(self.ranks, self.ranks)
 
     def cut(self) -> None:
-        """Break the group's connections, on any thread: see Note [Waits that end].
+        """Break the group's connections, on any thread: Note [Waits that end].
 
-        gloo breaks them when a receive times out. A receive from a rank known to have ended breaks nothing,
-        so each rank is tried. Other backends have a call for it, after which the device and the CPU go on.
+        gloo breaks them when a receive times out, but not from a rank known to have ended, so each rank is
+        tried. Other backends have an abort, after which the device and the CPU go on.
         """
         group = self.group()
         if group is None:
@@ -237,9 +236,9 @@ class WorkLog:
     """The works of this process, as long as the default group lives.
 
     ``ring``: the last works, newest last. ``waits``: works that a thread waits for. ``groups``: works by id
-    of the group; the watchdog reads while others add. ``verdicts``: by the ranks of a group given up.
-    ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: turns the
-    backend's error into the wait's exception; None if its own message is best.
+    of the group; other threads add to it. ``verdicts``: by the ranks of a group given up. ``wholes``: ranks
+    of a part of a mesh -> all its ranks, which share a verdict. ``explain``: returns the exception for a
+    backend's error; None if its own message is best.
     """
 
     ring: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -277,7 +276,7 @@ class WorkLog:
         return holds
 
     def cut_if_failed(self, ranks: tuple[int, ...]) -> None:
-        """Cut all groups of some ranks after a failed wait; call it when the ranks are released."""
+        """Cut all groups of some ranks after a failed wait; the caller is releasing the ranks."""
         of_ranks = [works for works in list(self.groups.values()) if works.ranks == ranks]
         if any(works.has_failed or works.verdict is not None for works in of_ranks):
             for works in of_ranks:
@@ -297,6 +296,6 @@ def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:
 
 
 def log_of(world: dist.ProcessGroup) -> WorkLog:
-    """Return the log of this process, which belongs to the default group."""
+    """Return the log of this process, by the default group."""
     found = _LOGS.get(world)
     return _LOGS.setdefault(world, WorkLog()) if found is None else found
