@@ -1,6 +1,7 @@
 """Recipes as data: which operation happens to a bucket at which moment of an iteration. No torch.
 
-A recipe is a `Schedule`. Buckets hold theirs, and the code at each moment does what the schedule says for it.
+A recipe is a `Schedule`. Buckets hold that of their parameters: `step()` asks it what to gather, wait for and
+free. What happens to gradients, and in a backward pass that steps, is code that follows its row.
 `picture` draws the schedules for docs/design.md.
 """
 
