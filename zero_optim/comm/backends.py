@@ -2,7 +2,7 @@
 
 Note [A new transport]
     `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
-    new transport is a subclass here, with its name in `TRANSPORTS`. Nothing else compares names of backends.
+    new transport is a subclass here, with its name in `TRANSPORTS`. Above `run` nothing compares their names.
     Collectives that start in another way get a branch in `collectives` or, for exchanges, `sending`.
 
 Note [Devices of a group]
