@@ -23,6 +23,7 @@ Started = TypeVar("Started", bound=Startable)
 class _Entry:
     work: Startable
     size: float
+    keys: tuple[Hashable, ...]
     is_unclaimed: bool = True
     is_over: bool = False  # no stream has to wait any more
 
@@ -65,17 +66,20 @@ class Flow:
             while self._entries and sum(entry.size for entry in self._entries) + size > self._most:
                 self.finish_first()
         work = begin()
-        entry = _Entry(work, size)
+        entry = _Entry(work, size, tuple(keys))
         with self._lock:
             self._entries.append(entry)
-            for key in keys:
+            for key in entry.keys:
                 self._by_key.setdefault(key, []).append(entry)
         return work
 
     def finish_first(self) -> None:
         """Wait for the oldest work."""
         with self._lock:
-            self._entries.popleft().wait()
+            entry = self._entries.popleft()
+            entry.wait()
+            if entry.is_over:
+                self._drop_keys(entry)
 
     def wait_for(self, keys: Iterable[Hashable]) -> None:
         """Let the current stream, or on the CPU the caller, wait for the work with some keys."""
@@ -104,8 +108,14 @@ class Flow:
 
     def _forget(self) -> None:
         """Drop what is over, or parameters would keep the work of every step."""
-        left = deque(entry for entry in self._entries if not entry.is_over)
-        if len(left) < len(self._entries) or not left:
-            of_keys = ((key, [one for one in some if not one.is_over]) for key, some in self._by_key.items())
-            self._by_key = {key: some for key, some in of_keys if some}
-        self._entries = left
+        over = [entry for entry in self._entries if entry.is_over]
+        if over:
+            self._entries = deque(entry for entry in self._entries if not entry.is_over)
+        for entry in over:
+            self._drop_keys(entry)
+
+    def _drop_keys(self, entry: _Entry) -> None:
+        for key in entry.keys:
+            left = [one for one in self._by_key.pop(key, ()) if one is not entry]
+            if left:
+                self._by_key[key] = left

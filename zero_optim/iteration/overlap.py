@@ -128,9 +128,10 @@ class Overlap:
         try:
             if waits:
                 self.wait_for_steps()
+            is_left = bool(self.under_way)
         except RuntimeError:  # of the backend
             self.lanes.abandon()
-        is_left = bool(self.under_way)
+            is_left = True
         self.under_way.abandon()
         current, self.current = self.current, None
         self.group = self.group.let_go()
@@ -171,7 +172,7 @@ class Overlap:
             self._calls.prepare()
 
     def _begin(self, *, joined: bool, lends: bool) -> None:
-        last = self.current
+        last, self._trained = self.current, []  # parameters may be frozen, or trained again
         broke_off = last is not None and last.in_backward
         self.current = OverlappedStep((last.num_passes if last else 0) + (not broke_off), lends)
         if self._loop_calls_step:
@@ -212,9 +213,10 @@ class Overlap:
         return self._core.sharding.number_of(param)
 
     def trained(self, number: int) -> frozenset[Tensor]:
-        """Return a bucket's parameters that trained when it was first used."""
+        """Return a bucket's parameters that train in this pass, or all if none does."""
         for bucket in self._core.sharding.buckets[len(self._trained) :]:
-            self._trained.append(frozenset(param for param in bucket.params if param.requires_grad))
+            trained = frozenset(param for param in bucket.params if param.requires_grad)
+            self._trained.append(trained or frozenset(bucket.params))
         return self._trained[number]
 
     def step(self, gradients: Mapping[Tensor, Tensor | None], failure: BaseException | None = None) -> None:
@@ -231,8 +233,9 @@ class Overlap:
         }
         buckets = sharding.buckets_of(gradients)
         # Gathers of the pass may be under way.
-        if self.current is not None and not self.current.in_backward:
-            sharding.under_way.wait_for(param for bucket in buckets for param in bucket.params)
+        members, current = [param for bucket in buckets for param in bucket.params], self.current
+        if current is not None and not (current.in_backward and current.stepped.keys().isdisjoint(members)):
+            sharding.under_way.wait_for(members)
         try:
             if own:
                 with self.group.doing(OVERLAPPED_STEP):

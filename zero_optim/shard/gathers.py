@@ -135,10 +135,12 @@ class Gathers:
         if self.stamps is not None:
             self.stamps.check_failures()
 
-    def schedule_of(self, bucket: ParamBucket) -> Schedule:
-        """Return a bucket's recipe: `LAZY` if modules wait for all of its parameters."""
-        is_read = bool(self.readers) and frozenset[Tensor]().union(*self.readers).issuperset(bucket.params)
-        return LAZY if is_read else bucket.schedule
+    def schedules_of(self, buckets: Sequence[ParamBucket]) -> list[Schedule]:
+        """Return the recipe of each bucket: `LAZY` if modules wait for all of its parameters."""
+        if not self.readers:
+            return [bucket.schedule for bucket in buckets]
+        read = frozenset[Tensor]().union(*self.readers)
+        return [LAZY if read.issuperset(bucket.params) else bucket.schedule for bucket in buckets]
 
     def gather(self, group: RankGroup, buckets: Sequence[ParamBucket], *, in_step: bool) -> None:
         """Gather buckets; ``in_step`` sends stamps, and waits only where the schedule says so.
@@ -148,9 +150,9 @@ class Gathers:
         stamps = self.stamps if in_step else None
         awaited = Flow(NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0))
         with self._lent(group, buckets) as lanes:
-            for bucket in buckets:
+            for bucket, schedule in zip(buckets, self.schedules_of(buckets), strict=True):
                 begin = partial(start_gather, _lanes_for(bucket, group, lanes), bucket, stamps)
-                if in_step and Operation.WAIT not in self.schedule_of(bucket)[Moment.STEP]:
+                if in_step and Operation.WAIT not in schedule[Moment.STEP]:
                     self.under_way.start(begin, keys=bucket.params)
                 else:
                     awaited.start(begin, bucket.nbytes_to_gather)

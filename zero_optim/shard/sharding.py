@@ -291,9 +291,12 @@ class Sharding:
 
     def end_step(self) -> None:
         """Wait for gathers that no module waits for; raise what failed on other ranks."""
-        for bucket in self.buckets if self.under_way else ():
-            if Operation.WAIT not in self.gathers.schedule_of(bucket)[Moment.BEFORE_FORWARD]:
-                self.under_way.wait_for(bucket.params)
+        if self.gathers.readers:
+            schedules = zip(self.buckets, self.gathers.schedules_of(self.buckets), strict=True)
+            awaited = [b for b, row in schedules if Operation.WAIT not in row[Moment.BEFORE_FORWARD]]
+            self.under_way.wait_for(param for bucket in awaited for param in bucket.params)
+        else:
+            self.under_way.wait()
         self.gathers.check_failures()
 
     def _gathered_at_step(self, buckets: Collection[ParamBucket]) -> list[ParamBucket]:

@@ -125,9 +125,10 @@ def lend_to(
         parcel = decode(skeleton, iter(tensors))
         for own, options in zip(groups, parcel["options"], strict=True):
             own.update(options)
+        partial = frozenset(parcel["partial"])
         for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
             piece = piece_of(of_param, group.rank)
-            if piece is not None and index not in parcel["partial"]:
+            if piece is not None and index not in partial:
                 set_owned_gradient(param, piece, parcel["grads"].get(index))
         return parcel["beside"]
 

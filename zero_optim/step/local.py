@@ -219,9 +219,10 @@ class LocalOptimizer:
                 ": leave the list as it is, and add groups with add_param_group(), on all ranks"
             )
         members = member_ids(groups)
+        has_moved = members != self._members
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(local, public)
-            if members != self._members:
+            if has_moved:
                 local["params"] = _leaves_of(public, self._leaf_of)
         self._members = members
         before = list(map(changeable, self._groups()))

@@ -169,7 +169,8 @@ class PartialGradient(Tensor):
         is_apt = name in _PER_ELEMENT and not any(map(_has_elements, beside))
         if is_apt and isinstance(first, PartialGradient | list | tuple):
             return _run_on_rows(func, name, first, beside, kwargs or {})
-        every = (item for value in args for item in (value if isinstance(value, list | tuple) else [value]))
+        values = [*args, *(kwargs or {}).values()]
+        every = (item for value in values for item in (value if isinstance(value, list | tuple) else [value]))
         return next(item for item in every if isinstance(item, PartialGradient))._refuse(name)
 
 

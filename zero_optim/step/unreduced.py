@@ -55,7 +55,9 @@ def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: 
     if in_join:
         raise RuntimeError(f"{next(iter(unreduced))} {NOT_REDUCED}")
     grads = {name: param.grad for name, param in unreduced.items()}
-    values = iter(digests([memory_of(grad.to_dense()) for grad in grads.values() if grad is not None]))
+    values = iter(
+        digests([memory_of(grad.to_dense().contiguous()) for grad in grads.values() if grad is not None])
+    )
     items = [
         f"gradient of {name}: {'none' if grad is None else next(values).hex()}"
         for name, grad in grads.items()
