@@ -3,10 +3,10 @@
 The interface is that of FairScale's class of the same name, which its FullyShardedDataParallel uses.
 
 Note [Not for gradients]
-    Reductions of gradients make the same sums with `RowSum`, but do not send through this class. A bucket of
-    gradients is a collection already. What this class is given stays the caller's, so it cannot sum in place:
-    one more row, and one more copy. With NCCL it sends on a process group of its own, and two groups in use
-    at once may wait for each other for ever.
+    Reductions of gradients make the same sums with `RowSum`, but do not send through this class: a bucket of
+    gradients is a collection already. Inputs here stay the caller's, so they cannot be summed in place: one
+    more row, and one more copy. With NCCL it sends on its own process group, and two groups in use at once
+    may wait for each other for ever.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class _Kind(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The shape of this rank's chunk in one call, and who receives the sum."""
+    """The shape of this rank's chunk in one call, and the callback for the sum."""
 
     shape: torch.Size
     callback: Callback | None
@@ -55,10 +55,10 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Inputs that collect: a column each, with one chunk in the row of each rank.
+    """Collected inputs: a column each, with one chunk in the row of each rank.
 
-    On an accelerator calls may come on several streams, and the stream of a later call sends them. It waits
-    for an event of each stream, the last one: that stands for those before.
+    Calls may come on several streams of an accelerator; the stream that sends waits for the last event of
+    each.
     """
 
     rows: list[list[Tensor]]
@@ -89,10 +89,7 @@ class ReduceScatterBucketer:
 
     Every rank makes the same calls, in the same order. Sums are made in the order of ranks, bf16 and fp16 in
     float32 with one rounding, so their bits do not depend on what is sent together. Inputs of one group,
-    dtype and device share a bucket.
-
-    Args:
-        bucket_cap_mb: how much collects before it is sent, in MiB over all chunks; at 0 or less nothing does.
+    dtype and device share a bucket of ``bucket_cap_mb`` MiB over all chunks; at 0 or less nothing collects.
     """
 
     def __init__(self, bucket_cap_mb: float = 25.0) -> None:
@@ -114,16 +111,16 @@ class ReduceScatterBucketer:
         """Sum each chunk over all ranks, and give rank r the sum of chunk r. All ranks of the group call.
 
         An input that no longer fits into the bucket sends the bucket first. An input larger than a bucket is
-        sent at once, ahead of what has collected. The first call with a group makes process groups beside it.
+        sent at once, ahead of collected inputs. The first call with a group makes process groups beside it.
 
         Args:
             input_list: a chunk for each rank of the group, by rank, of one dtype and device. Chunks may
-                differ in shape from each other, but not from rank to rank. They are read until the callback
-                is called, and must not be changed before.
+                differ in shape from each other, but not from rank to rank. Do not change them before the
+                callback is called.
             group: the ranks; None for the default group.
-            callback_fn: is called once with this rank's sum, which it may keep, in the shape of its chunk. A
-                later call of a method here calls it, in the order in which sums were sent. On an accelerator
-                the current stream has the sum then. Calls may come on several streams.
+            callback_fn: called once with this rank's sum, which it may keep, in the shape of its chunk, by a
+                later call of a method here, in the order in which sums were sent. On an accelerator the
+                current stream has the sum then. Calls may come on several streams.
 
         Raises:
             ValueError: there is not one chunk for each rank.
@@ -156,10 +153,7 @@ class ReduceScatterBucketer:
             self._sent.finish_first()
 
     def teardown(self) -> None:
-        """Drop what has collected, and process groups. Sends nothing, and calls nothing back.
-
-        It waits for what was sent before.
-        """
+        """Drop inputs and process groups; wait for earlier sends. Sends and calls back nothing."""
         self._buckets = {}
         self._calls_back = False
         try:
@@ -169,7 +163,7 @@ class ReduceScatterBucketer:
         self._ranks = {}
 
     def _ranks_for(self, kind: _Kind) -> tuple[RankGroup, Lease]:
-        """Return the ranks, and the groups beside them on which such inputs are sent, whatever the dtype."""
+        """Return the ranks, and the groups beside them that send such inputs, whatever the dtype."""
         place = kind.group, kind.device
         if place not in self._ranks:
             ranks = RankGroup.of(kind.group, kind.device)

@@ -1,7 +1,7 @@
-"""`DistributedDataParallel`: PyTorch's own class, with our `Reducer` where its C++ one was.
+"""`DistributedDataParallel`: PyTorch's own class, with our `Reducer` instead of its C++ one.
 
-Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's maintained code, and ``isinstance``
-holds. Only this file, `rebindable` and `reducer_adapters` touch private names of that class.
+Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's code, and ``isinstance`` holds. Only
+this file, `rebindable` and `reducer_adapters` touch private names of that class.
 """
 
 import inspect
@@ -41,29 +41,30 @@ _DEFAULTS = {
 class DistributedDataParallel(RebindableWrapper):
     """Average gradients over ranks during the backward pass: PyTorch's ``DistributedDataParallel``.
 
-    Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a rank. All
-    ranks of the group construct it with the same arguments, and run forward and backward passes together.
-    Two arguments more, by name: ``timeout`` and ``on_stall``, as of `ZeroRedundancyOptimizer`. What differs:
+    Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a rank;
+    ``timeout`` and ``on_stall`` are as of `ZeroRedundancyOptimizer`, by name. All ranks of the group
+    construct it with the same arguments, and run forward and backward passes together. What differs:
 
     - A backward pass that does not give every parameter a gradient raises when it ends, on every rank, with
-      the parameters' names. On a GPU the second forward pass after it raises, or `check_finished`; until then
+      the parameters' names. On a GPU `check_finished` or the second forward pass after it raises; until then
       its gradients are handed out.
     - ``no_sync`` may be around the backward pass alone.
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
     - Unused parameters are found without wrapping, or copying, the outputs.
     - In a context of ``torch.distributed.autograd``, which keeps gradients itself, forward raises. After a
-      forward pass outside of one ``torch.distributed.autograd.backward`` does, with the reason in a warning.
+      forward pass outside of one, ``torch.distributed.autograd.backward`` raises, with the reason in a
+      warning.
 
-    With ``mixed_precision``, modules find casts of their parameters in forward passes, and in backward passes
-    for activations computed again; parameters and gradients keep their dtype. To be reduced, gradients are
-    rounded to ``reduce_dtype``, then divided and summed in it; comm hooks find buckets of that dtype.
-    Floating-point buffers are cast for good.
+    With ``mixed_precision``, modules see casts of their parameters in forward passes, and in backward passes
+    that compute activations again; parameters and gradients keep their dtype. Gradients are rounded to
+    ``reduce_dtype``, then divided and summed in it; comm hooks get buckets of that dtype. Floating-point
+    buffers are cast for good.
 
     Raises:
         TypeError: on every rank: ``mixed_precision`` is no ``_MixedPrecision``, or the module is scripted.
-        ValueError: on every rank: a dtype for ``mixed_precision`` that cannot be used, or
-            ``delay_all_reduce_named_params`` with it.
+        ValueError: on every rank: ``mixed_precision`` has a dtype that cannot be used, or comes with
+            ``delay_all_reduce_named_params``.
         RankMismatchError: on every rank: models differ.
     """
 
@@ -256,16 +257,16 @@ class DistributedDataParallel(RebindableWrapper):
     # ------------------------------------------------------------------ hooks and refusals
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let a hook reduce the buckets in the place of all-reduce; any that runs on PyTorch's DDP runs here.
+        """Let a hook reduce the buckets instead of all-reduce; any hook of PyTorch's DDP runs here.
 
-        All ranks register the same, once, before the first backward pass; communicates. One that reduces to
-        owners brings buckets of its own: ``bucket_cap_mb`` has no effect.
+        All ranks register the same, once, before the first backward pass; communicates. A hook that reduces
+        to owners brings its own buckets: ``bucket_cap_mb`` has no effect.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.
             RuntimeError: there is one already, or a backward pass is under way.
             TypeError: it is not ``hook(state, bucket)``.
-            ValueError: it is annotated to take or return something else.
+            ValueError: its annotations take or return something else.
         """
         group = RankGroup.of(self.process_group, self._module_parameters).within(self._timeout)
         agree(group, describe_hook(hook, state), "the comm hook")
@@ -304,8 +305,8 @@ class DistributedDataParallel(RebindableWrapper):
     def check_finished(self) -> None:
         """Raise `ReductionError`, on every rank, if gradients were incomplete; all ranks call.
 
-        On a CPU ``backward()`` has raised by itself. On a GPU the second forward pass after it raises: so
-        call this after the last pass, or before a checkpoint is written. Waits for the device.
+        On a CPU ``backward()`` has raised by itself. On a GPU only the second forward pass after it raises:
+        so call this after the last pass, or before you write a checkpoint. Waits for the device.
         """
         if not self._delay_all_reduce_all_params:
             self._own().check_finished()
@@ -328,10 +329,10 @@ class DistributedDataParallel(RebindableWrapper):
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Return what the reductions on this rank communicated since the last call. No communication.
 
-        The keys are those of `ZeroRedundancyOptimizer.metrics`, whose figures can be added. The phases are
+        The keys are those of `ZeroRedundancyOptimizer.metrics`, whose figures can be added. Phases:
         ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (in which buckets are made
-        anew) and ``total``. ``passes`` is how many backward passes were reduced. With a comm hook
-        ``exposed_seconds/reduce`` is the time of the hook and of the wait for it. Not counted: what the hook
-        sends, and buffers. ``reset=False`` leaves the counts alone.
+        anew) and ``total``. ``passes`` counts reduced backward passes. With a comm hook
+        ``exposed_seconds/reduce`` is the time of the hook and of the wait for it; what the hook sends is not
+        counted, nor are buffers. ``reset=False`` leaves the counts alone.
         """
         return self._own().metrics(reset=reset)

@@ -1,10 +1,10 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3).
 
 Note [No part in Join]
-    A rank that ran out of inputs would have to start each gather that the others start, in their order, which
-    depends on the modules that they call. The order of the pass before may be wrong: for a batch of another
-    kind, bytes of units of different sizes would meet. To send the number of each unit before its gather is a
-    collective more for each, in which time nothing can be fetched. So ``Join`` is refused.
+    A rank without inputs would have to start the other ranks' gathers in their order, which depends on the
+    modules they call. The order of the pass before may be wrong for another kind of batch: units of different
+    sizes would meet. Sending each unit's number first costs a collective for each gather, in which time
+    nothing can be fetched. So ``Join`` is refused.
 """
 
 import weakref
@@ -56,45 +56,44 @@ class FullyShardedDataParallel(nn.Module):
         model = FullyShardedDataParallel(module)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
-    The parameters stay plain tensors, whole matrices where the class needs that. A *unit*, a module, is
-    gathered before it is called and freed after it, and again in the backward pass, where its gradients are
-    reduced to their owners when all are there. Meanwhile the next unit is on its way. At other times a
-    parameter shows NaN, and a write to it raises: `unsharded` makes parameters whole to be read and written.
+    Parameters stay plain tensors, whole matrices if the class needs them. A *unit* is a module that is
+    gathered before it is called and freed after it, and again in the backward pass, which reduces its
+    gradients to their owners. The next unit is fetched meanwhile. At other times a parameter shows NaN, and a
+    write to it raises: `unsharded` makes parameters whole to be read and written.
 
-    Convert and move the model before it is wrapped: behind that ``to()``, ``half()`` and the like raise, if
+    Convert and move the model before it is wrapped: afterwards ``to()``, ``half()`` and the like raise if
     they would change a parameter.
 
     Bits are those of ``ShardedDataParallel`` with the same units. ``state_dict()`` is whole on every rank and
     ``load_state_dict()`` takes a whole one; both communicate, so all ranks call them.
 
     Args:
-        module: what to train.
-        optimizer: has all of its parameters that require a gradient; those that it does not have stay whole
-            on every rank. None if it is built later, over the wrapper's parameters, before the first backward
+        module: the model to train.
+        optimizer: has all parameters of the module that require a gradient; those it lacks stay whole on
+            every rank. None if it is built later, over the wrapper's parameters, before the first backward
             pass: then no rank needs memory for more than the model and one unit.
-        units: "auto", modules, classes of modules, or a function that tells of a module whether it is a unit.
+        units: "auto", modules, classes of modules, or a function that says whether a module is a unit.
             Parameters in no unit belong to the outermost one, whole from the forward to the backward pass.
-        reshard_after_forward: False keeps units whole from the forward to the backward pass: 2 (W-1)/W times
-            the parameters' bytes are sent in an iteration, and not 3. A number keeps so many, the last ones.
-        guards_reads: let the backward pass come to a unit by a tensor that its modules kept aside, and did
-            not return. Takes about 2 µs of the CPU for each tensor that autograd saves. False is needed where
-            modules call ``torch.func.grad`` or ``torch.func.vjp``.
+        reshard_after_forward: False keeps units whole from the forward to the backward pass: an iteration
+            sends 2 (W-1)/W times the parameters' bytes, not 3. A number keeps so many, the last ones.
+        guards_reads: the backward pass may come to a unit by a tensor that its modules kept aside and did not
+            return. Takes about 2 µs of the CPU for each tensor that autograd saves. Use False if modules call
+            ``torch.func.grad`` or ``torch.func.vjp``.
         offload: an `Offload` keeps what this rank owns in files; the class must bear to be stepped some
             parameters at a time. "cpu", for a model on an accelerator, keeps rows, gradients and state in
-            pinned memory of the CPU, where the optimizer steps. None keeps them where the parameters are.
+            pinned CPU memory, where the optimizer steps. None keeps them with the parameters.
         accumulate: as in `ShardedDataParallel`, as are the other options.
-        process_group: that of the optimizer; where it comes later, None for the default group.
-        mesh: as in `ShardedDataParallel`; units are gathered inside each replica. The optimizer is built over
-            one row of it, so that each replica has all state; or over all its ranks: then state is there
+        process_group: that of the optimizer; if it comes later, None for the default group.
+        mesh: as in `ShardedDataParallel`; units are gathered inside each replica. Build the optimizer over
+            one row of the mesh, so that each replica has all state, or over all its ranks: then state exists
             once, and a rank holds copies of rows that other replicas own, see Note [Held by a replica] in
             `zero_optim.units.unit_gathers`.
-        mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
-            is the dtype to compute with, and owners keep and step the parameters as they were.
-        device: where parameters and buffers that are on the meta device are to be; None for the default one.
-        init: called with each module that has some there, under ``torch.no_grad()``, after those below it, to
-            give them their first values, of which rank 0's are taken; None for the module's own
-            ``reset_parameters()``. A model on the meta device is wrapped without an optimizer, and no rank
-            ever holds the whole of it.
+        mixed_precision: a `PrecisionPolicy`, or one of PyTorch's for its own wrappers. Then ``param.dtype``
+            is the dtype to compute with, and owners keep and step the parameters in their own dtype.
+        device: for parameters and buffers on the meta device; None for the default one.
+        init: called under ``torch.no_grad()`` with each module that has some there, children first, to set
+            their first values; rank 0's are taken. None calls the module's ``reset_parameters()``. Wrap a
+            model on the meta device without an optimizer; no rank ever holds the whole of it.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
@@ -155,11 +154,11 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _everyone(self) -> RankGroup:
-        """All ranks that train the model: those of the optimizer, or of the mesh."""
+        """Return all ranks that train the model: those of the optimizer, or of the mesh."""
         return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
 
     def _fill(self, module: nn.Module) -> None:
-        """Give every rank the values of the first, keep what each owns of them, and wrap; all ranks call."""
+        """Broadcast the first rank's values, keep what each rank owns, and wrap; all ranks call."""
         built, options, everyone = self._built, self._options, self._everyone
         arguments = {"module": module, "process_group": everyone.process_group, **options}
         agree_on_model(arguments, self, options.get("timeout"), options.get("on_stall", "raise"))
@@ -182,7 +181,7 @@ class FullyShardedDataParallel(nn.Module):
         PassHooks(self).hang_on(module)
 
     def _make_reducer(self) -> None:
-        """Build what reduces gradients for the optimizer, and gather units for it; all ranks call."""
+        """Build the reducer and the gathers of units; all ranks call."""
         optimizer, mesh, built = self._optimizer, self._mesh, self._built
         with failing_together(self._everyone):
             check_sparse(self.module, optimizer)
@@ -202,7 +201,7 @@ class FullyShardedDataParallel(nn.Module):
         reducer.follow(weakly(self.units.gradient_came))
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
+        """Reduce gradients for an optimizer built later; all ranks call, and it communicates."""
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
@@ -218,7 +217,7 @@ class FullyShardedDataParallel(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def before_forward(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
-        """Begin a forward pass; called by the hook of the module, and so is `after_forward`."""
+        """Begin a forward pass; called by the module's hook, as is `after_forward`."""
         self.units.forget_calls()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._reducer.activity.begin("forward pass")
@@ -252,11 +251,7 @@ class FullyShardedDataParallel(nn.Module):
         return self._everyone.process_group
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.
-
-        Raises:
-            RuntimeError: ``accumulate`` is "owner".
-        """
+        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
         if self._asked.accumulate == "owner":
             raise RuntimeError(
                 'accumulate="owner" adds several backward passes up in the rows of the owners, without '
@@ -273,28 +268,24 @@ class FullyShardedDataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
-        """Clip the gradients as ``optimizer.clip_grad_norm_`` does, which this calls; all ranks call."""
+        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
         return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
     def check_finished(self) -> None:
-        """Raise, on every rank, if the last backward passes were incomplete; see `DistributedDataParallel`.
+        """Raise `ReductionError`, on every rank, if the last backward passes were incomplete; all ranks call.
 
-        All ranks call. Waits for the device.
-
-        Raises:
-            ReductionError: with what every rank that failed has to say.
+        The message has every failed rank's error. Waits for the device. See `DistributedDataParallel`.
         """
         self._reducer.check_finished()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Tell what reductions communicated since the last call; see `DistributedDataParallel.metrics`."""
+        """Return what reductions communicated since the last call; see `DistributedDataParallel.metrics`."""
         return self._reducer.metrics(reset=reset)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Load a whole state dict, as ``nn.Module`` does; all ranks call. Each unit is gathered for it.
 
-        Raises:
-            TypeError: on every rank: ``state_dict`` is no mapping on any. Nothing was loaded then.
+        TypeError on every rank, before anything is loaded, if ``state_dict`` is no mapping on any.
         """
         with failing_together(self._everyone):
             if not isinstance(state_dict, Mapping):
@@ -302,33 +293,21 @@ class FullyShardedDataParallel(nn.Module):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def join_hook(self, **kwargs: object) -> NoReturn:
-        """Refuse ``Join``: a rank without inputs does not call the units that the others gather.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse ``Join`` with a RuntimeError: a rank without inputs does not call the units of others."""
         raise RuntimeError(
             "FullyShardedDataParallel takes no part in Join: ranks that ran out of inputs would have to "
             "gather the units that the others use. Give every rank as many batches"
         )
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Refuse a comm hook: gradients are reduced to owners here.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse a comm hook with a RuntimeError: gradients are reduced to owners here."""
         raise RuntimeError(
             "FullyShardedDataParallel reduces gradients to their owners, and takes no comm hook: use "
             "zero_optim.ddp.DistributedDataParallel with it"
         )
 
     def detach(self) -> NoReturn:
-        """Refuse to let go of the process group: no rank holds the parameters.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse with a RuntimeError to let go of the process group: no rank holds all parameters."""
         raise RuntimeError("FullyShardedDataParallel cannot be detached: save a checkpoint and build it anew")
 
 
@@ -337,7 +316,7 @@ nn.parallel.DistributedDataParallel.register(FullyShardedDataParallel)
 
 
 def _wanted(wrapper: "weakref.ref[FullyShardedDataParallel]") -> Callable[[bool], bool]:
-    """Return what tells whether a backward pass is to be reduced; it does not keep the wrapper."""
+    """Return a callable that is True if a backward pass must be reduced; holds a weak reference."""
 
     def wanted(was_expected: bool) -> bool:
         own = wrapper()

@@ -1,4 +1,4 @@
-"""A wrapper that outlives its process group: it lets go of one, and is bound to another."""
+"""A wrapper that outlives its process group: it can be detached from one and bound to another."""
 
 from typing import Any, NoReturn
 
@@ -32,13 +32,12 @@ class RebindableWrapper(TorchDistributedDataParallel):
     _on_stall: str = "raise"
 
     def detach(self) -> None:
-        """Drop the process group, the reducer and comm hooks; does not communicate.
+        """Drop the process group, the reducer and comm hooks; no communication.
 
-        Every rank calls it before ``destroy_process_group()``, also when another rank has failed; beside the
+        Every rank calls it before ``destroy_process_group()``, also when another rank has failed, beside the
         optimizer's `detach`. If a wait on these ranks has failed, their connections are broken, so that no
-        other rank waits for this one. Until `rebind`, a forward pass whose gradients are to be reduced
-        raises; ``module`` runs without the wrapper, or gets another one. Gradients stay. A second call does
-        nothing.
+        other rank waits for this one. Until `rebind`, a forward pass whose gradients must be reduced raises;
+        ``module`` runs without the wrapper, or in another one. Gradients stay. A second call does nothing.
         """
         if self._is_detached:
             return
@@ -56,14 +55,11 @@ class RebindableWrapper(TorchDistributedDataParallel):
         self._delay_grad_buffer = None
 
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Average over the ranks of another process group from now on; all of them call, detached.
+        """Average over the ranks of another process group (None: the default); all of them call, detached.
 
-        If the optimizer is sharded, it is bound first: then the parameters are equal. As in the constructor,
-        the models are compared, then parameters and buffers are broadcast from the group's first rank. Comm
-        hooks are registered anew; buckets begin anew.
-
-        Args:
-            process_group: the new ranks; None for the default group.
+        Bind a sharded optimizer first: then the parameters are equal. As in the constructor, the models are
+        compared, then parameters and buffers are broadcast from the group's first rank. Comm hooks must be
+        registered anew; buckets begin anew.
 
         Raises:
             RuntimeError: on every rank, the wrapper is not detached on some.
@@ -80,7 +76,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
 
     @eager
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """Broadcast the buffers as PyTorch does, but as a work of ours: whoever is missed in it is named."""
+        """Broadcast the buffers as PyTorch does, but as our work, so that errors name missing ranks."""
         if self._delay_all_reduce_all_params:  # there is no reducer, which has the label's group
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
             return

@@ -1,4 +1,4 @@
-"""`ShardedDataParallel`: data parallelism whose gradients are sharded, for an optimizer that is sharded."""
+"""`ShardedDataParallel`: data parallelism with sharded gradients, for a sharded optimizer."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -32,58 +32,57 @@ from zero_optim.step.unreduced import NOT_REDUCED
 class ShardedDataParallel(DistributedDataParallel):
     """Reduce each gradient to its owner alone during the backward pass (ZeRO stage 2).
 
-    Use it in the place of ``DistributedDataParallel``, with the optimizer built first::
+    Use it in place of ``DistributedDataParallel``, with the optimizer built first::
 
         optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
         model = ShardedDataParallel(module, optimizer)
 
-    The loop stays as it is, but for ``optimizer.clip_grad_norm_()`` in the place of PyTorch's function. After
-    a backward pass the owner of a parameter has the averaged gradient in ``param.grad``, other ranks a
-    `PartialGradient` without memory, which raises if it is read. A parameter that no rank used has None on
-    every rank.
+    Clip by ``optimizer.clip_grad_norm_()`` instead of PyTorch's function; the rest of the loop stays as it
+    is. After a backward pass the owner of a parameter has the averaged gradient in ``param.grad``, other
+    ranks a `PartialGradient` without memory, which raises if it is read. A parameter that no rank used has
+    None on every rank.
 
-    A gradient is multiplied by one over the number of ranks, then the ranks' gradients are added up in the
-    order of ranks: bf16 and fp16 in float32, and the sum is rounded once. On two ranks these are the bits of
-    ``DistributedDataParallel``. With a mesh, the sum of a replica is rounded too.
+    Gradients are multiplied by one over the number of ranks and added in the order of ranks, bf16 and fp16 in
+    float32 with one rounding. On two ranks these are the bits of ``DistributedDataParallel``. With a mesh,
+    the sum of a replica is rounded too.
 
-    Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
-    rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient; on an accelerator, or
-    where the rows of a bucket are uneven, at most three buckets: Note [Memory of sharded gradients] in
+    Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a rank
+    holds its own gradients, two buckets (with two ranks 1.5) and one gradient; on an accelerator, or if the
+    rows of a bucket are uneven, at most three buckets: Note [Memory of sharded gradients] in
     `zero_optim.ddp.owners.owner_bucket`. The first pass with ``static_graph=True`` holds all gradients.
 
     All ranks of the optimizer's group construct it, with the same arguments, and run forward and backward
     passes together. Errors of a backward pass, ``Join``, checkpointing, and unused parameters are as in
     `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept by their owners. Inside
-    ``Join`` each reduced pass has a step: the next forward pass raises on every rank if there was none.
+    ``Join`` each reduced pass needs a step, or the next forward pass raises on every rank.
 
-    On the CPU a pass that raises leaves what earlier passes have added up as it was. On an accelerator call
-    ``zero_grad()`` behind it. A hook by ``param.register_post_accumulate_grad_hook`` that was registered
-    after wrapping may find None in ``param.grad``. Register it before, or use ``param.register_hook``.
+    On the CPU a pass that raises leaves earlier passes' sums as they were; on an accelerator call
+    ``zero_grad()`` after it. A ``param.register_post_accumulate_grad_hook`` registered after wrapping may
+    find None in ``param.grad``: register it before, or use ``param.register_hook``.
 
     Args:
-        module: what to train. The optimizer has all of its parameters that require a gradient.
+        module: the model to train. The optimizer has all of its parameters that require a gradient.
         optimizer: steps them.
-        accumulate: what several backward passes before a step do. "owner": each is reduced, and the owners
-            add up. That sends each time, and needs little more memory on an accelerator (on the CPU that of
-            its own gradients once more); ``no_sync()`` is refused. "local": passes under ``no_sync()`` add
-            up whole gradients on each rank, and the next one outside of it reduces the sums. The bits differ:
-            "owner" adds over ranks first, "local" over passes first.
-        process_group: that of the optimizer; need not be given.
+        accumulate: what several backward passes before a step do. "owner" reduces each, and owners add up: it
+            sends each time, needs little more memory on an accelerator (on the CPU that of its own gradients
+            once more), and refuses ``no_sync()``. "local" adds up whole gradients on each rank under
+            ``no_sync()``, and the next pass outside of it reduces the sums. The bits differ: "owner" adds
+            over ranks first, "local" over passes first.
+        process_group: that of the optimizer; optional.
         mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
-            shard everything. The optimizer is built over one row of it, ``process_group=mesh.get_group(1)``.
-            All ranks of the mesh construct, and train together. Gradients are averaged over all ranks.
-            Across replicas goes a row: the gradients' bytes divided by the ranks of a replica, times
-            2 (R-1)/R for R replicas.
+            shard everything. Build the optimizer over one row of it, ``process_group=mesh.get_group(1)``. All
+            ranks of the mesh construct, and train together; gradients are averaged over all. Replicas
+            exchange rows: the gradients' bytes divided by the ranks of a replica, times 2 (R-1)/R for R
+            replicas.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
-            ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and
-            ``on_stall``, as in `DistributedDataParallel`.
+            ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and ``on_stall``,
+            as in `DistributedDataParallel`.
 
     Raises:
         TypeError: on every rank: ``optimizer`` is not sharded by this library, or an option is unknown or has
             no meaning here; says why.
-        ValueError: likewise: the optimizer lacks a parameter, or has another process group, or one that is
-            no row of the mesh; or a parameter is cut, its gradients are sparse, and the class does not bear
-            that.
+        ValueError: likewise: the optimizer lacks a parameter, or has another process group, or one that is no
+            row of the mesh; or a cut parameter has sparse gradients that the class does not bear.
         RankMismatchError: on every rank: models or arguments differ; or the optimizers of two replicas.
     """
 
@@ -152,7 +151,7 @@ class ShardedDataParallel(DistributedDataParallel):
             param.grad = None
 
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Go on with the process group of the optimizer, which is bound already; it need not be given.
+        """Go on with the process group of the optimizer, which is bound already; it may be left out.
 
         Raises:
             RuntimeError: the optimizer is detached, or there is a mesh; or as in `DistributedDataParallel`.

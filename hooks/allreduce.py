@@ -13,11 +13,8 @@ from zero_optim.hooks.bucket import GradBucket, TensorFuture
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks by one all-reduce, in place and in its own dtype, also if sparse.
 
-    Each rank divides before the sum, as in PyTorch's hook of this name.
-
-    Args:
-        state: the process group; None for the default one.
-        bucket: gradients of any dtype that the backend can sum.
+    Each rank divides before the sum, as in PyTorch's hook of this name. ``state`` is the process group; None
+    for the default one. The backend must be able to sum the dtype.
     """
     return start_average(group_of(state), bucket.buffer())
 

@@ -15,11 +15,9 @@ from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, dense_buffer
 def fp16_compress_hook(
     state: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks by one all-reduce in float16; the result has the bucket's dtype.
+    """Average dense floating-point gradients over all ranks by one all-reduce in float16.
 
-    Args:
-        state: the process group; None for the default one.
-        bucket: dense gradients of any floating dtype.
+    The result has the bucket's dtype. ``state`` is the process group; None for the default one.
     """
     return _average_as(torch.float16, state, bucket, "fp16_compress_hook")
 
@@ -29,11 +27,9 @@ def fp16_compress_hook(
 def bfloat16_compress_hook(
     state: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks by one all-reduce in bfloat16; the result has the bucket's dtype.
+    """Average dense floating-point gradients over all ranks by one all-reduce in bfloat16.
 
-    Args:
-        state: the process group; None for the default one.
-        bucket: dense gradients of any floating dtype.
+    The result has the bucket's dtype. ``state`` is the process group; None for the default one.
     """
     return _average_as(torch.bfloat16, state, bucket, "bf16_compress_hook")
 
@@ -42,20 +38,12 @@ bf16_compress_hook = bfloat16_compress_hook
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Wrap a hook to work on float16 copies of the buckets; the result has the bucket's dtype.
-
-    Args:
-        hook: any hook; its ``bucket.buffer()`` is the copy.
-    """
+    """Wrap a hook to work on float16 copies of the buckets; the result has the bucket's dtype."""
     return _wrapped(hook, torch.float16, "fp16")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Wrap a hook to work on bfloat16 copies of the buckets; the result has the bucket's dtype.
-
-    Args:
-        hook: any hook; its ``bucket.buffer()`` is the copy.
-    """
+    """Wrap a hook to work on bfloat16 copies of the buckets; the result has the bucket's dtype."""
     return _wrapped(hook, torch.bfloat16, "bfloat16")
 
 

@@ -1,19 +1,19 @@
 """`zero_step`, a comm hook that steps a sharded optimizer during the backward pass.
 
 Note [Who does what]
-    The hook of a full bucket starts the reduction and queues the bucket (`queues`). A thread, or the next
-    hook, waits for it, then steps and gathers the optimizer's full buckets. Collectives have one order on
-    every rank. The first hook begins the step and takes over the user's changes, while nothing else reads
-    parameters. DDP waits for the futures at the end of backward; a callback behind DDP's does the rest.
+    The hook of a full bucket starts its reduction and queues it (`queues`). A thread, or the next hook, waits
+    for it, then steps and gathers the optimizer's full buckets. Collectives have one order on every rank. The
+    first hook begins the step and takes over the user's changes, while nothing else reads parameters. DDP waits
+    for the futures at the end of backward; a callback behind DDP's does the rest.
 
 Note [Backward passes within backward passes]
-    Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Whether DDP
-    has assigned gradients by then depends on the DDP. So ``step()`` handles all-zero gradients, and late
-    changes of gradients are not noticed. The outermost pass sets partial gradients.
+    Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Some DDPs
+    have not assigned gradients by then. So ``step()`` handles all-zero gradients, and late changes of
+    gradients are not noticed. The outermost pass sets partial gradients.
 
 Note [Numbers of a static graph]
     PyTorch's DDP reduces the first pass of a static graph in a final callback. Each bucket has number 0 then,
-    and none is the last of several. So what comes in such a callback waits for no later bucket.
+    and none is the last of several, so none waits for a later bucket.
 """
 
 import weakref
@@ -58,13 +58,13 @@ def zero_step(
     """Return a comm hook that steps ``optimizer`` during the backward pass.
 
     Use ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours, with the
-    state of ``hook``. All ranks call it before the first backward pass. When all trained parameters of an
-    optimizer's bucket (``bucket_cap_mb``) are reduced, the bucket is stepped and gathered: by a thread on
+    state of ``hook``. All ranks call it before the first backward pass. An optimizer's bucket
+    (``bucket_cap_mb``) is stepped and gathered when all its trained parameters are reduced: by a thread on
     gloo with CPU parameters, which may create process groups, else by hooks on a side stream. There ``hook``
     must complete a bucket's future without a later call, unless ``interleave=False``.
 
     Parameters equal, bit for bit, those of ``hook`` alone; with None those without a hook, but for the last
-    bits where DDP divides (``gradient_as_bucket_view=True`` with ``zero_grad(set_to_none=False)``, ranks no
+    bits if DDP divides (``gradient_as_bucket_view=True`` with ``zero_grad(set_to_none=False)``, ranks no
     power of two). ``optimizer.step()`` steps the rest; a loop may omit it if DDP holds all parameters. The
     learning rate is read during backward. Clipping and GradScaler come too late and raise. Uneven inputs need
     ``Join([ddp, optimizer])``. After a failed ``backward()`` call ``optimizer.wait_for_gathers()``. Autograd
@@ -75,8 +75,8 @@ def zero_step(
         optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
         hook: reduces the gradients; None for DDP's mean.
         interleave: False delays all steps until the last bucket's reduction has started.
-        gradients: "owners" reduces as `reduce_to_owners`, and leaves in ``param.grad`` what that leaves. So
-            the next backward pass raises unless ``zero_grad()`` was called.
+        gradients: "owners" reduces as `reduce_to_owners`, with the same ``param.grad``: the next backward
+            pass raises unless ``zero_grad()`` was called.
         ddp: the hook's wrapper; not needed for `zero_optim.ddp`. If it allows unused parameters, or is None,
             all-zero gradients are searched (on an accelerator the CPU waits) and stepped after backward.
 
@@ -95,13 +95,9 @@ def zero_step(
 def hook_with_zero_step(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """Return `zero_step` with ``interleave=False``, under PyTorch's name.
+    """Return ``zero_step(zero, hook, ddp=ddp)`` with ``interleave=False``, under PyTorch's name.
 
-    Args:
-        hook: reduces the gradients.
-        ddp: the hook's wrapper.
-        zero: the optimizer to step.
-        shard_buckets: ignored; every rank steps the parameters that it owns.
+    ``shard_buckets`` is ignored; every rank steps the parameters that it owns.
 
     Raises:
         TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.
@@ -114,10 +110,7 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """Return `zero_step`, which steps buckets as they are reduced, under PyTorch's name.
-
-    The arguments are those of `hook_with_zero_step`.
-    """
+    """Return `zero_step`, which steps buckets as they are reduced; arguments as `hook_with_zero_step`."""
     _require_wrapper(ddp)
     return zero_step(zero, hook, ddp=ddp)
 
@@ -174,10 +167,7 @@ def _require_wrapper(ddp: object) -> None:
 
 
 def _all_used(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
-    """Return a function that says whether some rank uses every parameter of a wrapper in each backward pass.
-
-    Without DDP's options for unused parameters, a bucket is full only when all its gradients have come.
-    """
+    """Return a function that says whether some rank uses every parameter of a wrapper in each pass."""
     if ddp is None:
         return lambda: False
     reference = weakref.ref(ddp)  # the wrapper holds the hook
@@ -305,10 +295,7 @@ class ZeroStep:
     # ------------------------------------------------------------------ at the end of the backward pass
 
     def _before_end(self) -> None:
-        """Queue `_end` behind DDP's callback.
-
-        Waiting for the thread here measures the wait, which PyTorch's DDP would not.
-        """
+        """Queue `_end` behind DDP's callback; wait for the thread here, to measure the wait."""
         after_backward(self._end)
         of = self._pass
         if self._overlap.takes_thread and of is not None and (of.is_complete or not in_outer_backward()):

@@ -33,18 +33,16 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
     """Return a comm hook that reduces each gradient to its owner alone, in half the bytes of an all-reduce.
 
     Use ``ddp.register_comm_hook(None, reduce_to_owners(optimizer))``, on PyTorch's DDP or ours. All ranks
-    call it before the first backward pass; it may create process groups. After ``backward()`` the owner has
-    the mean in ``param.grad``; other ranks have a `PartialGradient`, without memory, which raises if read.
-    Our DDP takes the optimizer's buckets and ``bucket_cap_mb``. DDP's buckets stay as large as all gradients;
-    to save memory use `zero_optim.ddp.ShardedDataParallel`.
+    call it before the first backward pass; it may create process groups. The optimizer owns every parameter
+    of the wrapper; gradients are dense. After ``backward()`` the owner has the mean in ``param.grad``; other
+    ranks have a `PartialGradient`, without memory, which raises if read. Our DDP takes the optimizer's
+    buckets and ``bucket_cap_mb``. DDP's buckets stay as large as all gradients; to save memory use
+    `zero_optim.ddp.ShardedDataParallel`.
 
     Gradients are divided by the number of ranks and added in their order, bf16 and fp16 in float32 with one
     rounding; two ranks get the bits of DDP without a hook. To accumulate, use ``no_sync()`` for all but the
     last backward pass of a step; after a reduced pass call ``zero_grad()``, or the next pass raises. If one
     rank owns every parameter, the hook is an all-reduce.
-
-    Args:
-        optimizer: owns every parameter of the wrapper; gradients are dense.
 
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library.

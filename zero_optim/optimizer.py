@@ -37,78 +37,72 @@ from zero_optim.units.registration import registration_in
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Shard the state of an optimizer over the ranks of a process group (ZeRO stage 1).
 
-    Use it where ``optimizer_class(params, **defaults)`` stood. Every rank holds all parameters, and all
-    gradients before `step`, as with DDP. Each parameter's state lives on one rank, its owner, which steps it
-    and broadcasts the result. Several ranks may own rows of a large parameter, see ``cuts``. After each step
-    the parameters are, bit for bit, those of the unsharded optimizer, for every class that treats parameters
-    one by one.
+    Use it in place of ``optimizer_class(params, **defaults)``. As with DDP, every rank holds all parameters,
+    and all gradients before `step`. The state of a parameter lives on one rank, its owner, which steps it and
+    broadcasts the result; a large one may be cut into rows of several owners. For every class that treats
+    parameters one by one, a step gives the bits of the unsharded optimizer.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
-    All ranks of the group construct it with the same arguments. They also call together every method that
-    communicates. An error on one rank is raised on every rank, and nothing has changed then, unless the
-    method says otherwise. RankMismatchError: ranks gave different arguments.
+    All ranks construct it with the same arguments (else RankMismatchError), and together call every method
+    that communicates. An error on one rank is raised on every rank; unless the method says otherwise, nothing
+    has changed then.
 
-    ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``, which it replaces. With
-    ``overlap_with_ddp=True`` that class does not train in its first two or three iterations. This one does:
-    scripts must leave out iterations for warm-up.
+    ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``. That class does not train
+    in the first two or three iterations with ``overlap_with_ddp=True``; this one does, so scripts must leave
+    out iterations for warm-up.
 
     Args:
-        params: as ``torch.optim`` takes them: dense parameters of any dtypes and shapes, dicts of groups, or
-            (name, parameter) pairs; the same on every rank, in the same order. Names are compared. Without
-            names, parameters that look alike are compared by values if ranks start with equal ones.
-        optimizer_class: the class to shard, or a callable that builds one from groups. Ranks compare its
-            code and arguments. What shall differ between ranks it must find out when it is called.
+        params: as for ``torch.optim``, dense, of any dtypes and shapes; the same on every rank, in the same
+            order. Ranks compare names, or without names the values of parameters that look alike, if ranks
+            start with equal ones.
+        optimizer_class: the class, or a callable that builds one from groups. Ranks compare its code and
+            arguments, so it must find out what differs between ranks when it is called.
         process_group: ranks to shard over; None for the default group, or for the group of the fully sharded
             model that has the parameters.
-        parameters_as_bucket_view: True moves the parameters into flat tensors, where gathers write in place;
-            each gets a storage of its own. False leaves ``param.data`` alone and copies at each step, as is
-            also done for parameters in shared memory and on devices without DLPack.
-        overlap_with_ddp: a comm hook of `zero_optim.hooks` (``hook_with_zero_step``, ``zero_step``) takes the
-            step during the backward pass. The class is checked for that now; `step` raises if no hook ran.
-        bucket_cap_mb: capacity of a bucket in MiB, above 0. A step starts one broadcast for each bucket and
-            owner. Building takes one bucket of extra memory, and so does each gather without views.
-        cost: the cost of owning a parameter, which ranks share evenly: "numel" for element-wise steps,
-            "matmul" for those that orthogonalize matrices (Muon), or a function of the parameter. A group may
-            have its own, under the key "cost".
-        master_dtype: parameters of narrower floating-point dtypes are stepped through copies in this dtype,
-            which only the owner has: torch.float32 for bf16 and fp16. In the state: ``zero_optim.master``.
-        ema_decay: keep an exponential moving average of the weights for `averaged_weights`, each rank of what
-            it owns; the factor for the past at a step, below 1. In the state: ``zero_optim.ema``.
-        gather_lazily: the model whose forward passes wait for the gathers instead of `step`; see the method
-            of this name. Wrapped in DDP or not; compile it later. A copy of the optimizer waits in `step`.
-        assume_separable: do not try the class. Otherwise it is run on small tensors, whole and in parts, for
-            10 to 60 ms the first time, and refused if the results differ.
-        cuts: large parameters may be cut, so that every bucket is divided evenly. Only where trials of the
-            class with these options gave the same bits, parameters and state (`pieces` and `explain` tell).
-            False keeps every parameter whole, and evens out the whole model, but not each bucket. What the
-            CPU steps in half precision is never cut. A group may have its own, under the key "cuts".
-            If later options forbid existing cuts, `step` and `load_state_dict` raise ValueError. So does a
-            step with a sparse gradient of a cut parameter, unless the class gave the same bits with such:
-            plain SGD does; SGD with momentum and Adagrad do not. Keep such a group whole.
-        timeout: seconds that a wait of this optimizer may take; None for the process group's own timeout.
-            A longer wait raises `StalledError` on every rank, which names the missing ranks and their last
-            calls. A warning is logged after half of it.
-        on_stall: "exit" logs the error and ends the process with exit code 75 instead of raising: for jobs
-            that a launcher restarts, and on NCCL, where a CPU that waits for the device cannot raise.
-        own_options: names of group options, such as ``("lr",)``, that each rank may set for itself. Each step
-            compares all others, as far as they are plain values: RankMismatchError if one differs.
-        mirror: after every step, copy what a rank owns (rows, state, masters, averages) to the next rank, in
-            CPU memory and over gloo, beside the next passes. If a rank is lost, `rebind` on the others goes
+        parameters_as_bucket_view: move parameters into flat tensors, each with its own storage, where gathers
+            write in place. False leaves ``param.data`` alone and copies at each step, which is also done for
+            shared memory and devices without DLPack.
+        overlap_with_ddp: a comm hook (``hook_with_zero_step``, ``zero_step`` of `zero_optim.hooks`) steps
+            during the backward pass. The class is checked now; `step` raises if no hook ran.
+        bucket_cap_mb: capacity of a bucket in MiB, above 0. A step sends one broadcast for each bucket and
+            owner. Construction takes one bucket of extra memory, and so does each gather without views.
+        cost: of a parameter for its owner, balanced over ranks: "numel" for element-wise steps, "matmul" if
+            the class orthogonalizes matrices (Muon), or a function of the parameter. Also a group key.
+        master_dtype: dtype of the owner's copies, through which parameters of narrower floating-point dtypes
+            are stepped: torch.float32 for bf16 and fp16. In the state: ``zero_optim.master``.
+        ema_decay: factor below 1 for the past in a moving average of the weights, for `averaged_weights`;
+            each rank averages what it owns. In the state: ``zero_optim.ema``.
+        gather_lazily: a model, in DDP or not, whose forward passes wait for gathers instead of `step`;
+            compile it later. A copy of the optimizer waits in `step`.
+        assume_separable: do not try the class. Otherwise it steps small tensors, whole and in parts, for 10
+            to 60 ms the first time, and is refused if the results differ.
+        cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
+            same bits (`pieces` and `explain` show). False balances whole parameters over the model, not each
+            bucket. What the CPU steps in half precision is never cut. If later options forbid existing cuts,
+            `step` and `load_state_dict` raise ValueError; so does a step with a sparse gradient of a cut
+            parameter, unless trials passed (plain SGD; not SGD with momentum, nor Adagrad: use False). Also a
+            group key.
+        timeout: longest wait in seconds; None for the process group's timeout. After half of it a warning is
+            logged; then every rank raises `StalledError` with the missing ranks and their last calls.
+        on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
+            jobs, and for NCCL, where a CPU that waits for the device cannot raise.
+        own_options: group options that each rank may set for itself, such as ``("lr",)``. Each step compares
+            the others if they are plain values, and raises RankMismatchError if one differs.
+        mirror: after every step, copy what a rank owns (rows, state, masters, averages) to the next rank's
+            CPU memory over gloo, beside the next passes. If a rank is lost, `rebind` on the others goes
             back to the end of the last step or the one before, without a file. Takes four times the memory of
-            what a rank owns, and one small collective more a step; `explain` shows the bytes. A group of one
-            rank warns.
+            what a rank owns, see `explain`, and one small collective more a step. A group of one rank warns.
         **defaults: keyword arguments of ``optimizer_class``.
 
-    A group may have its own ``optimizer_class``; its other options are then that class's arguments, and
-    ``defaults`` do not apply to it: Muon for matrices and AdamW for the rest is one optimizer.
+    A group may have its own ``optimizer_class``, for example Muon for matrices beside AdamW. Its other
+    options are then that class's arguments, and ``defaults`` do not apply.
 
     Attributes:
         param_groups: all parameters with their options, the one truth for options.
         state: state of the parameters this rank owns, and of no others.
         defaults: as the class itself sets them.
-        core: its parts, for other modules of this library.
-        steps: how it steps, likewise.
+        core: its parts, for other modules of this library; so is ``iteration``.
 
     Raises:
         ValueError: no parameters, sparse ones, some that share memory, options the class refuses, a class
@@ -175,20 +169,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.defaults = core.owned.local.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
+        """Copy and pickle all but the hooks, as ``torch.optim`` does; no communication."""
         self.wait_for_gathers()
         return {"core": self.core}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a copied or unpickled state; a copy has no overlap, lazily gathered model or mesh."""
+        """Load a copied or pickled state; a copy has no overlap, lazily gathered model or mesh."""
         self._begin(state["core"])
         if not self.core.ranks.is_let_go:
             watch(self, self.core.ranks, self.core.inputs.options.on_stall)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
-        """Return what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
+        """Return an attribute of the user's class, such as ``train()`` and ``eval()`` of schedule-free ones.
 
-        All ranks call such a method; the parameters are gathered after it.
+        All ranks call such a method; then parameters are gathered.
         """
         if name in ("_overlap_with_ddp", "_overlap_info"):
             raise AttributeError(views.NOT_FOR_OURS)
@@ -228,32 +222,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]  # noqa: ANN401
         """Step what this rank owns, then gather every parameter; all ranks call.
 
-        Communicates: one broadcast for each bucket and owner. Every rank has its new parameters when the call
-        returns; on CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the
-        modules wait. A rank on which the class's step raises takes part in the gather, and the others hear of
-        its error there.
+        Communicates one broadcast for each bucket and owner. On return every rank has its new parameters; on
+        CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the modules wait.
+        If the class's step raises, that rank still gathers, and the others learn of its error there.
 
         Args:
-            closure: evaluates the model and returns the loss, as in ``torch.optim``; on all ranks or none.
-                One more collective of a byte: if it raises on a rank, all raise before anything is stepped.
-                But a rank that waits for the other in an all-reduce of its own closure does so until the
-                group's timeout. Inside ``Join`` with an overlapped step ranks do not hear of it.
-            **kwargs: passed on to the class's own ``step``, but for ``grad_scaler``, which some scalers pass:
-                it is asked for infinities.
+            closure: evaluates the model and returns the loss; on all ranks or none. Takes one more collective
+                of a byte: if it raises on a rank, all raise before anything is stepped, but not inside
+                ``Join`` with an overlapped step. A rank inside an all-reduce of its own closure waits until
+                the group's timeout.
+            **kwargs: for the class's own ``step``, but for the ``grad_scaler`` of some scalers, which is
+                asked for infinities.
 
         Returns:
             The loss of ``closure``, None without one.
 
         Raises:
             TypeError: ``closure`` cannot be called.
-            ValueError: the gradient of a cut parameter is sparse, and the class does not bear that, see
-                ``cuts``. Nothing was stepped.
-            RankMismatchError: options differ between ranks, see ``own_options``, or ranks are in different
-                calls. The step was taken, and parameters are equal on all ranks. Or, before anything is
-                stepped: a parameter was frozen when `zero_optim.ddp` wrapped the model, trains now, and its
-                gradients differ between ranks; inside ``Join`` a RuntimeError.
-            Exception: the class's own step raises. Ranks where it did not have stepped what they own;
-                parameters are equal on all ranks.
+            ValueError: a cut parameter has a sparse gradient that the class does not bear, see ``cuts``.
+                Nothing was stepped.
+            RankMismatchError: options differ, see ``own_options``, or ranks are in different calls. The step
+                was taken, and parameters are equal on all ranks. Or, before anything is stepped: a parameter
+                was frozen when `zero_optim.ddp` wrapped the model, trains now, and its gradients differ
+                between ranks; inside ``Join`` a RuntimeError.
+            Exception: the class's own step raises. The other ranks have stepped what they own; parameters are
+                equal on all ranks.
         """
         if views.is_no_step(self.core):
             return None
@@ -267,15 +260,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def num_steps(self) -> int:
-        """Calls of `step` on this rank, of skipped steps too; after going back by `rebind` as many less."""
+        """Calls of `step` on this rank, skipped ones included; less after `rebind` went back."""
         return self.core.snapshot.steps
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a ``GradScaler`` calls `step` after an infinity too; see Note [Infinities] in `step.amp`.
 
-        Inside ``Join``, and after a step of the backward pass, which raises. Otherwise the question is
-        counted: Note [What a count cannot tell] in `zero_optim.health.stamps`.
+        True inside ``Join`` and after a step of the backward pass, which raises. Otherwise it counts the
+        call: Note [What a count cannot tell] in `zero_optim.health.stamps`.
         """
         if self.iteration.joins.under_way or self.iteration.has_begun:
             return True
@@ -293,24 +286,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; all ranks call.
 
-        ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients; the norm is equal on all ranks. With
-        sharded gradients the norm of a cut parameter combines those of its rows, and its last bits may differ
-        from PyTorch's. One small collective; the CPU waits for it and the gradients. On an accelerator whose
-        group has a CPU backend too, two: the CPU waits for other ranks, but for no gradient, except with
-        ``error_if_nonfinite``. Inside ``Join`` the norm is that of the active ranks, which must all clip; one
-        more collective of a byte.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: order of the norm, ``inf`` included.
-            error_if_nonfinite: raise RuntimeError if the norm is not finite.
-            foreach: as in ``torch.nn.utils.clip_grad_norm_``.
-
-        Returns:
-            The norm before clipping, 0-d.
+        Arguments are those of ``torch.nn.utils.clip_grad_norm_``; it returns the norm before clipping, 0-d
+        and equal on all ranks. With sharded gradients the last bits of a cut parameter's norm may differ from
+        PyTorch's. Takes one small collective; the CPU waits for it and the gradients. If an accelerator's
+        group has a CPU backend too, it takes two: the CPU waits for other ranks, but for no gradient, except
+        with ``error_if_nonfinite``. Inside ``Join`` the norm is that of the active ranks, which must all
+        clip; one more collective of a byte.
 
         Raises:
-            RuntimeError: the norm is not finite, see ``error_if_nonfinite``.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
             TypeError: an argument is of the wrong kind; or ValueError.
         """
         return self.iteration.clip(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
@@ -318,8 +302,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def wait_for_gathers(self) -> None:
         """Wait until every parameter has its new value on this rank; returns at once if no gather is pending.
 
-        On CUDA with NCCL the current stream waits, not the CPU. Call it to train on after ``backward()`` has
-        raised: part of the step may have been taken.
+        On CUDA with NCCL the current stream waits, not the CPU. After a ``backward()`` that raised, call it
+        to train on: part of the step may have been taken.
         """
         self.iteration.wait_for_steps()
         self.core.sharding.under_way.wait()
@@ -334,21 +318,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
         """Let gathers run on after `step`: forward passes of ``model`` wait for the parameters they need.
 
-        Each module waits for its own; with clipping, the backward pass waits for the norm alone. The
-        constructor's ``gather_lazily=model`` does the same. All ranks call, before a step and before
-        ``torch.compile``. No communication. Reading parameters through this optimizer or through
-        ``model.state_dict()`` also waits. Other code must call `wait_for_gathers` first: ``param.norm()``,
-        ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module before it calls that module.
-
-        Args:
-            model: the model with the parameters, or a wrapper such as DDP.
+        As the constructor's ``gather_lazily=model``. Each module waits for its own; with clipping, the
+        backward pass waits for the norm alone. All ranks call, before a step and before ``torch.compile``. No
+        communication. Parameters read through this optimizer or ``model.state_dict()`` also wait. Other code
+        must call `wait_for_gathers` first: ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that
+        reads the weight of a module before it calls that module.
 
         Returns:
             A handle; its ``remove()`` makes `step` wait again.
 
         Raises:
             TypeError: ``model`` is no module.
-            ValueError: it has none of the parameters.
+            ValueError: the model (or its wrapper, such as DDP) has none of the parameters.
         """
         check_reader(model, self.core.params)
         return LazyGather(model, self.core.sharding)
@@ -358,8 +339,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def averaged_weights(self) -> Iterator[None]:
         """Put the averaged weights into the model inside a ``with``; all ranks enter and leave it.
 
-        Needs ``ema_decay``. Communicates like a step, at the start and at the end. Inside, a step, a load and
-        a save of model and optimizer together raise.
+        Needs ``ema_decay``. Communicates like a step, at both ends. Inside, a step, a load and a save of
+        model and optimizer together raise.
         """
         average, sharding = self.core.owned.average, self.core.sharding
         with failing_together(self.core.group):
@@ -376,8 +357,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def begin_averages_anew(self) -> None:
         """Restart the averages (``ema_decay``) at the present weights. No communication.
 
-        For code that changes the weights after construction, as `ShardedDataParallel` does. After a step or a
-        load it does nothing.
+        For code that changes weights after construction. After a step or a load it does nothing.
         """
         self.core.owned.average.begin_anew()
 
@@ -385,19 +365,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @called_by_all
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, the same on all ranks, which all call. No parameter changes its owner.
-
-        Raises:
-            ValueError: the group is wrong.
-        """
+        """Add a group, the same on all ranks, which all call; ValueError if it is wrong. No owner changes."""
         add_group(self.core, param_group)
 
     @called_by_all
     def consolidate_state_dict(self, to: int | Sequence[int] | None = 0) -> None:
         """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
 
-        Owners send directly to the targets. The state arrives as a copy in CPU memory that later steps do not
-        change. What other ranks hold stays valid.
+        Owners send directly to the targets, which get a copy in CPU memory that later steps do not change.
+        What other ranks hold stays valid.
 
         Args:
             to: group rank that receives, or several, or None for all.
@@ -410,11 +386,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         dicts.consolidate(self.core, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in the format of ``torch.optim``. No communication.
+        """Return the whole state in ``torch.optim`` format, with the current options. No communication.
 
         Before any step it works on every rank; after a step on the targets of `consolidate_state_dict`, until
-        the next step. Options are the current ones. The dict loads into the plain optimizer, and into this
-        one with any number of ranks. Two calls share tensors, which are never written to.
+        the next step. The plain optimizer loads it, and this one on any number of ranks. Two calls share
+        tensors, which are never written to.
 
         Raises:
             NotConsolidatedError: the state is not on this rank, or a step came after it was consolidated.
@@ -432,19 +408,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Load a whole state; all ranks call.
 
         Takes dicts of ``torch.optim``, of PyTorch's ``ZeroRedundancyOptimizer`` and of this class. Each rank
-        copies what it owns. The caller's dict and its tensors do not change.
+        copies what it owns; the caller's dict and tensors do not change.
 
         Args:
-            state_dict: the same dict on every rank. With ``src``, the dict on that rank, None on the others.
+            state_dict: the same dict on every rank; with ``src`` on that rank alone, None on the others.
             src: the only group rank that has the dict, for example from a file. It sends each rank what that
                 rank owns; no other rank ever holds the whole state.
 
         Raises:
             StateMismatchError: names each parameter whose state does not fit.
-            ValueError: a rank gives a dict although only ``src`` may, or a rank that must give one does not.
-                Also if parameters are cut, and the class does not bear that with the options in the dict.
-            Exception: what the class itself raises. An error of a hook of
-                `register_load_state_dict_post_hook` comes after the load.
+            ValueError: a rank has a dict although only ``src`` may, or lacks one; or the class does not bear
+                cuts with the options in the dict.
+            Exception: of the class. An error of a hook of `register_load_state_dict_post_hook` comes after
+                the load.
         """
         with self.core.group.doing("load_state_dict()"):
             self.wait_for_gathers()  # and for steps of a backward pass that broke off
@@ -462,8 +438,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def owned_state(self) -> dict[Any, Any]:
         """Return the state that this rank owns, by parameter, and global entries. No communication.
 
-        Of a cut parameter: tensors have the shape of this rank's piece where the class's own would have that
-        of the parameter.
+        Of a cut parameter, tensors of the parameter's shape have the shape of this rank's piece.
         """
         return self.core.own_state()
 
@@ -471,8 +446,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
         """Load what `owned_state` returned, and each group's options, equal on every rank; all ranks call.
 
-        Unlike `load_state_dict`, which casts state to the parameters' dtype as ``torch.optim`` does, every
-        tensor keeps its dtype, and becomes the optimizer's own.
+        Tensors keep their dtypes, which `load_state_dict` casts to the parameters' as ``torch.optim`` does,
+        and become the optimizer's own.
         """
         self.core.check_attached()
         self.wait_for_gathers()  # and for steps of a backward pass that broke off
@@ -481,23 +456,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ process groups that end
 
     def detach(self, *, wait: bool = True, staying: Sequence[int] | None = None) -> None:
-        """Release the process group, and all that was made for it. No communication.
+        """Release the process group and everything built on it. No communication, but for ``staying``.
 
-        Call it before ``destroy_process_group()``, also when another rank has failed; every rank for itself,
-        between steps. Afterwards `state`, `param_groups` and what else this rank owns can be read and saved;
-        what needs the group raises until `rebind`. Unsharded gradients stay. A second call does nothing.
-        `zero_optim.ddp.DistributedDataParallel.detach` does the same for the wrapper; comm hooks go with it.
+        Every rank calls it for itself between steps, before ``destroy_process_group()``, also when another
+        rank has failed. Then `state`, `param_groups` and other things of this rank can be read and saved;
+        what needs the group raises until `rebind`. Unsharded gradients stay, comm hooks do not. A second call
+        does nothing. A wrapper of `zero_optim.ddp` has its own `detach`.
 
         Args:
-            wait: wait for pending gathers. If a rank died before it sent its part, parameters of others may
-                have old values here; `rebind` brings the right ones. False waits for nothing: for a rank that
-                is stopped, not dead, the wait would last until the timeout of the group.
-            staying: the group ranks of a smaller next group. The others first hand their state over to them:
-                all ranks call, with the same ranks, and it communicates. None hands nothing over.
+            wait: wait for pending gathers. If a rank died before it sent its part, its parameters may have
+                old values here until `rebind`. Use False if a rank is stopped, not dead: the wait would last
+                until the group's timeout.
+            staying: the group ranks of a smaller next group, to which the others first send their state: all
+                ranks call, with the same ranks, and it communicates. None sends nothing.
 
         Raises:
+            RuntimeError: the optimizer is that of a fully sharded model.
             ValueError: ``staying`` names no ranks of the group.
-            Exception: the state cannot be handed over. The optimizer stays attached.
+            Exception: the state cannot be sent. The optimizer stays attached.
         """
         if self.core.ranks.is_let_go:
             return
@@ -519,41 +495,41 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
         """Go on in another process group of any size; all its ranks call, detached.
 
-        Owners are planned anew, state goes from its holders to its owners in pieces of bounded size, and
-        parameters are gathered. Ranks may be new: they build their optimizer with the same arguments in any
-        group of their own, detach it, and get the others' options. A lazily gathered model stays so. Comm
-        hooks have to be registered anew.
+        Owners are planned anew, state moves to them in pieces of bounded size, and parameters are gathered.
+        New ranks build their optimizer with the same arguments in any group of their own, detach it, and get
+        the others' options. A lazily gathered model stays so; comm hooks must be registered anew.
 
-        With ``mirror=True`` ranks may be lost, or hold state of different steps. Then all ranks go back to
-        the end of the last step whose mirrors they have whole: parameters, state, averages and options.
-        Options that a scheduler changes have to be set again.
+        With ``mirror=True`` ranks may be lost, or hold state of different steps. Then all go back to the end
+        of the last step whose mirrors are complete: parameters, state, averages and options. Set options that
+        a scheduler changes again.
 
         Args:
             process_group: the new ranks; None for the default group.
-            keep_state: False begins with new state, and with the parameters as they are. When state was lost,
+            keep_state: False begins with new state and the present parameters. If state was lost,
                 `zero_optim.checkpoint.rebind` does that and loads.
 
         Returns:
-            `num_steps` of the state, equal on every rank. After going back this is less than before, as a
-            rule by one: the caller's data and schedulers go on from there.
+            `num_steps` of the state, equal on every rank; after going back less than before, as a rule by
+            one. The caller's data and schedulers go on from there.
 
         Raises:
-            LostStateError: nobody in the group holds the state of some parameters, which are named, or a step
-                broke off half way. With mirrors: a rank and its buddy are lost, or no step was taken yet.
+            LostStateError: no rank of the group holds the state of some parameters, which are named, or a
+                step broke off half way. With mirrors: a rank and its buddy are lost, or no step was taken
+                yet.
             RankMismatchError: ranks hold state of different steps, or have other parameters or arguments.
             RuntimeError: an optimizer is not detached on some rank.
             ValueError: the class does not bear cuts with the present options.
-            Exception: what the class itself raises. After each of these the optimizer is detached as before.
+            Exception: of the class. After each of these the optimizer is detached as before.
         """
         self._rebind(process_group, keep_state=keep_state, may_lose=False)
         return self.num_steps
 
     def rebind_held(self, process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Go on in another process group as by `rebind`, with the state that its ranks hold; all call.
+        """Like `rebind`, with the state that the new ranks hold; all call.
 
         Returns:
-            The parameters that lost some state, equal on every rank. They have no state now, and perhaps
-            wrong values: the caller brings both, as `zero_optim.checkpoint.rebind` does.
+            Parameters that lost some state, equal on every rank. They have no state now, and perhaps wrong
+            values: the caller brings both, as `zero_optim.checkpoint.rebind` does.
         """
         return self._rebind(process_group, keep_state=True, may_lose=True)
 
@@ -586,17 +562,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.core.own_params()
 
     def owners(self) -> dict[Tensor, int]:
-        """Return for each parameter the group rank that keeps its state; equal on every rank.
-
-        Of a cut parameter the rank with the first rows; see `pieces`.
-        """
+        """Return each parameter's owner (group rank), that of the first rows if cut; equal on every rank."""
         return {param: pieces[0].owner for param, pieces in self.pieces().items()}
 
     def pieces(self) -> dict[Tensor, Pieces]:
-        """Return for each parameter its pieces; equal on every rank.
+        """Return each parameter's pieces (owner, start, stop), equal on every rank; one if it is not cut.
 
-        Each is (owner, start, stop): the group rank that keeps the state of rows ``[start, stop)`` of
-        dimension 0. A parameter that is not cut has one.
+        The owner is the group rank that keeps the state of rows ``[start, stop)`` of dimension 0.
         """
         return {param: self.core.sharding.pieces[param] for param in self.core.params}
 
@@ -607,21 +579,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Return what this rank communicated since the last call, for any logger. No communication.
 
-        The first call counts from the construction; a copy of the optimizer counts from zero.
+        The first call counts from the construction; a copy of the optimizer counts from zero. ``reset=False``
+        leaves the counts alone, for a second reader.
 
-        - ``exposed_seconds/PHASE``: how long callers waited for communication, also for late ranks, and
-          packed and added up for it on the CPU; not work of a thread beside them, nor waits of an
-          accelerator: Note [Exposed seconds] in `zero_optim.comm.traffic`.
+        - ``exposed_seconds/PHASE``: time that callers waited for communication and late ranks, packed and
+          added up on the CPU; without a thread's work and an accelerator's waits: Note [Exposed seconds] in
+          `zero_optim.comm.traffic`.
         - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] there.
         - ``collectives/PHASE``, ``steps``: how many.
 
-        Phases: ``gather`` (owners send parameters), ``reduce`` (gradients go to their owners, or are averaged
-        by `zero_optim.hooks.zero_step`; our DDP has ``metrics()`` for its own reductions), ``clip``,
-        ``agree`` (at construction, for a closure or ``Join``, of scalers of sharded gradients), ``state``
-        (consolidated or dealt out by one rank; not checkpoints), ``mirror``, and ``total``.
-
-        Args:
-            reset: count from zero again; False leaves the counts alone, for a second reader.
+        Phases: ``gather`` (parameters from owners), ``reduce`` (gradients, to owners or averaged by
+        `zero_optim.hooks.zero_step`; our DDP has its own ``metrics()``), ``clip``, ``agree`` (construction,
+        closures, ``Join``, scalers of sharded gradients), ``state`` (consolidated, or sent by one rank; not
+        checkpoints), ``mirror``, and ``total``.
         """
         return self.core.ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
 
@@ -629,7 +599,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def explain(self, *, quiet: bool = False) -> Explanation:
         """Print on rank 0 what each rank holds: parameters, state, balance, buckets; all ranks call.
 
-        ``quiet`` prints nothing. Returns the same as data, on every rank.
+        Returns the same as data, on every rank. ``quiet`` prints nothing.
         """
         core = self.core
         with core.group.doing("explain()"):
@@ -647,8 +617,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: object) -> JoinHook:
         """Return the hook for ``torch.distributed.algorithms.Join`` that shadows this optimizer's steps.
 
-        Use ``with Join([ddp_model, optimizer]):``. Active ranks must step once in each iteration. It takes no
-        options.
+        Use ``with Join([ddp_model, optimizer]):``. Active ranks must step once in each iteration. No options.
         """
         return self.iteration.join_hook()
 
@@ -674,11 +643,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def optim(self) -> Optimizer | views.OptimizerView:
-        """The local optimizer of this rank, or with several classes a view of all local optimizers.
+        """This rank's local optimizer, or with several classes a view of all; only read it. No communication.
 
-        PyTorch's class has it too. Only read it. Its ``param_groups`` have what this rank steps: parameters,
-        its rows of cut ones, or masters; its ``state`` is found by these, and by the parameters of the model.
-        Rows of a cut parameter have values until the next step; then ask again. No communication.
+        PyTorch's class has it too. Its ``param_groups`` have what this rank steps: parameters, rows of cut
+        ones, or masters. Its ``state`` takes these and the model's parameters as keys. Rows of a cut
+        parameter are valid until the next step; then ask again.
         """
         return views.local_view(self.core)
 
@@ -705,7 +674,7 @@ make_known(ZeroRedundancyOptimizer)
 
 
 def require_ours(optimizer: object) -> None:
-    """Refuse what is not sharded by this library, with a TypeError on every rank; all ranks call."""
+    """Raise TypeError on every rank if an optimizer is not sharded by this library; all ranks call."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         kind = type(optimizer).__name__
         raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))
