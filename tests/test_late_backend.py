@@ -52,10 +52,11 @@ def outputs_without_a_wait() -> list[bool]:
     rank = dist.get_rank()
     tensor = torch.full((3,), float(rank))
     received = [torch.zeros(1), torch.zeros(1)]
-    works = [
-        dist.broadcast(tensor, 0, async_op=True),
-        dist.all_gather(received, torch.ones(1), async_op=True),
-    ]
+    with patch.object(late_backend, "DELAYS", (30.0,)):  # so that only a wait lets them run
+        works = [
+            dist.broadcast(tensor, 0, async_op=True),
+            dist.all_gather(received, torch.ones(1), async_op=True),
+        ]
     seen = [bool(tensor.isnan().all()), bool(received[1 - rank].isnan().all())]
     for work in works:
         work.wait()
