@@ -229,8 +229,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             closure: evaluates the model and returns the loss; on all ranks or none. Takes one more collective
                 of a byte: if it raises on a rank, all raise before anything is stepped, but not inside
-                ``Join`` with an overlapped step. A rank inside an all-reduce of its own closure waits until
-                the group's timeout.
+                ``Join`` with an overlapped step. If a closure has raised, a rank inside an all-reduce of its
+                own closure waits for that rank until the group's timeout.
             **kwargs: for the class's own ``step``, but for the ``grad_scaler`` of some scalers, which is
                 asked for infinities.
 
@@ -260,7 +260,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def num_steps(self) -> int:
-        """Calls of `step` on this rank, skipped ones included; less after `rebind` went back."""
+        """Calls of `step` on this rank, skipped ones included; after `rebind` went back as many less."""
         return self.core.snapshot.steps
 
     @property
@@ -446,8 +446,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
         """Load what `owned_state` returned, and each group's options, equal on every rank; all ranks call.
 
-        Tensors keep their dtypes, which `load_state_dict` casts to the parameters' as ``torch.optim`` does,
-        and become the optimizer's own.
+        Tensors keep their dtypes and become the optimizer's own. (`load_state_dict` casts them to the
+        parameters' dtypes, as ``torch.optim`` does.)
         """
         self.core.check_attached()
         self.wait_for_gathers()  # and for steps of a backward pass that broke off
@@ -460,8 +460,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Every rank calls it for itself between steps, before ``destroy_process_group()``, also when another
         rank has failed. Then `state`, `param_groups` and other things of this rank can be read and saved;
-        what needs the group raises until `rebind`. Unsharded gradients stay, comm hooks do not. A second call
-        does nothing. A wrapper of `zero_optim.ddp` has its own `detach`.
+        what needs the group raises until `rebind`. Unsharded gradients stay. A second call does nothing. A
+        wrapper of `zero_optim.ddp` has its own `detach`, which also drops comm hooks.
 
         Args:
             wait: wait for pending gathers. If a rank died before it sent its part, its parameters may have
@@ -500,8 +500,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         the others' options. A lazily gathered model stays so; comm hooks must be registered anew.
 
         With ``mirror=True`` ranks may be lost, or hold state of different steps. Then all go back to the end
-        of the last step whose mirrors are complete: parameters, state, averages and options. Set options that
-        a scheduler changes again.
+        of the last step whose mirrors are complete: parameters, state, averages and options. Options that
+        a scheduler changes must be set again.
 
         Args:
             process_group: the new ranks; None for the default group.
