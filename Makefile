@@ -10,6 +10,8 @@ PYTHON ?= python3
 ARGS ?=
 TORCH ?=
 SEEDS ?= 1 2 3
+# Test processes at a time. Each has a pool of ranks of its own; the tests of a file stay together.
+WORKERS ?= 2
 
 # What `make late` runs: everything that the ranks of the pool do with the optimizer, DDP, hooks and checkpoints.
 LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes overlap_* ddp_* sharded_* fully_sharded* hooks_* checkpoint* cut* rebind* stamps mirror state* join mesh unit_stamps offload offload_mesh,tests/test_$(name).py)
@@ -17,6 +19,7 @@ LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes ove
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
+PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # make gpu PYTHON=/path/to/python3 takes that interpreter as it is, with the PyTorch that it has, and makes no
 # environment: for a machine with a GPU and no network. It needs PyTorch, numpy and pytest there, nothing installed.
@@ -35,17 +38,17 @@ train: $(STAMP)  ## train the small GPT, sharded over two processes
 	$(VENV)/bin/zero-optim train $(ARGS)
 
 test: $(STAMP)  ## run the quick tests; TORCH=2.8.0 runs them on that PyTorch, in an environment of its own
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
 test-all: $(STAMP)  ## run the slow tests too: compilers, notebooks, all classes and all moments of a kill
-	$(VENV)/bin/python -m pytest -m "not exhaustive" $(ARGS)
+	$(PYTEST) -m "not exhaustive" $(ARGS)
 
 exhaustive: $(STAMP)  ## run every case of what test-all shows for some: kills, failures, the GPU suite on the CPU
-	$(VENV)/bin/python -m pytest -m exhaustive $(ARGS)
+	$(PYTEST) -m exhaustive $(ARGS)
 
 late: $(STAMP)  ## run what communicates with collectives as late as they may, minutes for each of SEEDS='1 2 3'
 	@for seed in $(SEEDS); do \
-	    $(VENV)/bin/python -m pytest -m "not slow" --late-seed $$seed $(LATE) $(ARGS) || exit 1; done
+	    $(PYTEST) -m "not slow and not exhaustive" --late-seed $$seed $(LATE) $(ARGS) || exit 1; done
 
 gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
