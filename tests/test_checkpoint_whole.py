@@ -241,31 +241,6 @@ def test_damaged_and_incomplete_checkpoints_are_refused_with_the_reason(tmp_path
     train(model, optimizer, 1)
 
 
-@on_ranks(2)
-def test_old_checkpoints_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    model, optimizer = training()
-    for step, left in enumerate(("0", "0,1", "1,2", "2,3,notes")):
-        for name in ("notes/mine.txt", "00/data-00ff-0.bin") if step == 3 else ():
-            once((tmp_path / name).parent.mkdir)
-            once((tmp_path / name).touch)
-        dist.barrier()
-        checkpoint.save(tmp_path / str(step), model=model, optimizer=optimizer, keep=2)
-        dist.barrier()
-        assert ",".join(sorted(path.name for path in tmp_path.iterdir())) == left
-        dist.barrier()
-
-
-@on_ranks(2)
-def test_a_checkpoint_saved_under_the_same_name_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    path = tmp_path / "one"
-    model, optimizer = training()
-    for extra in range(3):
-        checkpoint.save(path, model=model, optimizer=optimizer, extra=extra)
-        assert checkpoint.load(path) == extra
-        assert len(list(path.iterdir())) == 3
-        dist.barrier()
-
-
 # ---------------------------------------------------------------------- hostile
 
 

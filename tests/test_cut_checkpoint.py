@@ -15,13 +15,12 @@ import cuts
 from cuts import ONE_A_BUCKET, cutting
 from pool import Ranks, on_ranks
 from test_checkpoint import Run, flip, once
-from training import assert_same_state, params_of, set_grads
-from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
+from training import assert_same_state, params_of
+from zero_optim import CheckpointError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint import data, manifest, reader
 from zero_optim.checkpoint.data import read_run
 from zero_optim.checkpoint.stateful import RowsToSave
 from zero_optim.step.averages import EMA
-from zero_optim.step.leaves import MASTER
 
 Whole = dict[str, Any]
 KEY = "optimizer/state/embedding.weight/exp_avg"
@@ -75,24 +74,6 @@ def over(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
         )
     assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
     return optimizer
-
-
-@on_ranks(2)
-def test_a_master_of_a_piece_is_none_of_the_parameter() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(16, 64).bfloat16()
-    optimizer = over(model, lr=0.01, master_dtype=torch.float32, ema_decay=0.5)
-    set_grads(params_of(optimizer), 0)
-    optimizer.step()
-    optimizer.consolidate_state_dict(to=None)
-    state = optimizer.state_dict()
-    assert set(state["state"][0]) >= {MASTER, EMA}
-    optimizer.load_state_dict(state)
-    optimizer.consolidate_state_dict(to=None)
-    assert_same_state(optimizer.state_dict(), state)
-    state["state"][0][MASTER] = state["state"][0][MASTER][:32]
-    with pytest.raises(StateMismatchError, match=f"'{MASTER}' has shape"):
-        optimizer.load_state_dict(state)
 
 
 class Flattened(nn.Module):
@@ -261,39 +242,6 @@ def test_rows_for_dcp_keep_what_they_are_when_they_are_copied() -> None:
 
 
 # ---------------------------------------------------------------------- as people use it
-
-
-def big(*, cut: bool, seed: int = 0) -> tuple[nn.Sequential, ZeroRedundancyOptimizer]:
-    """A model whose embedding is larger than all the rest: the planner itself cuts it."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 64), nn.LayerNorm(64))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, cuts=cut, lr=0.01)
-    assert cut == any(len(pieces) > 1 for pieces in optimizer.pieces().values())
-    return model, optimizer
-
-
-@on_ranks(2)
-def test_an_embedding_that_is_cut_by_itself_travels_everywhere(tmp_path: Path) -> None:
-    path = tmp_path / "one"
-    model, optimizer = big(cut=True)
-    plain = copy.deepcopy(model)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    for step in range(2):
-        for own, each in ((model, optimizer), (plain, reference)):
-            set_grads(list(own.parameters()), step)
-            each.step()
-    checkpoint.save(path, model=model, optimizer=optimizer)
-    loaded = [optimizer]
-    for cut in (True, False):
-        other, fresh = big(cut=cut, seed=1)
-        checkpoint.load(path, model=other, optimizer=fresh)
-        assert all(torch.equal(p, q) for p, q in zip(other.parameters(), plain.parameters(), strict=True))
-        dealt = big(cut=cut, seed=1)[1]
-        dealt.load_state_dict(reference.state_dict() if dist.get_rank() == 0 else None, src=0)
-        loaded += [fresh, dealt]
-    for each in loaded:
-        each.consolidate_state_dict(to=None)
-        assert_same_state(each.state_dict(), reference.state_dict())
 
 
 @on_ranks(2)

@@ -14,8 +14,6 @@ from overlap import WRAPPERS, Setting, adamw, assert_same_params, assert_same_ru
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import zero_step
-from zero_optim.hooks.owners import BucketOwnership
-from zero_optim.plan.pieces import Piece
 from zero_optim.step.partial import PartialGradient
 
 
@@ -121,11 +119,3 @@ def test_rows_of_gradients_are_reduced_to_their_owners(ranks2: Ranks, wrapper: s
 
 def test_rows_of_gradients_are_reduced_to_four_owners(ranks4: Ranks) -> None:
     ranks4.run(check_owners, "ours", True)
-
-
-def test_a_parameter_has_a_span_for_each_of_its_owners() -> None:
-    params = [torch.zeros(3), torch.zeros(4, 2), torch.zeros(())]
-    pieces = [(Piece(0, 0, 3),), (Piece(0, 0, 1), Piece(2, 1, 4)), (Piece(2, 0, 1),)]
-    ownership = BucketOwnership.of(params, pieces, 3)
-    assert ownership.spans == (((0, 5),), (), ((5, 12),))
-    assert ownership.slots == ((0, 1), (), (1, 2))

@@ -61,12 +61,6 @@ def test_a_run_with_cut_parameters_has_the_bits_of_the_unsharded_run(view: bool)
         check_parity(name, view)
 
 
-@on_ranks(4)
-def test_four_ranks_cut_each_parameter_or_a_bucket() -> None:
-    for cap, view in ((ONE_A_BUCKET, True), (1.0, False)):
-        check_parity("adamw", view, cap)
-
-
 @on_ranks(2)
 def test_a_piece_may_be_one_row() -> None:
     plain, sharded = cut_pair([*make_params(((2, 64),)), *make_params(((1, 64),), seed=2)])
@@ -130,36 +124,6 @@ def test_sparse_gradients_are_split_by_rows() -> None:
                 param.grad = sparse_gradient(param, step, coalesced=bool(step % 2))
             optimizer.step()
         assert_same_bits(params_of(sharded), params_of(plain), step)
-
-
-@on_ranks(2)
-def test_a_cut_parameter_may_be_frozen_and_thawed() -> None:
-    plain, sharded = cut_pair(make_params(SHAPES))
-    train_both(plain, sharded, 2)
-    for optimizer in (plain, sharded):
-        params_of(optimizer)[0].requires_grad_(False)
-    train_both(plain, sharded, 2, first=2)
-    for optimizer in (plain, sharded):
-        params_of(optimizer)[0].requires_grad_(True)
-    train_both(plain, sharded, 2, first=4)
-    leaves = params_of(sharded.optim)  # type: ignore[arg-type]
-    assert all(leaf.requires_grad for leaf in leaves)
-    assert all(leaf.grad is None for leaf in leaves if not any(leaf is p for p in params_of(sharded)))
-
-
-@on_ranks(2)
-@VIEWS
-def test_cut_parameters_keep_their_strides(view: bool) -> None:
-    params = make_params(((16, 4, 3, 3), (64, 16), (16, 4, 2, 2)))
-    for param in (params[0], params[2]):
-        param.data = param.data.to(memory_format=torch.channels_last)
-    params[1].data = params[1].data.t()  # dimension 0 is not outermost: it stays whole
-    strides = [param.stride() for param in params]
-    plain, sharded = cut_pair(params, parameters_as_bucket_view=view)
-    assert [len(pieces) for pieces in sharded.pieces().values()] == [2, 1, 2]
-    train_both(plain, sharded, 3)
-    assert [param.stride() for param in params_of(sharded)] == strides
-    assert_same_rows(plain, sharded)
 
 
 @on_ranks(2)

@@ -42,37 +42,6 @@ def joined(parts: list[dict[str, Any]], cut: CutState = TWO, here: int = 0) -> d
     return dict(merged[0])
 
 
-@pytest.mark.parametrize("here", [0, 1])
-def test_rows_are_joined_to_what_they_were_picked_from(here: int) -> None:
-    whole = {"step": torch.tensor(3.0), "avg": torch.randn(5, 3), "none": None, "more": torch.randn(5, 3)}
-    parts = [TWO.rows(whole, piece) for piece in TWO.pieces]
-    assert [tuple(part["avg"].shape) for part in parts] == [(2, 3), (3, 3)]
-    found = joined(parts, here=here)
-    assert list(found) == list(whole)
-    assert found["none"] is None
-    for name in ("step", "avg", "more"):
-        assert torch.equal(found[name], whole[name])
-    assert found["avg"].data_ptr() != whole["avg"].data_ptr()
-
-
-def test_rows_are_received_in_the_memory_of_the_whole() -> None:
-    target = Joined({0: TWO})
-    first = target.places_of(0)((0, "avg"), torch.float32, (2, 3), (3, 1))
-    second = target.places_of(1)((0, "avg"), torch.float32, (3, 3), (3, 1))
-    assert second.data_ptr() == first.data_ptr() + first.nbytes
-
-
-@pytest.mark.parametrize("shape", [(4, 2, 3, 3), (2, 1, 3, 3)])
-def test_joined_state_has_the_memory_format_of_its_rows(shape: tuple[int, ...]) -> None:
-    whole = torch.randn(shape).to(memory_format=torch.channels_last)
-    cut = CutState(shape, (Piece(0, 0, 1), Piece(1, 1, shape[0])), frozenset({"avg"}))
-    parts = [{"avg": cut.rows({"avg": whole}, piece)["avg"].clone()} for piece in cut.pieces]
-    for here in (0, 1):
-        found = joined(parts, cut, here)["avg"]
-        assert torch.equal(found, whole)
-        assert found.stride() == whole.stride()
-
-
 def test_state_whose_rows_do_not_lie_together_is_joined_all_the_same() -> None:
     whole = torch.randn(3, 5).t()
     parts = [

@@ -1,6 +1,5 @@
 """Rows that are even in every bucket: owners bucket by bucket, and parameters cut between rows."""
 
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from drawn import draw_the_same
 from zero_optim.plan import cuts
-from zero_optim.plan.cuts import MIN_ROW_NBYTES, cut_step, even_rows, longest_row
-from zero_optim.plan.layout import Extent, Layout, Row, aligned_offsets, rows_in_order
+from zero_optim.plan.cuts import MIN_ROW_NBYTES
+from zero_optim.plan.layout import Extent, Layout, Row
 from zero_optim.plan.partition import RankLoads, assign_owners, fullest_row
 from zero_optim.plan.pieces import Piece, num_rows
 from zero_optim.plan.plan import Plan, make_plan
@@ -77,55 +76,7 @@ def test_even_buckets_do_not_cost_the_balance_of_the_model(
     assert max(loads) <= max(1.05 * sum(loads) / num_ranks, *before) + (step if bears else 0)
 
 
-def test_each_bucket_is_even_where_the_model_alone_was_before() -> None:
-    # Two buckets of equal parameters: one after the other by size, the ranks would each own one bucket.
-    params = [meta((100, 100)), meta((100, 99)), meta((100, 98)), meta((100, 97))]
-    plan = plan_of([params], 2, 2 * 40_000, bears=False)
-    assert [len(bucket.layout.rows) for bucket in plan.buckets] == [2, 2]
-
-
 # ---------------------------------------------------------------------- rows of a bucket
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40), st.booleans()), min_size=1, max_size=10),
-    sizes_of_ranks,
-    st.sampled_from([1, 4, 16]),
-)
-def test_even_rows_end_between_aligned_rows_of_parameters_and_are_nearly_equal(
-    params: list[tuple[int, int, bool]], count: int, alignment: int
-) -> None:
-    numels = [rows * width for rows, width, _ in params]
-    steps = [
-        cut_step(rows * width, rows, alignment) if rows and may_be_cut else 0
-        for rows, width, may_be_cut in params
-    ]
-    ends = even_rows(numels, steps, count, alignment)
-    offsets = aligned_offsets(numels, alignment)
-    assert ends[-1] == offsets[-1]
-    assert ends == sorted(set(ends)) or offsets[-1] == 0
-    assert len(ends) <= count
-    for end in ends:
-        assert end % alignment == 0
-        inside = [i for i, start in enumerate(offsets[:-1]) if start < end < start + numels[i]]
-        assert all(steps[i] and (end - offsets[i]) % params[i][1] == 0 for i in inside)
-    largest = max(step or numel for step, numel in zip(steps, numels, strict=True))
-    assert longest_row(ends) <= Fraction(offsets[-1], count) + largest + 2 * alignment
-    layout = Layout(tuple(numels), rows_in_order(numels, range(len(ends)), ends, alignment))
-    assert layout.numel == offsets[-1]
-
-
-def test_rows_that_cut_a_parameter_hold_its_extents_one_after_the_other() -> None:
-    assert rows_in_order([20, 0, 3, 10], [2, 5, 7], [12, 24, 36], alignment=4) == (
-        Row(2, 0, 12, (Extent(0, 0, 12, 0),)),
-        Row(5, 12, 24, (Extent(0, 12, 20, 12), Extent(1, 0, 0, 20), Extent(2, 0, 3, 20))),
-        Row(7, 24, 36, (Extent(3, 0, 10, 24),)),
-    )
-
-
-def test_the_layout_tells_who_owns_which_rows() -> None:
-    layout = Layout((20, 3, 10), rows_in_order([20, 3, 10], [2, 5, 7], [12, 24, 36], alignment=4))
-    assert layout.pieces([(5, 4), (3,), (5, 2)]) == [((2, 0, 3), (5, 3, 5)), ((5, 0, 3),), ((7, 0, 5),)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Comm hooks written for PyTorch's wrapper run on ours unchanged, and give the same bits."""
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from ddp_pairs import SMALL_MB, Pair, assert_same, batch, mlp, mlp_loss
 from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel, GradBucket
+from zero_optim.errors import ReductionError
 
 Setting = tuple[Callable[[], object], Callable[..., Any]]
 
@@ -275,3 +277,113 @@ def test_a_copy_of_the_wrapper_keeps_its_hook() -> None:
     assert twin._comm_hooks[0][1] == {"calls": 2}
     assert all(param.grad is not None and not param.grad.any() for param in twin.parameters())
     assert isinstance(twin, TorchDistributedDataParallel)
+
+
+# ---------------------- hooks that fail, or are none
+
+
+def settled(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def no_future(_: object, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+def too_short(_: object, bucket: Any) -> Any:
+    return settled(bucket.buffer()[1:])
+
+
+def no_tensor(_: object, bucket: Any) -> Any:
+    return settled("text")
+
+
+def two_tensors(_: object, bucket: Any) -> Any:
+    return settled([bucket.buffer(), bucket.buffer()])
+
+
+def raises(_: object, bucket: Any) -> Any:
+    raise ArithmeticError("from a hook")
+
+
+def raises_later(_: object, bucket: Any) -> Any:
+    def then(_: Future[Any]) -> Any:
+        raise ArithmeticError("from a future")
+
+    return settled(None).then(then)
+
+
+HOOKS: tuple[tuple[Callable[..., Any], type[Exception], str], ...] = (
+    (
+        no_future,
+        RuntimeError,
+        "DDP communication hook's callback must return a torch.futures.Future object, but got Tensor",
+    ),
+    (too_short, ValueError, "too_short returned 314 elements for a bucket of 315"),
+    (no_tensor, TypeError, "comm hook no_tensor holds str: expected one tensor"),
+    (two_tensors, TypeError, "comm hook two_tensors holds list: expected one tensor"),
+    (raises, ArithmeticError, "from a hook"),
+    (raises_later, RuntimeError, "from a future"),
+)
+
+
+@on_ranks(2)
+def test_a_hook_that_fails_is_named_and_not_called_again() -> None:
+    for hook, kind, message in HOOKS:
+        model = DistributedDataParallel(mlp(), bucket_cap_mb=25)
+        model.register_comm_hook(None, hook)
+        with pytest.raises(kind, match=re.escape(message)):
+            mlp_loss(model, 0).backward()
+        for _ in range(2):
+            with pytest.raises(
+                ReductionError, match="a comm hook failed in an earlier backward pass"
+            ) as caught:
+                mlp_loss(model, 0)
+            assert message in str(caught.value)
+
+
+def one_argument(state: object) -> Future[Tensor]:
+    raise NotImplementedError
+
+
+def annotated(state: object, bucket: Any) -> Tensor:
+    raise NotImplementedError
+
+
+def takes_number(state: object, bucket: int) -> Future[Tensor]:
+    raise NotImplementedError
+
+
+def right(state: object, bucket: Any) -> Future[Tensor]:
+    return settled(bucket.buffer())
+
+
+@on_ranks(1)
+def test_a_hook_is_checked_when_it_is_registered() -> None:
+    model = DistributedDataParallel(mlp())
+    with pytest.raises(TypeError, match=r"must be callable\. Expected .*hook\(state, bucket\), got int"):
+        model.register_comm_hook(None, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got one_argument\(state"):
+        model.register_comm_hook(None, one_argument)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError,
+        match=r"return annotation should be torch.futures.Future\[torch.Tensor\]\. annotated is .*Tensor",
+    ):
+        model.register_comm_hook(None, annotated)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"bucket annotation should be dist.GradBucket\. takes_number .*int"):
+        model.register_comm_hook(None, takes_number)
+    with pytest.raises(ValueError, match=r"expected one of .*ALLREDUCE"):
+        model._register_builtin_comm_hook("allreduce")
+    model.register_comm_hook(None, right)
+    with pytest.raises(
+        RuntimeError,
+        match=r"register_comm_hook or register_builtin_comm_hook can only be called once\. "
+        r"right is registered already.*instead of no_future",
+    ):
+        model.register_comm_hook(None, no_future)
+    late = DistributedDataParallel(mlp())
+    late.module[0].weight.register_hook(lambda _: late.register_comm_hook(None, right))
+    with pytest.raises(RuntimeError, match="before backward"):
+        mlp_loss(late, 0).backward()

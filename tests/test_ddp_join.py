@@ -68,11 +68,6 @@ def test_uneven_inputs_give_what_pytorchs_wrapper_gives() -> None:
     check_uneven(0, ("plain", "views", "find unused"))
 
 
-@on_ranks(4)
-def test_uneven_inputs_on_four_ranks() -> None:
-    check_uneven(0, ("views",))
-
-
 @on_ranks(2)
 def test_a_rank_without_a_batch_in_a_static_graph() -> None:
     """A rank without a batch takes the graph from the others, and what it steps last is theirs."""
@@ -139,24 +134,6 @@ def test_buffers_come_from_a_rank_that_has_not_joined() -> None:
     compare(pair, traces, "buffers")
     for ours, theirs in zip(pair.ours.buffers(), pair.theirs.buffers(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-@on_ranks(2)
-def test_early_termination_raises_on_every_rank_when_asked() -> None:
-    rank = dist.get_rank()
-    model = DistributedDataParallel(mlp())
-    reached: list[int] = []
-
-    def run() -> None:
-        with model.join(throw_on_early_termination=True):
-            for number in range(2 + rank):
-                mlp_loss(model, number).backward()
-                reached.append(number)
-
-    with pytest.raises(RuntimeError, match="exhausted"):
-        run()
-    assert reached == [0, 1]
-    train(model, 2)
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ddp_pairs import SMALL_MB, assert_averaged, assert_same, mlp, mlp_loss
+from ddp_pairs import SMALL_MB, Pair, assert_averaged, assert_same, mlp, mlp_loss
 from pool import on_ranks
 from process_memory import anonymous_nbytes
 from zero_optim.ddp import DistributedDataParallel, Reducer
@@ -191,3 +191,48 @@ def test_several_reducers_work_in_one_backward_pass() -> None:
     for one, two in zip(net["ours"].parameters(), net["other"].parameters(), strict=True):
         assert_same(one.grad, two.grad, "both")
     reducer.close()
+
+
+# ---------------------- what is told about a wrapper
+
+
+@on_ranks(2)
+def test_names_and_values_are_those_of_pytorch() -> None:
+    each: tuple[dict[str, Any], ...] = (
+        {},
+        {"bucket_cap_mb": SMALL_MB, "gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    )
+    for options in each:
+        pair = Pair.of(mlp(), **options)
+        built = pair.ours.get_ddp_logging_data()
+        assert built["has_rebuilt_buckets"] == built["num_buckets_reduced"] == 0
+        assert "rebuilt_bucket_sizes" not in built
+        for number in range(3):
+            for model in pair:
+                mlp_loss(model, number).backward()
+        theirs = pair.theirs._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        ours = pair.ours._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        assert ours == pair.ours.get_ddp_logging_data()
+        for key in set(ours) & set(theirs):
+            assert type(ours[key]) is type(theirs[key]), key
+        for key in ("bucket_cap_bytes", "has_rebuilt_buckets", "world_size"):
+            if key in theirs and not (key == "has_rebuilt_buckets" and options.get("static_graph")):
+                assert ours[key] == theirs[key], (key, ours[key], theirs[key])
+        assert ours["can_set_static_graph"] == 1
+        sizes = [int(size) for size in ours["bucket_sizes"].split(", ")]
+        assert sum(sizes) == 4 * sum(p.numel() for p in pair.ours.parameters())
+        assert len(sizes) == ours["num_buckets_reduced"]
+        if ours["has_rebuilt_buckets"]:
+            assert ours["rebuilt_bucket_sizes"] == ours["bucket_sizes"]
+
+
+@on_ranks(1)
+def test_a_graph_with_the_same_unused_parameters_is_told_to_be_static() -> None:
+    net = mlp()
+    net.spare = torch.nn.Linear(8, 8)
+    net.forward = lambda x: torch.nn.Sequential.forward(net[:-1], x)  # type: ignore[method-assign]
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    mlp_loss(model, 0).backward()
+    assert model.get_ddp_logging_data()["can_set_static_graph"] == 1

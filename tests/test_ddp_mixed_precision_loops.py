@@ -4,18 +4,15 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ddp_narrow import BF16, HALF, WHOLE, assert_equal_grads, assert_whole, by_hand, mixed, narrow, wrap
 from ddp_pairs import batch, mlp, mlp_loss
 from pool import on_ranks
-from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import Reducer, ReducerOptions
-from zero_optim.hooks import allreduce_hook, zero_step
+from zero_optim.hooks import allreduce_hook
 
 # ------------------------------------------------------------------ ways to train
 
@@ -231,55 +228,6 @@ def test_comm_hooks_find_buckets_of_the_reduced_dtype() -> None:
             mlp_loss(model, number).backward()
             assert_equal_grads(net, by_hand(twin, number, precision), number)
     assert seen == {BF16, HALF}
-
-
-@on_ranks(2)
-def test_parameters_that_are_being_gathered_are_waited_for_before_they_are_cast() -> None:
-    net = mlp()
-    model = wrap(net)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    optimizer.gather_lazily(net[2:])  # hooks on some layers, below the model that is called
-    waited: list[bool] = []
-    for number in range(3):
-        mlp_loss(model, number).backward()
-        optimizer.step()
-        net[0].register_forward_pre_hook(lambda *_: waited.append(not optimizer.core.sharding.under_way))
-        model(batch(number, 5, 8))
-    assert waited
-    assert all(waited), "parameters were cast while they were being gathered"
-
-
-@on_ranks(2)
-def test_sparse_gradients_are_stepped_during_backward() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 3))
-    twin = copy.deepcopy(net)
-    indices = torch.tensor([1, 2, 3])
-    optimizers = []
-    for inner, overlap in ((net, True), (twin, False)):
-        model = wrap(inner)
-        optimizer = ZeroRedundancyOptimizer(inner.parameters(), torch.optim.SGD, lr=0.1)
-        if overlap:
-            model.register_comm_hook(None, zero_step(optimizer))
-        optimizers.append((model, optimizer))
-    for _ in range(3):
-        for model, optimizer in optimizers:
-            optimizer.zero_grad()
-            model(indices).square().mean().backward()
-            optimizer.step()
-    for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@on_ranks(2)
-def test_uneven_inputs_are_joined() -> None:
-    net = mlp()
-    model = wrap(net)
-    with Join([model]):
-        for number in range(2 + dist.get_rank()):
-            model.zero_grad()
-            mlp_loss(model, number).backward()
-    assert all(param.dtype == WHOLE for param in net.parameters())
 
 
 @on_ranks(2)

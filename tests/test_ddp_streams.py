@@ -1,21 +1,29 @@
 """Gradients that come on several streams: who reads one waits for the stream it was made on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
+from ddp_pairs import SMALL_MB, mlp, mlp_loss
 from modelled.clocks import Clocks, Event, Stream
+from pool import on_ranks
+from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.compat import streams
+from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.reduction import Reduction
+from zero_optim.hooks import allreduce_hook
 
 
 @dataclass(frozen=True)
@@ -102,34 +110,7 @@ class Watched:
             return id(grad)
 
 
-LARGE = 2**15 // 4
 SMALL = 10
-
-
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
-@pytest.mark.parametrize("order", ["aab", "aba", "abb", "abc", "abab"])
-def test_a_launch_waits_for_every_stream_on_which_gradients_came(
-    accelerator: Accelerator, numel: int, order: str
-) -> None:
-    watched = Watched(accelerator, [numel] * len(order))
-    named = {name: accelerator.clocks.new_stream() for name in order}
-    for index, name in enumerate(order):
-        watched.come(index, named[name])
-    assert watched.launched == [0]
-
-
-def test_a_bucket_that_waited_for_the_one_before_is_launched_behind_its_own_streams(
-    accelerator: Accelerator,
-) -> None:
-    watched = Watched(accelerator, [SMALL] * 4, 8 * SMALL)
-    first, second = watched.assignment.buckets
-    one, other = (accelerator.clocks.new_stream() for _ in range(2))
-    for index in second.indices:
-        watched.come(index, one)
-    assert watched.launched == []
-    for index in first.indices:
-        watched.come(index, other)
-    assert watched.launched == [0, 1]
 
 
 def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_then(
@@ -151,17 +132,6 @@ def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_the
     assert set(accelerator.uses) == {(grad, beside[-1]) for grad in grads}
 
 
-def test_what_ends_a_pass_waits_for_the_streams_of_gradients_that_were_not_launched(
-    accelerator: Accelerator,
-) -> None:
-    watched = Watched(accelerator, [SMALL] * 3)
-    watched.come(0, accelerator.clocks.new_stream())
-    watched.come(1, accelerator.clocks.new_stream())
-    watched.current.end()
-    watched.current.launch_rest()
-    assert watched.launched == [0]
-
-
 def test_one_stream_costs_one_event_a_pass(accelerator: Accelerator) -> None:
     watched = Watched(accelerator, [SMALL] * 6, 8 * SMALL)
     for index in reversed(range(6)):
@@ -180,3 +150,90 @@ def test_the_cpu_is_asked_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None
         watched.current.arrived(index)
     assert watched.launched == [0]
     assert not asked
+
+
+# ---------------------- what the CPU waits for
+
+
+class Branches(nn.Module):
+    """Has a parameter more than the first rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.at_times = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) if dist.get_rank() == 0 else self.at_times(self.always(x))
+
+
+def iterating(
+    make: Callable[[], nn.Module], options: dict[str, Any], hook: bool = False
+) -> Callable[[int], None]:
+    model = DistributedDataParallel(make(), bucket_cap_mb=SMALL_MB, **options)
+    assert model.reducer.own.defers_reports
+    if hook:
+        model.register_comm_hook(None, allreduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def iterate(number: int) -> None:
+        optimizer.zero_grad()
+        mlp_loss(model, number).backward()
+        optimizer.step()
+
+    return iterate
+
+
+OPTIONS = ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True})
+
+
+@on_ranks(2)
+def test_an_ordinary_iteration_waits_for_nothing() -> None:
+    with cpu_as_accelerator():
+        for options, hook in product(OPTIONS, (False, True)):
+            iterate = iterating(mlp, options, hook)
+            for number in range(4):  # until buckets are rebuilt
+                iterate(number)
+            with recorded() as calls:
+                for number in range(4):
+                    iterate(number)
+            assert not calls, (options, hook, texts(calls))
+
+
+@on_ranks(2)
+def test_only_a_rank_that_left_parameters_unused_asks_who_used_them_and_once() -> None:
+    with cpu_as_accelerator():
+        iterate = iterating(Branches, {"find_unused_parameters": True})
+        iterate(0)
+        with recorded() as calls:
+            iterate(1)
+        assert len(calls) == (dist.get_rank() == 0), texts(calls)
+
+
+@on_ranks(2)
+def test_a_reducer_alone_waits_only_when_it_is_asked_for_the_last_report() -> None:
+    with cpu_as_accelerator():
+        net = mlp()
+        reducer = Reducer(net.named_parameters())
+        for number in range(3):
+            mlp_loss(net, number).backward()
+        with recorded() as calls:
+            mlp_loss(net, 3).backward()
+        assert not calls, texts(calls)
+        with recorded() as calls:
+            reducer.check_finished()
+        assert [call.name for call in calls] == ["Event.synchronize"], texts(calls)
+
+
+@on_ranks(2)
+def test_passes_inside_join_are_read_at_once() -> None:
+    with cpu_as_accelerator():
+        model = DistributedDataParallel(mlp())
+        mlp_loss(model, 0).backward()
+        with Join([model]):
+            for number in range(2 + dist.get_rank()):
+                mlp_loss(model, number).backward()
+        mlp_loss(model, 0).backward()
+        model.check_finished()
+        told = [param.grad for param in model.parameters()]
+        assert all(bool(grad.isfinite().all()) for grad in told if grad is not None)

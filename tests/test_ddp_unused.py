@@ -120,10 +120,3 @@ def check_error(case: Case, ddp: nn.Module, where: object) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_combination_is_right_or_refused(mode: str, as_view: bool) -> None:
     check(mode, as_view)
-
-
-@on_ranks(4)
-@pytest.mark.slow  # one combination on two ranks is one on four, but for the order of sums
-@pytest.mark.parametrize("mode", MODES)
-def test_every_combination_is_right_or_refused_on_four_ranks(mode: str) -> None:
-    check(mode, False)

@@ -37,26 +37,6 @@ def test_gradients_accumulate_with_and_without_no_sync() -> None:
 
 
 @on_ranks(2)
-def test_no_sync_keeps_gradients_local_until_the_next_reduction() -> None:
-    """Local gradients stay local, and a later reduction averages them all."""
-    net = mlp()
-    model = DistributedDataParallel(net)
-    clean = copy.deepcopy(net)
-    with model.no_sync():
-        mlp_loss(model, 0).backward()
-    mlp_loss(clean, 0).backward()
-    for param, alone in zip(net.parameters(), clean.parameters(), strict=True):
-        assert_same(param.grad, alone.grad, "local")
-    assert model.require_backward_grad_sync
-    with torch.no_grad():
-        mlp_loss(model, 5)
-    mlp_loss(model, 1).backward()
-    assert_averaged(
-        net, clean, lambda net, rank: mlp_loss(net, 0, rank) + mlp_loss(net, 1, rank), tolerance=1e-6
-    )
-
-
-@on_ranks(2)
 def test_several_forward_passes_before_one_backward_or_before_several() -> None:
     for options in (*VIEWS, {"find_unused_parameters": True}):
         pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import threading
 import time
 from itertools import pairwise
@@ -12,11 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from zero_optim.demo import metrics, trainer
+from zero_optim.demo import metrics, optimizers, text, trace, trainer
 from zero_optim.demo.config import ModelShape, Schedule
 from zero_optim.demo.display import Display, clock
 from zero_optim.demo.metrics import METRICS, Metric
 from zero_optim.demo.model import GPT, generate
+from zero_optim.demo.text import Samples
+from zero_optim.demo.trace import Span
 from zero_optim.demo.trainer import Shard
 from zero_optim.errors import RemoteRankError, StalledError, heard_of
 from zero_optim.run import host
@@ -234,3 +237,228 @@ def test_ranks_of_one_host_use_its_loopback_interface(monkeypatch: pytest.Monkey
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     host.use_loopback()
     assert os.environ["NCCL_SOCKET_IFNAME"].startswith("lo")
+
+
+# ---------------------- the text
+
+
+TOKENS = torch.arange(250, dtype=torch.uint8)  # every byte differs, so a sample tells where it was cut
+
+
+def starts(samples: Samples, first: int, count: int) -> list[int]:
+    inputs, targets = samples.take(first, count)
+    assert inputs.shape == targets.shape == (count, samples.context)
+    assert torch.equal(targets, inputs + 1)  # the byte that follows
+    return inputs[:, 0].tolist()
+
+
+def test_the_default_text_is_the_language_reference_and_its_last_tenth_is_held_out() -> None:
+    corpus = text.load((), context=128)
+    assert corpus.numel > 300_000
+    assert corpus.held_out.numel() == corpus.numel // 10
+    assert b"statement" in bytes(corpus.train.tolist())
+
+
+def test_files_are_joined_as_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xff" * 60)
+    (tmp_path / "b").write_bytes(b"b" * 59)
+    corpus = text.load([str(tmp_path / "a"), str(tmp_path / "b")], context=4)
+    assert bytes(torch.cat((corpus.train, corpus.held_out)).tolist()) == b"\xff" * 60 + b"\n" + b"b" * 59
+    assert corpus.name == "a, b"
+    assert corpus.digest != text.load([str(tmp_path / "a")] * 2, context=4).digest
+
+
+def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 89)
+    lines = {
+        "nowhere": "no such file",
+        "text": "has 89 bytes, --context 8 needs 90",
+        ".": "not a regular file",
+    }
+    for name, line in lines.items():
+        with pytest.raises(ValueError, match=line):
+            text.load([str(tmp_path / name)], context=8)
+
+
+def test_a_pass_over_the_text_takes_every_window_once_and_the_next_one_another_order() -> None:
+    samples = Samples(TOKENS, context=10, seed=1)
+    num_windows = (250 - 1) // 10 - 1
+    one, two = starts(samples, 0, num_windows), starts(samples, num_windows, num_windows)
+    assert sorted(one) == list(range(min(one), 250 - 10, 10))[:num_windows]
+    assert len(set(two)) == num_windows
+    assert sorted(one) != one
+    assert one != two
+
+
+def test_the_order_does_not_depend_on_how_samples_are_asked_for() -> None:
+    samples = Samples(TOKENS, context=10, seed=1)
+    together = starts(samples, 3, 40)
+    assert [start for first in range(3, 43, 5) for start in starts(samples, first, 5)] == together
+    assert starts(Samples(TOKENS, context=10, seed=2), 3, 40) != together
+
+
+def test_a_text_of_one_sample_gives_that_sample() -> None:
+    assert starts(Samples(TOKENS[:11], context=10, seed=0), 0, 3) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 30])
+def test_ranks_together_validate_on_every_held_out_window_once(world_size: int) -> None:
+    seen = [
+        start
+        for rank in range(world_size)
+        for inputs, _ in text.held_out_windows(TOKENS, 10, rank, world_size)
+        for start in inputs[:, 0].tolist()
+    ]
+    assert sorted(seen) == list(range(0, 240, 10))
+
+
+def test_a_long_held_out_text_is_sampled_evenly() -> None:
+    tokens = torch.zeros(100_000, dtype=torch.uint8)
+    counts = [len(inputs) for inputs, _ in text.held_out_windows(tokens, 10, 0, 1)]
+    assert sum(counts) == text.MAX_EVAL_WINDOWS
+
+
+def test_seeds_of_different_numbers_differ() -> None:
+    seeds = {text.mix(seed, step, rank) for seed in range(5) for step in range(50) for rank in range(4)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+# ---------------------- the picture of an iteration, from the profiler's own events
+
+
+def event(name: str, start: float, stop: float) -> dict[str, object]:
+    return {"ph": "X", "name": name, "ts": 1000 * start + 7.0, "dur": 1000 * (stop - start)}
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.json"
+    listed = [
+        event("forward", 0, 4),
+        event("backward", 4, 20),  # its last eight ms are spent waiting
+        event("autograd::engine::evaluate_function: MmBackward0", 4, 9),
+        event("autograd::engine::evaluate_function: TBackward0", 9, 12),
+        event("gloo:all_reduce", 6, 10),
+        event("Optimizer.step#ZeroRedundancyOptimizer.step", 9, 24),
+        event("Optimizer.step#AdamW.step", 10, 14),
+        event("gloo:send", 14, 15),
+        event("gloo:broadcast", 14, 18),
+        {"ph": "M", "name": "process_name"},
+    ]
+    path.write_text(json.dumps({"traceEvents": listed}))
+    return path
+
+
+def test_events_become_spans_and_waiting_is_no_computing(events: Path) -> None:
+    assert trace.spans_of(events) == [
+        Span(0, 4, "compute", "forward"),
+        Span(4, 12, "compute", "backward"),
+        Span(6, 10, "reduce", "gloo:all_reduce"),
+        Span(10, 14, "step", "Optimizer.step#AdamW.step"),
+        Span(14, 18, "gather", "gloo:broadcast"),
+    ]
+
+
+def test_the_hidden_share_is_what_lay_under_computing(events: Path) -> None:
+    # Of 4 + 4 + 4 ms, the reduction and half of the step lay before the last gradient was computed.
+    assert trace.hidden(trace.spans_of(events)) == pytest.approx(6 / 12)
+    assert trace.hidden([Span(0, 1, "compute", "forward")]) == 0
+
+
+def test_the_picture_is_drawn(events: Path, tmp_path: Path) -> None:
+    spans = trace.spans_of(events)
+    trace.draw([("one", spans), ("two", spans)], tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_without_anything_of_ours_has_no_spans(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [event("aten::add", 0, 1)]}))
+    assert trace.spans_of(path) == []
+
+
+# ---------------------- optimizers are found by name, and what they are given is tried before anything starts
+
+
+def test_names_are_looked_up_in_torch_first() -> None:
+    assert optimizers.find("Adam") is torch.optim.Adam
+    assert optimizers.find("RAdam") is torch.optim.RAdam  # torch_optimizer has one too
+    assert optimizers.find("Lamb").__module__.startswith("torch_optimizer")
+    assert optimizers.find("torch.optim:SGD") is torch.optim.SGD
+
+
+def test_a_class_of_the_users_is_found_in_the_folder_he_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_optimizers.py").write_text("import torch\nclass Mine(torch.optim.SGD): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["somewhere"])
+    monkeypatch.delitem(__import__("sys").modules, "my_optimizers", raising=False)
+    assert optimizers.find("my_optimizers:Mine").__name__ == "Mine"
+
+
+def test_a_name_that_leads_to_no_optimizer_is_refused() -> None:
+    lines = {
+        "adamw": "unknown optimizer adamw; did you mean AdamW",
+        "Nothing": "give a class of torch.optim or torch_optimizer",
+        "nowhere:Mine": "cannot import nowhere:Mine: ModuleNotFoundError",
+        "torch.optim:Nothing": "cannot import torch.optim:Nothing: AttributeError",
+        "json:loads": "json:loads is not a class derived from torch.optim.Optimizer",
+    }
+    for name, line in lines.items():
+        with pytest.raises(ValueError, match=line):
+            optimizers.find(name)
+
+
+def test_without_torch_optimizer_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'zero-optim[optimizers]'")):
+        optimizers.find("Lamb")
+
+
+def test_options_are_python_literals_or_words() -> None:
+    arguments = (
+        "lr=3e-4 steps=2 betas=(0.9,0.95) list=[1,2] fused=True off=false x=none mode=adjust_lr empty="
+    )
+    options = {
+        "lr": 3e-4,
+        "steps": 2,
+        "betas": (0.9, 0.95),
+        "list": (1, 2),
+        "fused": True,
+        "off": False,
+        "x": None,
+        "mode": "adjust_lr",
+        "empty": "",
+    }
+    assert optimizers.parse(arguments.split()) == options
+    for argument in ("lr", "=3", "a b=3", "lr={}"):
+        with pytest.raises(ValueError, match="--opt"):
+            optimizers.parse([argument])
+
+
+def test_only_the_default_optimizer_has_presets_and_named_options_win() -> None:
+    assert dict(optimizers.with_presets("AdamW", {"lr": 1.0}))["lr"] == 1.0
+    assert "betas" in dict(optimizers.with_presets("AdamW", {}))
+    assert optimizers.with_presets("SGD", {"lr": 1.0}) == (("lr", 1.0),)
+
+
+def test_a_class_that_cannot_train_with_its_options_is_refused() -> None:
+    cases: list[tuple[str, optimizers.Options, str]] = [
+        ("AdamW", (("lrr", 1.0),), "AdamW has no option lrr; did you mean lr?; it takes lr, betas"),
+        ("AdamW", (("params", 1),), "no option params"),
+        ("AdamW", (("lr", -1),), "Invalid learning rate"),
+        ("SGD", (("lr", "quick"),), "TypeError"),
+        ("LBFGS", (), "closure"),
+        ("SparseAdam", (), "dense gradients"),
+    ]
+    for name, options, line in cases:
+        with pytest.raises(ValueError, match=re.escape(line)) as caught:
+            optimizers.check(name, options)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_class_without_a_learning_rate_is_left_to_itself() -> None:
+    assert optimizers.has_rate(optimizers.check("SGD", ()))
+    assert not optimizers.has_rate(optimizers.check("A2GradUni", ()))

@@ -128,18 +128,6 @@ def test_parameters_that_can_be_read_once_are_kept_also_those_of_groups() -> Non
     assert list(held(both)) == both
 
 
-def broken() -> Iterator[Tensor]:
-    yield nn.Parameter(torch.ones(2))
-    raise KeyError("lost")
-
-
-@on_ranks(2)
-def test_a_generator_of_parameters_that_raises_on_one_rank_raises_on_all() -> None:
-    params = broken() if dist.get_rank() == 1 else nn.Linear(2, 2).parameters()
-    with pytest.raises((KeyError, RemoteRankError), match="lost"):
-        ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-
-
 # ---------------------------------------------------------------------- real groups
 
 
