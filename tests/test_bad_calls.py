@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from pool import Ranks, on_ranks
-from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, whole
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, fully_shard
 from zero_optim.errors import message_of
@@ -221,8 +221,7 @@ def around(context: AbstractContextManager[None]) -> None:
 
 
 def other_dict(optimizer: ZeroRedundancyOptimizer, change: Callable[[Any], Any]) -> Any:
-    optimizer.consolidate_state_dict(to=None)
-    found = optimizer.state_dict()
+    found = whole(optimizer)
     return change(found) if dist.get_rank() == 1 else found
 
 

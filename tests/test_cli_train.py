@@ -233,15 +233,6 @@ def test_a_run_listens_to_its_own_machine_only_and_an_interrupted_one_leaves_a_w
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
-def test_workers_end_when_their_launcher_is_killed_outright(run: Any) -> None:
-    killed = run(*ENDLESS)
-    killed.wait_for_updates(1)
-    killed.process.kill()
-    assert killed.wait() == -signal.SIGKILL
-
-
-@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_others_end(run: Any) -> None:
     killed = run(*ENDLESS)
     killed.wait_for_updates(1)

@@ -1,8 +1,9 @@
 """Parameters that are cut: several ranks own rows of one, and the run has the bits of the unsharded run."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,21 +13,15 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
-from cuts import ONE_A_BUCKET, SHAPES, cut_pair, cutting, sparse_gradient
-from pool import on_ranks
+from cuts import SHAPES, cut_pair, cutting, sparse_gradient
+from overlap import WRAPPERS, Setting, adamw, assert_same_params, assert_same_run, inputs
+from pool import Ranks, on_ranks
 from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
-from zero_optim.plan.pieces import Piece
+from zero_optim.hooks import zero_step
 from zero_optim.step.gradients import rows_of
+from zero_optim.step.partial import PartialGradient
 
-CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-    "adamw-single": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
-    "adamw-foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
-    "adamw-fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}),
-}
 VIEWS = pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
 
 
@@ -43,22 +38,6 @@ def assert_same_rows(plain: Optimizer, sharded: ZeroRedundancyOptimizer) -> None
             expected = rows_of(value, piece) if value.shape == other.shape else value
             assert torch.equal(sharded.state[param][key], expected), key
     assert sharded.state_nbytes() > 0
-
-
-def check_parity(name: str, view: bool, cap: float = ONE_A_BUCKET) -> None:
-    optimizer_class, options = CLASSES[name]
-    plain, sharded = cut_pair(
-        make_params(SHAPES), optimizer_class, cap=cap, options=options, parameters_as_bucket_view=view
-    )
-    train_both(plain, sharded, 6)
-    assert_same_rows(plain, sharded)
-
-
-@on_ranks(2)
-@VIEWS
-def test_a_run_with_cut_parameters_has_the_bits_of_the_unsharded_run(view: bool) -> None:
-    for name in CLASSES:
-        check_parity(name, view)
 
 
 @on_ranks(2)
@@ -113,17 +92,6 @@ def test_a_cut_group_that_the_class_refuses_leaves_nothing_behind() -> None:
     with cutting():
         sharded.add_param_group({"params": extra})
     train_both(sharded, sharded, 1)
-
-
-@on_ranks(2)
-def test_sparse_gradients_are_split_by_rows() -> None:
-    plain, sharded = cut_pair(make_params(((64, 4), (48, 8), (6, 3))), torch.optim.SGD, options={"lr": 0.1})
-    for step in range(6):
-        for optimizer in (plain, sharded):
-            for param in params_of(optimizer):
-                param.grad = sparse_gradient(param, step, coalesced=bool(step % 2))
-            optimizer.step()
-        assert_same_bits(params_of(sharded), params_of(plain), step)
 
 
 @on_ranks(2)
@@ -274,19 +242,6 @@ def test_ranks_agree_on_cuts() -> None:
         ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1, cuts=1)  # type: ignore[arg-type]
 
 
-def test_rows_of_a_sparse_tensor_keep_their_order_and_duplicates() -> None:
-    whole = torch.sparse_coo_tensor(
-        torch.tensor([[5, 1, 5, 7]]), torch.arange(8.0).view(4, 2), (8, 2), check_invariants=True
-    )
-    rows = rows_of(whole, Piece(0, 4, 8))
-    assert rows.shape == (4, 2)
-    assert rows._indices().tolist() == [[1, 1, 3]]
-    assert rows._values().tolist() == [[0.0, 1.0], [4.0, 5.0], [6.0, 7.0]]
-    assert not rows.is_coalesced()
-    assert rows_of(whole.coalesce(), Piece(0, 4, 8)).is_coalesced()
-    assert rows_of(whole, Piece(0, 0, 8)) is whole
-
-
 # ---------------------------------------------------------------------- loops
 
 
@@ -375,3 +330,110 @@ def test_what_is_remembered_of_cut_parameters_comes_back() -> None:
     undo()
     sharded.gather_parameters()
     assert_same_bits(params_of(sharded), before)
+
+
+# ---------------------- cut parameters stepped during the backward pass
+
+
+class Wide(nn.Module):
+    """Layers that are wide enough to be cut; one that not every pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv2d(2, 32, 3, padding=1)
+        self.layers = nn.Sequential(nn.Linear(32 * 9, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh())
+        self.spare = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, with_spare: bool = True) -> torch.Tensor:
+        hidden = self.layers(self.conv(x).relu().flatten(1))
+        out: torch.Tensor = self.head(hidden + self.spare(hidden) if with_spare else hidden)
+        return out
+
+
+def cut(build: Callable[..., ZeroRedundancyOptimizer] = adamw, **options: Any) -> Any:
+    """Make what builds an optimizer whose parameters are cut."""
+    return partial(_cut, build, options)
+
+
+def _cut(
+    build: Callable[..., ZeroRedundancyOptimizer], options: dict[str, Any], model: nn.Module
+) -> ZeroRedundancyOptimizer:
+    with cutting():
+        optimizer = build(model, **options)
+    if dist.get_world_size() > 1:
+        assert sum(len(pieces) > 1 for pieces in optimizer.pieces().values())
+    return optimizer
+
+
+def in_place(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    """A class that adds to gradients in place, so that steps need copies of them."""
+    options = {"lr": 0.01, "bucket_cap_mb": 0.001, **options}
+    return ZeroRedundancyOptimizer(model.parameters(), AddsToGradients, **options)
+
+
+class AddsToGradients(torch.optim.Optimizer):
+    """SGD with weight decay, which it adds to the gradients themselves."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.add_(param, alpha=0.1)
+                    param.add_(param.grad, alpha=-group["lr"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("optimizer", [cut(in_place), cut(bucket_cap_mb=1.0)], ids=["in place", "one row"])
+def test_stepping_cut_parameters_in_backward_gives_the_same_bits(optimizer: Any) -> None:
+    """With a class that changes gradients in place, and with one row for each rank."""
+    assert_same_run(Setting("ours", Wide, optimizer), steps=4)
+
+
+def run(how: str | None, wrapper: str, optimizer: Any, *, spares: bool, **zero: Any) -> nn.Module:
+    """Train, and check which gradients are left."""
+    setting = Setting(wrapper, Wide, optimizer)
+    model = WRAPPERS[wrapper](Wide(), bucket_cap_mb=0.004, find_unused_parameters=spares)
+    sharded = setting.optimizer(model)
+    if how is not None:
+        model.register_comm_hook(
+            None, zero_step(sharded, gradients=how, ddp=None if spares else model, **zero)
+        )
+    for step in range(4):
+        sharded.zero_grad()
+        model(inputs(step), not spares or (step % 2 == 0 and dist.get_rank() == 0)).square().mean().backward()
+        if how == "owners":
+            for param, pieces in sharded.pieces().items():
+                is_whole_here = len(pieces) == 1 and pieces[0].owner == dist.get_rank()
+                assert param.grad is None or is_whole_here != isinstance(param.grad, PartialGradient)
+        sharded.step()
+    return model
+
+
+def check_owners(wrapper: str, spares: bool) -> None:
+    for optimizer in (cut(),) if spares else (cut(), cut(in_place, bucket_cap_mb=1.0)):
+        plain = run(None, wrapper, optimizer, spares=spares)
+        for interleave in (True, False):
+            model = run("owners", wrapper, optimizer, spares=spares, interleave=interleave)
+            if dist.get_world_size() == 2:
+                assert_same_params(model, plain)
+            for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-5)
+                everywhere = param.detach().clone()
+                dist.broadcast(everywhere, 0)
+                assert torch.equal(everywhere, param), "ranks hold the same parameters"
+
+
+@pytest.mark.parametrize("spares", [False, True], ids=["all used", "some unused"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_rows_of_gradients_are_reduced_to_their_owners(ranks2: Ranks, wrapper: str, spares: bool) -> None:
+    ranks2.run(check_owners, wrapper, spares)
+
+
+def test_rows_of_gradients_are_reduced_to_four_owners(ranks4: Ranks) -> None:
+    ranks4.run(check_owners, "ours", True)

@@ -15,7 +15,16 @@ from torch.optim import Optimizer
 
 from cuts import ONE_A_BUCKET, cut_pair, cutting
 from pool import on_ranks
-from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train_both, twin
+from training import (
+    assert_same_bits,
+    assert_same_state,
+    make_params,
+    params_of,
+    set_grads,
+    train_both,
+    twin,
+    whole,
+)
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
@@ -76,8 +85,7 @@ def test_a_write_to_the_state_of_cut_parameters_does_what_it_does_to_torch_optim
     for optimizer in (plain, sharded):
         ACTS[act](optimizer, owned(optimizer))
     train_both(plain, sharded, 2, first=2)
-    sharded.consolidate_state_dict(to=None)
-    assert_same_state(sharded.state_dict(), plain.state_dict())
+    assert_same_state(whole(sharded), plain.state_dict())
 
 
 @on_ranks(2)
@@ -113,8 +121,7 @@ def test_a_state_that_was_put_aside_can_be_put_back() -> None:
     for optimizer, state in zip((plain, sharded), before, strict=True):
         optimizer.state = state
     train_both(plain, sharded, 2, first=4)
-    sharded.consolidate_state_dict(to=None)
-    assert_same_state(sharded.state_dict(), plain.state_dict())
+    assert_same_state(whole(sharded), plain.state_dict())
 
 
 @on_ranks(2)
@@ -145,8 +152,7 @@ def test_a_class_may_replace_its_state(cut: bool) -> None:
     plain.restart()
     sharded.restart()
     train_both(plain, sharded, 2, first=2)
-    sharded.consolidate_state_dict(to=None)
-    assert_same_state(sharded.state_dict(), plain.state_dict())
+    assert_same_state(whole(sharded), plain.state_dict())
 
 
 # ---------------------------------------------------------------------- masters and averages

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import overlap
 from overlap import Net, loss_of
 from pool import on_ranks
-from test_cut_overlap import Wide
+from test_cut_runs import Wide
 from test_sharded_training import Unused
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
