@@ -78,7 +78,15 @@ MORE_ROWS = [
     Row("overlap, torch's DDP", "tower", "Join", "cuts"),
     Row("overlap, lazy", "tower", "ordinary", "cuts"),
     Row("overlap, owners", "tower", "ordinary", "cuts, masters, averages"),
+    Row("overlap, owners", "unused", "ordinary", "cuts"),
+    Row("overlap, owners, no thread, torch's DDP", "tower", "ordinary", "cuts"),
     Row("lazy", "many tiny", "Join", "mixed precision"),
+    Row("our DDP alone", "tower", "no_sync", "gradients as views"),
+    Row("our DDP alone", "tower", "adding", "gradients as views"),
+    Row("our DDP alone", "tower", "adding", "static graph"),
+    Row("our DDP alone", "sparse", "no_sync", "gradients as views"),
+    Row("our DDP alone", "sparse", "freezing", "plain"),
+    Row("overlap", "sparse", "ordinary", "gradients as views"),
     *(Row(stage, "complex", "ordinary", "static graph") for stage in STAGES if "torch's" in stage),
 ]
 

@@ -14,13 +14,13 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from cuts import SHAPES, cut_pair, cutting, sparse_gradient
-from overlap import WRAPPERS, Setting, adamw, assert_same_params, assert_same_run, inputs
-from pool import Ranks, on_ranks
+from overlap import Setting, adamw, assert_same_run, inputs
+from pool import on_ranks
 from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
 from zero_optim.step.gradients import rows_of
-from zero_optim.step.partial import PartialGradient
 
 VIEWS = pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
 
@@ -395,45 +395,21 @@ def test_stepping_cut_parameters_in_backward_gives_the_same_bits(optimizer: Any)
     assert_same_run(Setting("ours", Wide, optimizer), steps=4)
 
 
-def run(how: str | None, wrapper: str, optimizer: Any, *, spares: bool, **zero: Any) -> nn.Module:
-    """Train, and check which gradients are left."""
-    setting = Setting(wrapper, Wide, optimizer)
-    model = WRAPPERS[wrapper](Wide(), bucket_cap_mb=0.004, find_unused_parameters=spares)
-    sharded = setting.optimizer(model)
-    if how is not None:
-        model.register_comm_hook(
-            None, zero_step(sharded, gradients=how, ddp=None if spares else model, **zero)
-        )
-    for step in range(4):
-        sharded.zero_grad()
-        model(inputs(step), not spares or (step % 2 == 0 and dist.get_rank() == 0)).square().mean().backward()
-        if how == "owners":
-            for param, pieces in sharded.pieces().items():
-                is_whole_here = len(pieces) == 1 and pieces[0].owner == dist.get_rank()
-                assert param.grad is None or is_whole_here != isinstance(param.grad, PartialGradient)
-        sharded.step()
-    return model
-
-
-def check_owners(wrapper: str, spares: bool) -> None:
-    for optimizer in (cut(),) if spares else (cut(), cut(in_place, bucket_cap_mb=1.0)):
-        plain = run(None, wrapper, optimizer, spares=spares)
-        for interleave in (True, False):
-            model = run("owners", wrapper, optimizer, spares=spares, interleave=interleave)
-            if dist.get_world_size() == 2:
-                assert_same_params(model, plain)
-            for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-5)
-                everywhere = param.detach().clone()
-                dist.broadcast(everywhere, 0)
-                assert torch.equal(everywhere, param), "ranks hold the same parameters"
-
-
-@pytest.mark.parametrize("spares", [False, True], ids=["all used", "some unused"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_rows_of_gradients_are_reduced_to_their_owners(ranks2: Ranks, wrapper: str, spares: bool) -> None:
-    ranks2.run(check_owners, wrapper, spares)
-
-
-def test_rows_of_gradients_are_reduced_to_four_owners(ranks4: Ranks) -> None:
-    ranks4.run(check_owners, "ours", True)
+@on_ranks(4)
+def test_rows_of_gradients_are_reduced_to_four_owners() -> None:
+    runs = []
+    for how in (None, "owners"):
+        model = DistributedDataParallel(Wide(), bucket_cap_mb=0.004, find_unused_parameters=True)
+        sharded = cut()(model)
+        if how is not None:
+            model.register_comm_hook(None, zero_step(sharded, gradients=how))
+        for step in range(4):
+            sharded.zero_grad()
+            model(inputs(step), step % 2 == 0 and dist.get_rank() == 0).square().mean().backward()
+            sharded.step()
+        runs.append(model)
+    for param, other in zip(*(model.parameters() for model in runs), strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-5)
+        everywhere = param.detach().clone()
+        dist.broadcast(everywhere, 0)
+        assert torch.equal(everywhere, param), "ranks hold the same parameters"

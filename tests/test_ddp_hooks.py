@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     optimizer_overlap_hooks,
@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ddp_pairs import SMALL_MB, Pair, assert_same, batch, mlp, mlp_loss
+from ddp_pairs import SMALL_MB, Pair, mlp, mlp_loss
 from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel, GradBucket
 from zero_optim.errors import ReductionError
@@ -201,60 +201,6 @@ def test_a_bucket_keeps_pytorchs_contract() -> None:
 
 
 # ---------------------------------------------------------------------- sparse gradients
-
-
-class Words(nn.Module):
-    def __init__(self, kind: type[nn.Embedding] | type[nn.EmbeddingBag]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.head = kind(20, 4, sparse=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.table(x))
-        return out
-
-
-def words_loss(net: nn.Module, number: int) -> Tensor:
-    words = batch(number, 6, 5).mul(100).long().remainder(20)
-    loss: Tensor = net(words).square().mean()
-    return loss
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")  # embeddings make sparse tensors, of which PyTorch warns
-@on_ranks(2)
-def test_sparse_gradients_equal_those_of_pytorchs_wrapper() -> None:
-    kinds: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
-        (nn.Embedding, None, {"find_unused_parameters": True}),
-        (nn.Embedding, default_hooks.allreduce_hook, {}),
-        (nn.EmbeddingBag, None, {}),
-        (nn.EmbeddingBag, default_hooks.allreduce_hook, {"gradient_as_bucket_view": True}),
-    )
-    for kind, hook, options in kinds:
-        pair = Pair.of(Words(kind), **options)
-        for model in pair if hook is not None else ():
-            model.register_comm_hook(None, hook)
-        for number in range(4):
-            for model in pair:
-                model.zero_grad()
-            pair.backward(lambda model, n=number: words_loss(model, n), (kind, options, hook, number))  # type: ignore[misc]
-        found = pair.ours.module.table.weight.grad
-        assert found.is_sparse
-        assert 0 < found.coalesce().values().shape[0] <= 20
-        assert sum(bucket.is_sparse for bucket in pair.ours.reducer.own.assignment.buckets) == 1
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-@on_ranks(2)
-def test_sparse_gradients_add_up_under_no_sync() -> None:
-    model = DistributedDataParallel(Words(nn.Embedding))
-    clean = copy.deepcopy(model.module)
-    with model.no_sync():
-        words_loss(model, 0).backward()
-    words_loss(model, 1).backward()
-    (words_loss(clean, 0) + words_loss(clean, 1)).backward()
-    alone = clean.table.weight.grad.to_dense()
-    dist.all_reduce(alone)
-    assert_same(model.module.table.weight.grad.to_dense(), alone / 2, "accumulated", 1e-6)
 
 
 @on_ranks(2)

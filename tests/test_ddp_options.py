@@ -35,29 +35,6 @@ def sizes(model: nn.Module) -> list[int]:
     return [bucket.nbytes for bucket in model.reducer.own.assignment.buckets]
 
 
-class Rewired(nn.Module):
-    """Layers used in another order than that in which they are registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.last, self.first, self.middle = (nn.Linear(8, 8, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.middle(self.first(x)))
-        return out
-
-
-@on_ranks(2)
-def test_buckets_follow_the_order_of_arrival_after_the_first_pass() -> None:
-    pair = Pair.of(Rewired(), bucket_cap_mb=0.0002)  # one layer a bucket
-    names = ["last.weight", "first.weight", "middle.weight"]
-    assert pair.ours.reducer.own.names == names
-    assert [bucket.indices for bucket in pair.ours.reducer.own.assignment.buckets] == [[0, 1, 2]]
-    pair.train(mlp_loss, 4)
-    assert [bucket.indices for bucket in pair.ours.reducer.own.assignment.buckets] == [[0], [2], [1]]
-
-
 @on_ranks(1)
 def test_the_first_bucket_is_small_by_default_once_the_order_is_known() -> None:
     net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(30)))  # 1 MiB each

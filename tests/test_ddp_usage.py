@@ -21,22 +21,6 @@ VIEWS = ({}, {"gradient_as_bucket_view": True})
 
 
 @on_ranks(2)
-def test_gradients_accumulate_with_and_without_no_sync() -> None:
-    for options in (*VIEWS, {"static_graph": True}, {"find_unused_parameters": True}):
-        pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
-        for number in range(5):
-            if number != 3:  # and once on top of what is there
-                for model in pair:
-                    model.zero_grad(set_to_none=number % 2 == 0)
-            if "static_graph" not in options or number:  # PyTorch's fails otherwise
-                for model in pair:
-                    with model.no_sync():
-                        mlp_loss(model, 10 + number).backward()
-                        mlp_loss(model, 20 + number).backward()
-            pair.backward(lambda model, n=number: mlp_loss(model, n), (options, number))  # type: ignore[misc]
-
-
-@on_ranks(2)
 def test_several_forward_passes_before_one_backward_or_before_several() -> None:
     for options in (*VIEWS, {"find_unused_parameters": True}):
         pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
