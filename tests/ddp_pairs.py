@@ -123,3 +123,12 @@ def assert_averaged(
     expected = averaged(clean, loss, size)
     for name, param in net.named_parameters():
         assert_same(param.grad, expected.get(name), (where, name), tolerance)
+
+
+def check_average(model: nn.Module, clean: nn.Module, number: int, where: object = "") -> None:
+    """Run an iteration whose gradients have to be the averages over all ranks."""
+    model.zero_grad()
+    mlp_loss(model, number).backward()
+    net, size = getattr(model, "module", model), dist.get_world_size()
+    tolerance = 0.0 if size == 2 else 1e-6  # sums in another order
+    assert_averaged(net, clean, of_batch(number), (where, number), size=size, tolerance=tolerance)

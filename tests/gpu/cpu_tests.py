@@ -29,7 +29,7 @@ from parity_runs import Row
 from sharded import Setting, cut_adamw
 from sync_calls import cpu_as_accelerator
 from test_fully_sharded_forms import trains_as_optimizer_first
-from test_fully_sharded_worlds import trains_alone
+from test_fully_sharded_state import trains_alone
 from zero_optim.ddp import PrecisionPolicy
 
 Run = tuple[Any, ...]  # the function of a test, and its arguments
