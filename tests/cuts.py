@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,6 +42,16 @@ def finely_cut() -> Iterator[None]:
         yield
 
 
+def cut_over(
+    params: Any, optimizer_class: Any = torch.optim.AdamW, *, cap: float = ONE_A_BUCKET, **options: Any
+) -> ZeroRedundancyOptimizer:
+    """An optimizer that cuts what can be cut of its parameters."""
+    with cutting():
+        made = ZeroRedundancyOptimizer(params, optimizer_class, bucket_cap_mb=cap, **options)
+    assert dist.get_world_size() == 1 or any(len(pieces) > 1 for pieces in made.pieces().values())
+    return made
+
+
 def cut_pair(
     params: list[nn.Parameter],
     optimizer_class: type[Optimizer] = torch.optim.AdamW,
@@ -51,12 +62,7 @@ def cut_pair(
 ) -> tuple[Optimizer, ZeroRedundancyOptimizer]:
     """An unsharded optimizer over parameters, and one over equal ones that are cut."""
     options = {"lr": 0.01} if options is None else options
-    mine = twin(params)
-    with cutting():
-        sharded = ZeroRedundancyOptimizer(
-            mine, optimizer_class, bucket_cap_mb=cap, **sharded_options, **options
-        )
-    assert any(len(pieces) > 1 for pieces in sharded.pieces().values())
+    sharded = cut_over(twin(params), optimizer_class, cap=cap, **sharded_options, **options)
     return optimizer_class(params, **options), sharded
 
 

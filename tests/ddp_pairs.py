@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from zero_optim.ddp import DistributedDataParallel
 
@@ -34,6 +35,46 @@ def mlp_loss(net: nn.Module, number: int, rank: int | None = None) -> Tensor:
     x, device = batch(number, 5, 8, rank=rank), next(net.parameters()).device
     loss: Tensor = net(x if x.device == device else x.to(device)).square().mean()
     return loss
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class WithSpare(nn.Module):
+    """A layer is used by no rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.spare, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.trunk(x))
+        return out
+
+
+class Recomputed(nn.Module):
+    """A part is recomputed in the backward pass, as often as it says."""
+
+    def __init__(self, times: int = 1, reentrant: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.times, self.reentrant = times, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.other, x, use_reentrant=self.reentrant)
+        return x
 
 
 @dataclass

@@ -50,15 +50,10 @@ def test_freed_memory_is_returned_once_that_is_asked_for() -> None:
     assert 50 < left_mib("asks") < 80  # the half that is in use
 
 
-@pytest.mark.parametrize("wrong", ["65536", 65536.0, True, None])
-def test_a_threshold_that_is_no_integer_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="expected threshold to be a number of bytes"):
-        zero_optim.return_freed_memory(wrong)
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 4095, 2**25 + 1])
-def test_a_threshold_that_the_c_library_would_not_take_is_refused(wrong: int) -> None:
-    with pytest.raises(ValueError, match=f"got {wrong}"):
+@pytest.mark.parametrize("wrong", ["65536", 65536.0, True, None, 0, -1, 4095, 2**25 + 1])
+def test_a_threshold_that_the_c_library_would_not_take_is_refused(wrong: Any) -> None:
+    words = f"got {wrong}" if type(wrong) is int else "expected threshold to be a number of bytes"
+    with pytest.raises(ValueError if type(wrong) is int else TypeError, match=words):
         zero_optim.return_freed_memory(wrong)
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import cuts
-from cuts import ONE_A_BUCKET, cutting
+from cuts import cut_over
 from pool import Ranks, on_ranks
 from test_checkpoint import Run, flip, once
 from training import assert_same_state, params_of
@@ -68,12 +68,7 @@ def test_each_owner_writes_its_rows_of_a_parameter_and_its_state(tmp_path: Path)
 
 
 def over(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    with cutting():
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, **options
-        )
-    assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
-    return optimizer
+    return cut_over(model.parameters(), **options)
 
 
 class Flattened(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import SGD
 
-from cuts import cut_pair, cutting, finely_cut, sparse_gradient
+from cuts import cut_over, cut_pair, cutting, finely_cut, sparse_gradient
 from overlap import Embedder
 from pool import on_ranks
 from training import assert_same_bits, make_params, params_of, set_grads, twin
@@ -155,10 +155,7 @@ def test_a_joined_rank_hears_of_the_refusal() -> None:
 
 
 def cut_sgd(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    with cutting():
-        made = ZeroRedundancyOptimizer(model.parameters(), SGD, bucket_cap_mb=1e-5, **options)
-    assert any(len(pieces) > 1 for pieces in made.pieces().values())
-    return made
+    return cut_over(model.parameters(), SGD, **options)
 
 
 class Table(Embedder):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from cuts import ONE_A_BUCKET, SHAPES, cutting
+from cuts import SHAPES, cut_over
 from pool import Ranks, on_ranks
 from training import (
     assert_same_state,
@@ -110,10 +110,7 @@ def sharded_over(params: list[Parameter], name: str, *, cut: bool, **more: Any) 
     optimizer_class, options = CLASSES[name]
     if not cut:
         return ZeroRedundancyOptimizer(params, optimizer_class, cuts=False, **more, **options)
-    with cutting():
-        made = ZeroRedundancyOptimizer(params, optimizer_class, bucket_cap_mb=ONE_A_BUCKET, **more, **options)
-    assert dist.get_world_size() == 1 or any(len(pieces) > 1 for pieces in made.pieces().values())
-    return made
+    return cut_over(params, optimizer_class, **more, **options)
 
 
 def whole_state(sharded: ZeroRedundancyOptimizer, to: int | None = 0) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from ddp_pairs import SMALL_MB, Pair, assert_same, batch, mlp, mlp_loss
+from ddp_pairs import SMALL_MB, Pair, WithBuffers, WithSpare, assert_same, batch, mlp, mlp_loss
 from pool import on_ranks
 from training import assert_same_bits
 from zero_optim.ddp import DistributedDataParallel
@@ -82,22 +82,11 @@ def test_a_rank_without_a_batch_in_a_static_graph() -> None:
     train(model, 2, first=20)
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.spare, self.used = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
-
-
 @on_ranks(2)
 def test_unused_parameters_inside_join() -> None:
     unused = {"find_unused_parameters": True}
     for options in (unused, {"static_graph": True}, unused | {"skip_all_reduce_unused_params": True}):
-        model = DistributedDataParallel(Unused(), bucket_cap_mb=0.0002, **options)
+        model = DistributedDataParallel(WithSpare(), bucket_cap_mb=0.0002, **options)
         with model.join():
             train(model, 2 + 2 * dist.get_rank())
         assert model.module.spare.weight.grad is None
@@ -108,20 +97,9 @@ def test_unused_parameters_inside_join() -> None:
 def test_skipping_buckets_needs_a_batch_on_every_rank() -> None:
     """One rank alone, which stands in for itself."""
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    model = DistributedDataParallel(Unused(), **options)
+    model = DistributedDataParallel(WithSpare(), **options)
     with pytest.raises(ReductionError, match="had no batch to learn from which parameters are used"):
         model.reducer.own.shadow()
-
-
-class WithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
 
 
 @on_ranks(2)

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from ddp_pairs import (
     KNOWN,
     Pair,
+    WithBuffers,
+    WithSpare,
     assert_averaged,
     assert_same,
     averaged,
@@ -45,17 +47,6 @@ def test_the_first_bucket_is_small_by_default_once_the_order_is_known() -> None:
     for _ in range(2):
         model(torch.ones(1, 512)).sum().backward()
     assert sizes(model) == [2**20, 25 * 2**20, 4 * 2**20]
-
-
-class WithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(x))
-        return out
 
 
 def gathered(tensor: Tensor) -> list[Tensor]:
@@ -123,19 +114,6 @@ def test_parameters_are_sent_at_construction_unless_init_sync_is_off() -> None:
     assert torch.equal(next(own.parameters()), next(mlp(seed=0).parameters()))
 
 
-class Branches(nn.Module):
-    """A trunk, and a layer that no rank uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk, self.spare, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.trunk(x))
-        return out
-
-
 @on_ranks(2)
 def test_buckets_without_a_used_parameter_are_skipped_when_asked() -> None:
     launched: list[int] = []
@@ -151,7 +129,7 @@ def test_buckets_without_a_used_parameter_are_skipped_when_asked() -> None:
         counts = {}
         for skip in (False, True):
             options = {"find_unused_parameters": True, "bucket_cap_mb": 0.00001}
-            pair = Pair.of(Branches(), skip_all_reduce_unused_params=skip, **options)
+            pair = Pair.of(WithSpare(), skip_all_reduce_unused_params=skip, **options)
             launched.clear()
             pair.train(mlp_loss, 3, skip)
             counts[skip] = len(launched)

@@ -305,24 +305,6 @@ def test_messages_name_some_parameters_and_count_the_rest() -> None:
     names = [f"layer.{number}" for number in range(13)]
     assert report.names_text(names[:2]) == "layer.0, layer.1"
     assert report.names_text(names).endswith("layer.9 and 3 more")
-    for text, parts in (
-        (
-            report.NO_GRADIENT,
-            ("find_unused_parameters=True", "static_graph=True", "requires_grad=False", "no_sync"),
-        ),
-        (report.TWICE, ("use_reentrant=False", "static_graph=True")),
-        (report.MORE, ("more gradients", "Leave static_graph out")),
-        (report.FEWER, ("fewer gradients", "Leave static_graph out")),
-        (report.LATE_GRADIENT, ("return every tensor",)),
-        (report.SPARSE, ("a sparse gradient where a dense one", "nn.EmbeddingBag")),
-        (report.DENSE, ("a dense gradient where a sparse one", "nn.Embedding")),
-    ):
-        troubles = report.PassTroubles()
-        for name in (names[0], names[1], names[0]):
-            troubles.note(text, name)
-        message = str(troubles.message())
-        for part in ("layer.0, layer.1", *parts):
-            assert part in message, (text, part)
 
 
 def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:

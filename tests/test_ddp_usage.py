@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_pairs import (
     SMALL_MB,
     Pair,
+    Recomputed,
     assert_averaged,
     assert_same,
     averaged,
@@ -147,22 +148,6 @@ def test_the_wrapper_itself_may_be_checkpointed() -> None:
         assert_averaged(model.module, clean, of_batch(number), number)
 
 
-class Halves(nn.Module):
-    """Parts that are recomputed in the backward pass; one of them may run twice."""
-
-    def __init__(self, reentrant: bool, times: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.reentrant, self.times = reentrant, times
-        self.first, self.second = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(self.times):
-            x = checkpoint(self.second, x, use_reentrant=self.reentrant)
-        return x
-
-
 @on_ranks(2)
 def test_parts_may_be_checkpointed_once_or_twice() -> None:
     for reentrant, times, options in (
@@ -171,7 +156,7 @@ def test_parts_may_be_checkpointed_once_or_twice() -> None:
         (False, 2, {"find_unused_parameters": True}),
         (True, 2, {"static_graph": True}),
     ):
-        pair = Pair.of(Halves(reentrant, times), bucket_cap_mb=SMALL_MB, **options)
+        pair = Pair.of(Recomputed(times, reentrant), bucket_cap_mb=SMALL_MB, **options)
         pair.train(mlp_loss, 4, (reentrant, times, options))
 
 

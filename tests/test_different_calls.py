@@ -11,7 +11,6 @@ from torch import nn
 from stalling import TIMEOUT, about_to_stall, linear, outcomes, sharded
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.health.diagnosis import Status, judge
 from zero_optim.hooks import zero_step
 
 
@@ -99,28 +98,3 @@ def consolidate_before_buckets_are_rebuilt() -> str:
 def test_an_agreement_that_meets_the_rebuilding_of_buckets_is_named() -> None:
     said = ("rank 0 waits in an agreement on the order of gradients",)
     check(2, consolidate_before_buckets_are_rebuilt, said=said)
-
-
-def status(inside: str, passes: int, steps: int) -> Status:
-    return Status((f"a work of {inside}",), ((inside, 1),), {"backward pass": passes, "step()": steps})
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        (status("step()", 3, 3), status("backward pass", 4, 2), "rank 1 has left out step() 3; "),
-        (
-            status("backward pass", 4, 3),
-            status("step()", 3, 4),
-            "rank 1 has called step() 4 times after 3 backward passes; ",
-        ),
-        (status("backward pass", 5, 2), status("step()", 4, 2), "not for the same; rank 0 waits"),
-    ],
-)
-def test_a_step_that_was_left_out_or_taken_twice_is_named_where_each_pass_has_one(
-    one: Status, other: Status, said: str
-) -> None:
-    told = judge({0: one, 1: other}, 0, 5.0)
-    assert said in told.message, told.message
-    assert "; times of backward pass: " in told.message
-    assert told.missing == ()
