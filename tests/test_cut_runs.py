@@ -1,9 +1,8 @@
 """Parameters that are cut: several ranks own rows of one, and the run has the bits of the unsharded run."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
-from cuts import SHAPES, cut_pair, cutting, sparse_gradient
-from overlap import Setting, adamw, assert_same_run, inputs
+from cuts import SHAPES, cut_over, cut_pair, cutting, sparse_gradient
+from overlap import Setting, assert_same_run, inputs
 from pool import on_ranks
 from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
@@ -352,27 +351,6 @@ class Wide(nn.Module):
         return out
 
 
-def cut(build: Callable[..., ZeroRedundancyOptimizer] = adamw, **options: Any) -> Any:
-    """Make what builds an optimizer whose parameters are cut."""
-    return partial(_cut, build, options)
-
-
-def _cut(
-    build: Callable[..., ZeroRedundancyOptimizer], options: dict[str, Any], model: nn.Module
-) -> ZeroRedundancyOptimizer:
-    with cutting():
-        optimizer = build(model, **options)
-    if dist.get_world_size() > 1:
-        assert sum(len(pieces) > 1 for pieces in optimizer.pieces().values())
-    return optimizer
-
-
-def in_place(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    """A class that adds to gradients in place, so that steps need copies of them."""
-    options = {"lr": 0.01, "bucket_cap_mb": 0.001, **options}
-    return ZeroRedundancyOptimizer(model.parameters(), AddsToGradients, **options)
-
-
 class AddsToGradients(torch.optim.Optimizer):
     """SGD with weight decay, which it adds to the gradients themselves."""
 
@@ -388,19 +366,29 @@ class AddsToGradients(torch.optim.Optimizer):
                     param.add_(param.grad, alpha=-group["lr"])
 
 
+def in_place(model: nn.Module) -> ZeroRedundancyOptimizer:
+    """Steps need copies of the gradients."""
+    return cut_over(model.parameters(), AddsToGradients, cap=0.001, lr=0.01)
+
+
+def one_row(model: nn.Module) -> ZeroRedundancyOptimizer:
+    return cut_over(model.parameters(), cap=1.0, lr=0.01)
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("optimizer", [cut(in_place), cut(bucket_cap_mb=1.0)], ids=["in place", "one row"])
+@pytest.mark.parametrize("optimizer", [in_place, one_row])
 def test_stepping_cut_parameters_in_backward_gives_the_same_bits(optimizer: Any) -> None:
     """With a class that changes gradients in place, and with one row for each rank."""
     assert_same_run(Setting("ours", Wide, optimizer), steps=4)
 
 
 @on_ranks(4)
-def test_rows_of_gradients_are_reduced_to_four_owners() -> None:
+@pytest.mark.parametrize("optimizer", [in_place, one_row])
+def test_rows_of_gradients_are_reduced_to_four_owners(optimizer: Any) -> None:
     runs = []
     for how in (None, "owners"):
         model = DistributedDataParallel(Wide(), bucket_cap_mb=0.004, find_unused_parameters=True)
-        sharded = cut()(model)
+        sharded = optimizer(model)
         if how is not None:
             model.register_comm_hook(None, zero_step(sharded, gradients=how))
         for step in range(4):
