@@ -28,7 +28,7 @@ from zero_optim.ddp import (
     fully_sharded,
     unsharded,
 )
-from zero_optim.units.unit_bucket import UnitBucket
+from zero_optim.shard.row_bucket import UnitBucket
 
 
 def storages(tensors: list[Tensor]) -> int:

@@ -5,7 +5,7 @@ import torch
 from fake_streams import FakeStream, fake_streams
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.layout import whole
-from zero_optim.units.unit_bucket import UnitBucket
+from zero_optim.shard.row_bucket import UnitBucket
 
 
 def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:

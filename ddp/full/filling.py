@@ -23,8 +23,8 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, in_order_of_memory, kept_dtype
-from zero_optim.units.freed import shown_when_freed
-from zero_optim.units.unit_bucket import UnitBucket
+from zero_optim.shard.freed import shown_when_freed
+from zero_optim.shard.row_bucket import UnitBucket
 
 Init = Callable[[nn.Module], object]
 _AT_ONCE = 16  # broadcasts under way

@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from zero_optim.compat.streams import is_asynchronous
-from zero_optim.units.keeping import Keeping, RowKeeping
-from zero_optim.units.mapped import MappedMemory, why_not_here
-from zero_optim.units.on_host import HostKeeping
+from zero_optim.shard.keeping import Keeping, RowKeeping
+from zero_optim.shard.mapped import MappedMemory, why_not_here
+from zero_optim.shard.on_host import HostKeeping
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
+from zero_optim.shard.row_bucket import UnitBucket
 from zero_optim.shard.storage import left_freed
-from zero_optim.units.unit_bucket import UnitBucket
 
 ROWS, WHOLE = "rows", "whole"
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
-from zero_optim.units.unit_bucket import UnitBucket, WideBucket
-from zero_optim.units.unit_gathers import UnitGathers
+from zero_optim.shard.row_bucket import UnitBucket, WideBucket
+from zero_optim.shard.row_gathers import UnitGathers
 
 OUTERMOST = "the outermost unit"
 

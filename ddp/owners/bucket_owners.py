@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
+from zero_optim.shard.keeping import RowKeeping
+from zero_optim.shard.on_host import HostKeeping
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
-from zero_optim.units.keeping import RowKeeping
-from zero_optim.units.on_host import HostKeeping
 
 
 @dataclass(frozen=True, slots=True, eq=False)

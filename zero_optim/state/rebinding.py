@@ -28,6 +28,7 @@ from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import Bucket, ParamBucket, RowBucket
+from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core
 from zero_optim.state.dicts import check_targets
@@ -38,7 +39,6 @@ from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
-from zero_optim.units.store import Store
 
 
 def detach(core: Core, *, wait: bool) -> None:

@@ -31,8 +31,8 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.keeping import Keeping, gradients_in_portions
 from zero_optim.step.partial import PartialGradient, is_on_host
-from zero_optim.units.keeping import Keeping, gradients_in_portions
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
 

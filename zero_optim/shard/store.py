@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
-from zero_optim.units.freed import is_freed
-from zero_optim.units.keeping import Keeping, RowKeeping
-from zero_optim.units.on_host import HostKeeping
-from zero_optim.units.unit_bucket import UnitBucket
-from zero_optim.units.unit_memory import FreePages
+from zero_optim.shard.freed import is_freed
+from zero_optim.shard.keeping import Keeping, RowKeeping
+from zero_optim.shard.on_host import HostKeeping
+from zero_optim.shard.pages import FreePages
+from zero_optim.shard.row_bucket import UnitBucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Storage for a rank's rows in mapped files.
 
 Note [A budget]
-    A rank's rows, gradients, state, masters and averages lie in mapped files (`zero_optim.units.mapped`),
+    A rank's rows, gradients, state, masters and averages lie in mapped files (`zero_optim.shard.mapped`),
     except tensors smaller than a page. They are used in portions, each written out before the next, so at
     most ``budget`` bytes are resident.
 """
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from zero_optim.units.mapped import PAGE, MappedMemory, in_pages
+from zero_optim.shard.mapped import PAGE, MappedMemory, in_pages
 
 Item = TypeVar("Item")
 

@@ -29,9 +29,9 @@ from zero_optim.flow.pending import Pending
 from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
 from zero_optim.plan.layout import Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
+from zero_optim.shard.keeping import RowKeeping
+from zero_optim.shard.row_bucket import UnitBucket
 from zero_optim.shard.storage import ParamBucket
-from zero_optim.units.keeping import RowKeeping
-from zero_optim.units.unit_bucket import UnitBucket
 
 
 class UnitGathers(Protocol):

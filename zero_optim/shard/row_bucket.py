@@ -4,7 +4,7 @@ Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, which would miss the second gather's
     values. So one storage stays, and its memory comes and goes: Note [Pages that move] in
-    `zero_optim.units.unit_memory`. PyTorch does not check reads of an emptied storage. So a freed parameter
+    `zero_optim.shard.pages`. PyTorch does not check reads of an emptied storage. So a freed parameter
     shows one expanded NaN (zero for dtypes without), and a write in place raises. `settle` changes the
     version only after a step or load.
 
@@ -26,6 +26,7 @@ Note [Freed one by one]
 
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -36,13 +37,12 @@ from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
+from zero_optim.shard.freed import ShownWhenFreed
+from zero_optim.shard.keeping import RowKeeping
+from zero_optim.shard.pages import FreePages
 from zero_optim.shard.places import Form
+from zero_optim.shard.row import Place, UnitFlat, UnitRow
 from zero_optim.shard.storage import KeptRows
-from zero_optim.units.freed import ShownWhenFreed
-from zero_optim.units.keeping import RowKeeping
-from zero_optim.units.row import Place, UnitFlat, UnitRow
-from zero_optim.units.uncopied import Uncopied
-from zero_optim.units.unit_memory import FreePages
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
@@ -53,6 +53,20 @@ _PINNED = (
     "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
     "they are stepped, averaged, saved or loaded"
 )
+
+
+class Uncopied:
+    """Refuses copies, which would gather in the original's place."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise RuntimeError(
+            "a fully sharded model and its optimizer cannot be copied or pickled: no rank holds the "
+            "parameters. Save model.state_dict(), or use zero_optim.checkpoint.save. For averages, as "
+            "AveragedModel makes them, give the optimizer ema_decay"
+        )
 
 
 class UnitBucket(Uncopied):

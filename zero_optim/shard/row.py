@@ -8,9 +8,9 @@ from torch import Tensor
 
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import is_whole, piece_of
+from zero_optim.shard.keeping import RowKeeping
+from zero_optim.shard.pages import FreePages
 from zero_optim.shard.places import Form, views_in, zero_padding
-from zero_optim.units.keeping import RowKeeping
-from zero_optim.units.unit_memory import FreePages
 
 
 class UnitFlat:
