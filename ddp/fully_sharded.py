@@ -36,7 +36,6 @@ from zero_optim.ddp.full.parts import (
     make_units,
     send_buffers,
 )
-from zero_optim.ddp.full.unit import UnitSupply
 from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.graph import replaced
@@ -190,13 +189,12 @@ class FullyShardedDataParallel(nn.Module):
         reducer = make_reducer(built, optimizer, mesh, self._options, _wanted(weakref.ref(self)))
         self._reducer, stamps = reducer, optimizer.iteration.calls.unit_stamps()
         gathers = make_gathers(built, optimizer, mesh, reducer, stamps)
-        if hasattr(self, "units"):
-            self.units.supply.use(optimizer.ranks, gathers, stamps)
-        else:
-            supply = UnitSupply(make_units(built, reducer.params), optimizer.ranks, gathers, stamps)
-            self.units = UnitsInUse(supply, self._asked.num_kept, guards_reads=self._asked.guards_reads)
+        if not hasattr(self, "units"):
+            units = make_units(built, reducer.params)
+            self.units = UnitsInUse(units, self._asked.num_kept, guards_reads=self._asked.guards_reads)
             hook_up(built.choice, self.units)
             built.policy.hook_up(built.choice.modules)
+        self.units.use(optimizer.ranks, gathers, stamps)
         self.units.places = reducer.places = make_places(self.units, built.choice.unit_of, reducer)
         reducer.follow(weakly(self.units.gradient_came))
 
