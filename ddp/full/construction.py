@@ -174,7 +174,7 @@ class UnitConstruction:
         self.registration.mark()
         limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
         untyped: type = ZeroRedundancyOptimizer
-        params = [*self.registration.units]
+        params = [*self.registration.params]
         # A class that bears cuts, so that rows are even.
         optimizer: ZeroRedundancyOptimizer = untyped(params, torch.optim.SGD, process_group, lr=0.0, **limits)
         return optimizer
@@ -205,7 +205,7 @@ class UnitConstruction:
     def give_up(self) -> None:
         """Leave the model as it was, if it was not filled yet; does not communicate."""
         if not self._is_filled:
-            self.registration.unmark([*self.registration.units])
+            self.registration.unmark([*self.registration.params])
             back_to_meta(self.module, self._replaced)
 
 
