@@ -27,7 +27,6 @@ from zero_optim.ddp.full.filling import Init, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
-from zero_optim.ddp.full.offload import Offload
 from zero_optim.ddp.full.parts import (
     check_sparse,
     make_gathers,
@@ -44,6 +43,7 @@ from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.report import names_text
 from zero_optim.health.watchdog import unwatch
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+from zero_optim.shard.keeping import Offload
 from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
 
 

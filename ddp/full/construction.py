@@ -34,7 +34,6 @@ from zero_optim.ddp.full.filling import (
     take_values_of_first,
 )
 from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.ddp.full.offload import Offload, keeping_for
 from zero_optim.ddp.owners.wrapper_checks import (
     REFUSED,
     check_arguments,
@@ -44,6 +43,7 @@ from zero_optim.ddp.owners.wrapper_checks import (
 )
 from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.keeping import Offload, keeping_for
 from zero_optim.shard.registration import Registration, is_registered
 from zero_optim.shard.store import Store
 from zero_optim.state.rebinding import shard_parameters

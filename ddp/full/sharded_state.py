@@ -13,7 +13,7 @@ from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
-from zero_optim.shard.row_bucket import RowBucket, left_freed
+from zero_optim.shard.row_bucket import left_freed
 
 ROWS, WHOLE = "rows", "whole"
 
@@ -88,8 +88,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `sharded_state_dict` returned on this rank, also in another run; all ranks call.
 
     The ranks must own the same rows: the same model, units, class and number of ranks. Otherwise, and for the
-    optimizer's state, use `zero_optim.checkpoint`. Only errors are communicated. One bucket at a time is
-    there in addition.
+    optimizer's state, use `zero_optim.checkpoint`. Only errors are communicated.
 
     Args:
         model: the wrapper, or its module.
@@ -111,9 +110,9 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         loaded = _checked(state, {name: own.place for name, (_, own) in rows.items()}, rest)
     with failing_together(group), left_freed(units.buckets):
         module.load_state_dict(state[WHOLE], strict=False)
-    values = {rows[name][0]: own for name, own in loaded.items()}
+    values = {rows[name][0]: own.values for name, own in loaded.items()}
     for bucket in units.buckets:
-        _load_bucket(bucket, values)
+        bucket.load(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,14 +199,3 @@ def _alike(name: str, some: Mapping[str, Any], others: Mapping[str, Any]) -> boo
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape
     return name in some and name in others and isinstance(one, Tensor) == isinstance(other, Tensor)
-
-
-@torch.no_grad()
-def _load_bucket(bucket: RowBucket, rows: Mapping[Tensor, _Own]) -> None:
-    flat = bucket.flat_as_kept()
-    for param, view in zip(bucket.params, bucket.views(flat), strict=True):
-        own = rows.get(param)
-        if own is not None:
-            first, num_rows, shape = own.place
-            (view[first : first + num_rows] if shape else view).copy_(own.values)
-    bucket.take_over(flat)
