@@ -120,9 +120,7 @@ class OwnedState:
         if self._kept is not None:
             self._kept.keep()
 
-    def _on_leaves(
-        self, work: Callable[[], T], gradients: Mapping[Tensor, Tensor | None] | None = None
-    ) -> T:
+    def _on_leaves(self, work: Callable[[], T], gradients: Mapping[Tensor, Tensor | None] | None = None) -> T:
         """Run ``work`` with the leaves' values and gradients set, and write the leaves back."""
         leaves = self.leaves
         if not leaves.separate:
