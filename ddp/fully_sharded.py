@@ -87,7 +87,7 @@ class FullyShardedDataParallel(nn.Module):
         mesh: as in `ShardedDataParallel`; units are gathered inside each replica. Build the optimizer over
             one row of the mesh, so that each replica has all state, or over all its ranks: then state exists
             once, and a rank holds copies of rows that other replicas own, see Note [Held by a replica] in
-            `zero_optim.units.unit_gathers`.
+            `zero_optim.shard.row_gathers`.
         mixed_precision: a `PrecisionPolicy`, or one of PyTorch's for its own wrappers. Then ``param.dtype``
             is the dtype to compute with, and owners keep and step the parameters in their own dtype.
         device: for parameters and buffers on the meta device; None for the default one.

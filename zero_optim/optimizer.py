@@ -25,13 +25,13 @@ from zero_optim.plan.costs import Cost, CostName
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.lazy import LazyGather, check_reader
+from zero_optim.shard.registration import registration_in
 from zero_optim.state import dicts, rebinding, views
 from zero_optim.state.building import add_group, build
 from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE, Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.spec import OptimizerSpec
-from zero_optim.units.registration import registration_in
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):

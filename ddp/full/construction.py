@@ -44,9 +44,9 @@ from zero_optim.ddp.owners.wrapper_checks import (
 )
 from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.registration import Registration, is_registered
+from zero_optim.shard.store import Store
 from zero_optim.state.rebinding import shard_parameters
-from zero_optim.units.registration import Registration, is_registered
-from zero_optim.units.store import Store
 
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
 _IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
@@ -162,7 +162,7 @@ class UnitConstruction:
         return [
             f"accumulate={self._asked.accumulate!r}",
             f"mixed_precision: {self.policy.describe()}",
-            f"offload={self.registration.store.describe()}",
+            f"offload={self.registration.store.keeping.description}",
         ]
 
     def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:

@@ -31,7 +31,7 @@ from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitSupply
 from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.health.unit_stamps import Purpose
-from zero_optim.units.uncopied import Uncopied
+from zero_optim.shard.row_bucket import Uncopied
 
 if TYPE_CHECKING:
     from zero_optim.ddp.owners.launch_places import LaunchPlaces

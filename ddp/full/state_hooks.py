@@ -23,7 +23,7 @@ from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.unit import Unit
 
 if TYPE_CHECKING:
-    from zero_optim.units.unit_bucket import WideBucket
+    from zero_optim.shard.row_bucket import WideBucket
 
 
 class UnitValues:

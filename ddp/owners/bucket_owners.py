@@ -6,16 +6,15 @@ Note [Gradients set by hand]
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
+from zero_optim.shard.keeping import HostKeeping, RowKeeping
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
-from zero_optim.units.keeping import RowKeeping
-from zero_optim.units.on_host import HostKeeping
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +26,7 @@ class BucketOwners:
     rank: int
     size: int
     dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
-    keeping: RowKeeping | None = None  # keeps the rows of this rank; None for ordinary memory
+    keeping: RowKeeping = field(default_factory=RowKeeping)  # of the rows of this rank
     agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
 
     def _keeps_another(self, param: Tensor) -> bool:
@@ -36,8 +35,7 @@ class BucketOwners:
 
     def copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
         """Copy sums of this rank's rows to where they are kept, each in a dtype."""
-        converted = (tensor.to(dtype) for tensor, dtype in sums)
-        return converted if self.keeping is None else self.keeping.copies(converted)
+        return self.keeping.copies(tensor.to(dtype) for tensor, dtype in sums)
 
     def _partial(self, slot: int, param: Tensor, rows: Tensor | None) -> PartialGradient:
         comes = self.keeping.wait if isinstance(self.keeping, HostKeeping) else None
@@ -59,10 +57,7 @@ class BucketOwners:
         if reduced is not None:
             target = kept.rows_to_come if isinstance(kept, PartialGradient) else kept
             assert target is not None  # this rank owns rows of it
-            if self.keeping is None:
-                target.add_(reduced)
-            else:
-                self.keeping.add(target, reduced)
+            self.keeping.add(target, reduced)
         return kept if isinstance(kept, PartialGradient) else owned(kept, self.agree)
 
     def _taken_over(self, slot: int, param: Tensor, whole: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
 """Recipes as data: which operation happens to a bucket at which moment of an iteration. No torch.
 
-A recipe is a `Schedule`. Buckets hold that of their parameters: `step()` asks it what to gather, wait for and
-free. What happens to gradients, and in a backward pass that steps, is code that follows its row.
-`picture` draws the schedules for docs/design.md.
+A recipe is a `Schedule`. Code that a moment reaches calls `Schedule.at` for each bucket, which runs the row's
+operations. `picture` draws the schedules for docs/design.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import zip_longest
 from textwrap import wrap
 from types import MappingProxyType
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class Operation(Enum):
@@ -72,6 +74,20 @@ class Schedule:
     def __getitem__(self, moment: Moment) -> tuple[Operation, ...]:
         """Return the operations at a moment, in order."""
         return self.moments.get(moment, ())
+
+    def at(
+        self,
+        moment: Moment,
+        operations: Mapping[Operation, Callable[P, object]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Run the operations at a moment, in order, each with the same arguments.
+
+        KeyError if the caller lacks one of them: a row never stays undone.
+        """
+        for operation in self[moment]:
+            operations[operation](*args, **kwargs)
 
     def _with(self, operation: Operation) -> list[Moment]:
         return [moment for moment in Moment if operation in self[moment]]

@@ -14,6 +14,7 @@ from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.lazy import LazyGather, check_reader
+from zero_optim.shard.registration import registration_in, registration_of
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.core import Core
 from zero_optim.state.options import GroupOptions, GroupReader, Params, PlanInputs, ShardingOptions
@@ -23,7 +24,6 @@ from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
-from zero_optim.units.registration import registration_in, registration_of
 
 logger = logging.getLogger("zero_optim")
 

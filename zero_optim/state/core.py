@@ -18,6 +18,7 @@ from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.store import Store
 from zero_optim.state.cut_state import CutState
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.moving import Held, RowMap
@@ -29,7 +30,6 @@ from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.state_view import OwnedEntries
 from zero_optim.step.unreduced import check_unreduced, unreduced_among
-from zero_optim.units.store import Store
 
 
 @dataclass(eq=False)

@@ -16,9 +16,9 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows
+from zero_optim.shard.store import Store
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.spec import OptimizerSpec
-from zero_optim.units.store import Store
 
 KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
