@@ -8,10 +8,8 @@ from torch import Tensor
 
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
 from zero_optim.plan.option_values import plain
-from zero_optim.probe.cut_rows import CutRows
-from zero_optim.probe.probe import probe
-from zero_optim.probe.shaped import state_entries
-from zero_optim.probe.sparse import why_not_sparse_rows
+from zero_optim.probe.cut_rows import CutRows, why_not_sparse_rows
+from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.traits import Traits, refusal
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.spec import OptimizerSpec
