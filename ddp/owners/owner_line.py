@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -31,6 +32,9 @@ from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.reduction import Wait, start_sum
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
+
+if TYPE_CHECKING:
+    from zero_optim.comm.traffic import Waitable
 
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
@@ -52,7 +56,7 @@ class OwnerSum:
 
     bucket: OwnerBucket
     label: str
-    rows: OwnerRows
+    rows: OwnerRows | None  # until all portions were summed
     num_started: int = 0  # portions
     num_summed: int = 0
     word: Tensor | None = None  # of a failure; one element, or none. Once the bucket has the sum
@@ -138,6 +142,7 @@ class OwnerLine:
     def _start_next(self, one: OwnerSum) -> Then:
         """Start the sums of a portion inside the replica, in place in the rows of this rank or column."""
         route, count = self._route, one.bucket.num_portions
+        assert one.rows is not None  # until all were summed
         rows = one.rows.pop(one.num_started)
         one.num_started += 1
         label = one.label if count == 1 else f"{one.label}, portion {one.num_started} of {count}"
@@ -157,23 +162,29 @@ class OwnerLine:
         one.num_summed += 1
         route, count = self._route, one.bucket.num_portions
         is_whole = one.num_summed == count
+        assert one.rows is not None
+        own = one.rows.own  # nobody else reads it: it alone stays, with the sum
+        if is_whole:
+            one.rows = None
 
         def take_over(_: object) -> None:
             if is_whole:
-                one.word = one.bucket.take_over(one.rows.own)
+                one.word = one.bucket.take_over(own)
 
-        label = f"{label}, across replicas"
-        if route.lanes_across is not None:
+        def begin() -> Then:
             assert route.across is not None
-            group, lanes = route.across, route.lanes_across.groups
-            self._across.start(
-                lambda: Then([RowSum(group, lanes, totals, in_place=True, about=label)], take_over), 1 / count
-            )
-        elif is_whole and route.across is not None and one.rows.own.numel():  # the others have as many
-            own, label = one.rows.own, f"{one.label}, across replicas"
-            group = route.across
-            self._across.start(lambda: Then([group.start_sum(own, label)[1]], take_over))
-        else:
+            if route.lanes_across is None:
+                work: Waitable = route.across.start_sum(own, f"{one.label}, across replicas")[1]
+            else:
+                about, lanes = f"{label}, across replicas", route.lanes_across.groups
+                work = RowSum(route.across, lanes, totals, in_place=True, about=about)
+            return Then([work], take_over)
+
+        if route.lanes_across is not None:
+            self._across.start(begin, 1 / count)
+        elif is_whole and route.across is not None and own.numel():  # the others have as many
+            self._across.start(begin)
+        elif is_whole:
             take_over(None)
 
     @contextmanager

@@ -84,7 +84,7 @@ class ReducerBucket:
         return not self.is_sparse and self.flat.numel() > 0
 
     def write_failure_word(self) -> None:
-        """Make the first element NaN, and so the sum of all ranks: Note [Word of a failure]."""
+        """Make the first element NaN, and so the sum of all ranks: Note [Two ways to tell of a failure]."""
         self.flat[:1].fill_(float("nan"))
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
