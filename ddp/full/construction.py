@@ -162,7 +162,7 @@ class UnitConstruction:
         return [
             f"accumulate={self._asked.accumulate!r}",
             f"mixed_precision: {self.policy.describe()}",
-            f"offload={self.registration.store.describe()}",
+            f"offload={self.registration.store.keeping.description}",
         ]
 
     def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:

@@ -8,9 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from zero_optim.compat.streams import is_asynchronous
-from zero_optim.shard.keeping import Keeping, RowKeeping
+from zero_optim.shard.keeping import FileKeeping, HostKeeping, RowKeeping
 from zero_optim.shard.mapped import MappedMemory, why_not_here
-from zero_optim.shard.on_host import HostKeeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +44,10 @@ class Offload:
             raise ValueError(f"expected folder to be an existing folder, got {os.fspath(self.folder)!r}")
 
 
-def keeping_for(offload: object, params: Iterable[Tensor]) -> RowKeeping | None:
-    """Return what keeps the rows of the units' parameters; None for memory where the parameters are."""
+def keeping_for(offload: object, params: Iterable[Tensor]) -> RowKeeping:
+    """Return what keeps the rows of the units' parameters."""
     if offload is None:
-        return None
+        return RowKeeping()
     if offload == "cpu":
         here = next((param.device for param in params if not is_asynchronous(param.device)), None)
         if here is not None:
@@ -68,4 +67,4 @@ def keeping_for(offload: object, params: Iterable[Tensor]) -> RowKeeping | None:
     reason = why_not_here()
     if reason is not None:
         raise ValueError(f"offload is not possible here: {reason}")
-    return Keeping(MappedMemory(Path(offload.folder)), offload.budget)
+    return FileKeeping(MappedMemory(Path(offload.folder)), offload.budget)

@@ -13,8 +13,7 @@ from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
-from zero_optim.shard.row_bucket import UnitBucket
-from zero_optim.shard.storage import left_freed
+from zero_optim.shard.row_bucket import RowBucket, left_freed
 
 ROWS, WHOLE = "rows", "whole"
 
@@ -204,7 +203,7 @@ def _alike(name: str, some: Mapping[str, Any], others: Mapping[str, Any]) -> boo
 
 
 @torch.no_grad()
-def _load_bucket(bucket: UnitBucket, rows: Mapping[Tensor, _Own]) -> None:
+def _load_bucket(bucket: RowBucket, rows: Mapping[Tensor, _Own]) -> None:
     flat = bucket.flat_as_kept()
     for param, view in zip(bucket.params, bucket.views(flat), strict=True):
         own = rows.get(param)

@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
-from zero_optim.shard.row_bucket import UnitBucket, WideBucket
+from zero_optim.shard.row_bucket import RowBucket, WideBucket
 from zero_optim.shard.row_gathers import UnitGathers
 
 OUTERMOST = "the outermost unit"
@@ -30,7 +30,7 @@ class Unit:
 
     number: int  # 0 is the outermost
     name: str
-    buckets: list[UnitBucket]
+    buckets: list[RowBucket]
     # Parameters, by index, whose gradients must be there before it is freed in a backward pass: its own that
     # are trained; where some are frozen, also those of units inside it.
     waits_for: frozenset[int]
@@ -128,7 +128,7 @@ class UnitSupply:
         self.group, self.gathers, self.stamps = group, gathers, stamps
 
     @property
-    def buckets(self) -> list[UnitBucket]:
+    def buckets(self) -> list[RowBucket]:
         """Those of all units."""
         return [bucket for unit in self.units for bucket in unit.buckets]
 

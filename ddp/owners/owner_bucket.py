@@ -38,8 +38,7 @@ from zero_optim.plan.layout import Extent, rows_apart, spans_of
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
-from zero_optim.shard.keeping import RowKeeping
-from zero_optim.shard.on_host import HostKeeping
+from zero_optim.shard.keeping import HostKeeping, RowKeeping
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
 
@@ -53,7 +52,7 @@ class BucketOwners:
     rank: int
     size: int
     dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
-    keeping: RowKeeping | None = None  # keeps the rows of this rank; None for ordinary memory
+    keeping: RowKeeping = field(default_factory=RowKeeping)  # of the rows of this rank
     agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
 
 
@@ -246,9 +245,7 @@ class OwnerBucket(ReducerBucket):
 
     def _copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
         """Copy sums of this rank's rows to where they are kept, each in a dtype."""
-        converted = (tensor.to(dtype) for tensor, dtype in sums)
-        keeping = self._owners.keeping
-        return converted if keeping is None else keeping.copies(converted)
+        return self._owners.keeping.copies(tensor.to(dtype) for tensor, dtype in sums)
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Hand out reduced gradients on their owners, and partial gradients elsewhere."""
@@ -292,10 +289,7 @@ class OwnerBucket(ReducerBucket):
         if reduced is not None:
             target = kept.rows_to_come if isinstance(kept, PartialGradient) else kept
             assert target is not None  # this rank owns rows of it
-            if owners.keeping is None:
-                target.add_(reduced)
-            else:
-                owners.keeping.add(target, reduced)
+            owners.keeping.add(target, reduced)
         return kept if isinstance(kept, PartialGradient) else owned(kept, owners.agree)
 
     def _keeps_another(self, slot: int) -> bool:

@@ -25,8 +25,7 @@ from zero_optim.plan.groups import ParamGroup, describe_options
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.row_bucket import UnitBucket, WideBucket
-from zero_optim.shard.storage import RowBucket
+from zero_optim.shard.row_bucket import RowBucket, WideBucket
 from zero_optim.shard.store import Store
 
 _NAME = "_zero_optim_claim"  # of the attribute
@@ -41,7 +40,7 @@ class Registration:
 
     def __init__(self, num_units: int = 0, taken_over: Callable[[Any], None] | None = None) -> None:
         self.store = Store()
-        self.buckets: list[list[UnitBucket]] = [[] for _ in range(num_units)]
+        self.buckets: list[list[RowBucket]] = [[] for _ in range(num_units)]
         self.group: RankGroup | None = None
         self.everyone: RankGroup | None = None
         self.is_open = False
@@ -65,7 +64,7 @@ class Registration:
         return None if self.group is None else self.group.process_group
 
     @property
-    def all_buckets(self) -> list[UnitBucket]:
+    def all_buckets(self) -> list[RowBucket]:
         """The buckets of all units."""
         return list(chain.from_iterable(self.buckets))
 
@@ -87,7 +86,7 @@ class Registration:
         for of_unit in self.buckets:
             of_unit.clear()
         for bucket in buckets:
-            assert isinstance(bucket, UnitBucket)  # of `store`
+            assert isinstance(bucket, RowBucket)  # of `store`
             self.buckets[self.units[bucket.params[0]]].append(bucket)
 
     # ------------------------------------------------------------------ an optimizer that comes later
@@ -125,14 +124,14 @@ class Registration:
         """Return where the next optimizer stores the rows."""
         return self.store.anew() if self.is_open else self.store
 
-    def reusable(self) -> list[UnitBucket]:
+    def reusable(self) -> list[RowBucket]:
         """List buckets for reuse by the next optimizer; none if rows must move to other files."""
-        return self.all_buckets if self.is_open and self.store.keeping is None else []
+        return self.all_buckets if self.is_open and not self.store.keeping.is_apart else []
 
     def fill(self, buckets: Sequence[RowBucket], store: Store) -> None:
         """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""
         assert self.group is not None
-        if store.keeping is not None:
+        if store.keeping.is_apart:
             with failing_together(self.group):
                 store.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
@@ -168,7 +167,6 @@ class Registration:
             return None
         for bucket in self.all_buckets:
             bucket.let_go()
-            bucket.has_new_place()
         return self._taken_over
 
     def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:
@@ -185,7 +183,7 @@ class Registration:
             del self.units[param]
 
 
-def _move_rows(bucket: UnitBucket, bucket_of: Mapping[Tensor, RowBucket], group: RankGroup) -> None:
+def _move_rows(bucket: RowBucket, bucket_of: Mapping[Tensor, RowBucket], group: RankGroup) -> None:
     """Gather a bucket in the owners' dtype, for other buckets to take rows; all ranks call; communicates."""
     wide = WideBucket(bucket)
     start_gather((group,), wide).wait()

@@ -37,10 +37,12 @@ from zero_optim.plan.plan import (
 )
 from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.gathers import Gathers
-from zero_optim.shard.making import BucketMaker
 from zero_optim.shard.order import Alike
-from zero_optim.shard.storage import ParamBucket, RowBucket, RowStore, is_active
+from zero_optim.shard.places import is_freed
+from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.store import BucketMaker, Store
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -70,12 +72,12 @@ class Sharding:
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
         *,
-        store: RowStore,
+        store: Store,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
-        self.buckets: list[ParamBucket] = []
+        self.buckets: list[Bucket] = []
         self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
         self.gathers = Gathers() if gathers is None else gathers
         self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
@@ -108,7 +110,7 @@ class Sharding:
         new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
         with failing_together(self._group):
-            check_shardable(groups, store.freed())
+            check_shardable(groups, set(filter(is_freed, store.units)))
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             every = params_of(new)
@@ -200,12 +202,12 @@ class Sharding:
             bucket_text(number, [names[index] for index in bucket.params])
             for number, bucket in enumerate(plan.buckets, len(self.buckets))
         ]
-        made, of_rows = self._maker.make(self._group, params, plan, labels)
-        for number, bucket in enumerate(made, len(self.buckets)):
+        buckets = self._maker.make(self._group, params, plan, labels)
+        for number, bucket in enumerate(buckets, len(self.buckets)):
             self._numbers.update(dict.fromkeys(bucket.params, number))
-        self.buckets += made
-        self.row_buckets += of_rows
-        self._active += map(is_active, made)
+        self.buckets += buckets
+        self.row_buckets += (bucket for bucket in buckets if isinstance(bucket, RowBucket))
+        self._active += (bucket.is_active for bucket in buckets)
 
     def make_row_buckets(
         self, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
@@ -220,9 +222,9 @@ class Sharding:
 
     @eager
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
-        """Wait for gathers, then take over the user's changes: `ParamBucket.refresh`.
+        """Wait for gathers, then take over the user's changes: `Bucket.refresh`.
 
-        For `step` and comm hooks only: Note [Moving parameters] in `storage`. RuntimeError, after refreshing
+        For `step` and comm hooks only: Note [Moving parameters] in `bucket`. RuntimeError, after refreshing
         the rest, if a parameter no longer fits; ValueError for one added without ``add_param_group()``.
         """
         self.under_way.wait()
@@ -299,7 +301,7 @@ class Sharding:
             self.under_way.wait()
         self.gathers.check_failures()
 
-    def _gathered_at_step(self, buckets: Collection[ParamBucket]) -> list[ParamBucket]:
+    def _gathered_at_step(self, buckets: Collection[Bucket]) -> list[Bucket]:
         """List the buckets that a step gathers; frees the others, which their modules gather."""
         for bucket in self.row_buckets:
             if bucket in buckets:
@@ -312,13 +314,13 @@ class Sharding:
 
     def active(self) -> list[bool]:
         """Return for each bucket whether it trains, or did at an earlier gather."""
-        return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
+        return [was or bucket.is_active for bucket, was in zip(self.buckets, self._active, strict=True)]
 
     def number_of(self, param: Tensor) -> int | None:
         """Return the number of a parameter's bucket, or None."""
         return self._numbers.get(param)
 
-    def buckets_of(self, params: Iterable[Tensor]) -> list[ParamBucket]:
+    def buckets_of(self, params: Iterable[Tensor]) -> list[Bucket]:
         """List the buckets of some parameters, in the order of gathers."""
         return [self.buckets[number] for number in sorted({self._numbers[param] for param in params})]
 

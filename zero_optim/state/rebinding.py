@@ -26,8 +26,9 @@ from zero_optim.plan.groups import ParamGroup, options_of, param_names, params_o
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
+from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import Bucket, ParamBucket, RowBucket
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core
@@ -114,7 +115,7 @@ def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
                     "into one, or give each an optimizer"
                 )
             inputs.options.check_units()
-        agree(group, [f"offload={store.describe()}"], "where a rank keeps what it owns")
+        agree(group, [f"offload={store.keeping.description}"], "where a rank keeps what it owns")
         core.sharding.under_way.wait()
         before, inputs.store = inputs.store, store
         try:
@@ -242,7 +243,7 @@ def _built(
     return new_owned(core.inputs, group, leaves, average, groups, pieces, local_over)
 
 
-def _keep_rows(core: Core, former: list[ParamBucket]) -> None:
+def _keep_rows(core: Core, former: list[Bucket]) -> None:
     """Move this rank's rows into the units' buckets and free these, one former bucket after the other.
 
     A former bucket's flat tensor is released with its last parameter; until then, the pages of parameters
@@ -252,10 +253,9 @@ def _keep_rows(core: Core, former: list[ParamBucket]) -> None:
     bucket_of = {param: bucket for bucket in new for param in bucket.params}
     while new and former:
         left = former.pop(0)
-        for index, param in enumerate(left.params):
+        for param in left.params:
             if param in bucket_of:
                 bucket_of[param].take_in({param: param})
                 bucket_of[param].let_go({param})
-                if isinstance(left, Bucket):
-                    left.give_back(index)
+                left.give_back(param)
     core.owned.leaves.keep(new)

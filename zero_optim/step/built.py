@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
 from zero_optim.plan.option_values import Plain, are_close, plain
 from zero_optim.probe.cut_rows import CutRows
-from zero_optim.probe.probe import probe
-from zero_optim.probe.shaped import state_entries
+from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.traits import Traits, refusal
 from zero_optim.step.spec import OptimizerSpec
 

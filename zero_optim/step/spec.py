@@ -9,9 +9,8 @@ from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
-from zero_optim.probe.cut_rows import CutRows, why_rows_not_cut
+from zero_optim.probe.cut_rows import CutRows, why_not_sparse_rows, why_rows_not_cut
 from zero_optim.probe.cut_rows import why_not_cut as why_class_not_cut
-from zero_optim.probe.sparse import why_not_sparse_rows
 from zero_optim.probe.traits import Traits
 from zero_optim.step.gradients import rows_of
 
