@@ -130,7 +130,8 @@ class Flow:
                 entry = self._entries.popleft()  # if the wait raises, the rest stays
                 entry.wait()
                 self._entries.append(entry)
-            self._forget()
+            if self._entries:
+                self._forget()
         if self._streams is not None and self._is_apart:
             self._streams.join()
             self._is_apart = False

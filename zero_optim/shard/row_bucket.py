@@ -1,4 +1,6 @@
-"""A unit's bucket: parameters are *whole* while their unit is in use, else *freed*. No communication.
+"""A bucket of which each rank keeps its own row; its parameters are *whole* in use, else *freed*.
+
+No communication.
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
@@ -9,10 +11,10 @@ Note [Freed in place]
     version only after a step or load.
 
 Note [Views that somebody keeps]
-    While the unit is freed, a user's view shows NaN on the CPU and loses writes; the next gather or step
-    raises if autograd counts them. On an accelerator operators raise or read address 0. Only a mode for all
-    operators, at some µs each, could guard this: storage references do not tell these views from autograd's,
-    which `zero_optim.ddp.full.saved_reads` guards.
+    While the parameters are freed, a user's view shows NaN on the CPU and loses writes; the next gather or
+    step raises if autograd counts them. On an accelerator operators raise or read address 0. Only a mode for
+    all operators, at some µs each, could guard this: storage references do not tell these views from
+    autograd's, which `zero_optim.ddp.full.saved_reads` guards.
 
 Note [Kept in one dtype, computed with in another]
     The row keeps the original dtype; owners round it into the flat tensor. Freed parameters have the compute
@@ -24,25 +26,25 @@ Note [Freed one by one]
     new bucket needs no second copy of its unit.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NoReturn
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat import private
-from zero_optim.compat.streams import record_use
+from zero_optim.compat.streams import is_asynchronous, record_use
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
+from zero_optim.plan.pieces import is_whole
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
-from zero_optim.shard.freed import ShownWhenFreed
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.pages import FreePages
-from zero_optim.shard.places import Form
-from zero_optim.shard.row import Place, UnitFlat, UnitRow
-from zero_optim.shard.storage import KeptRows
+from zero_optim.shard.places import shown_when_freed, zero_padding
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
@@ -69,13 +71,32 @@ class Uncopied:
         )
 
 
-class UnitBucket(Uncopied):
-    """A `RowBucket`: Note [Freed in place]. Starts empty. Whole parameters may have another ``dtype``.
+class Place(NamedTuple):
+    """This rank's part of one parameter."""
 
-    ``gathers`` are under way. ``is_left``: state dicts show the parameters as they are. While
-    ``num_pins`` users need them whole, nothing may change them. ``num_changes`` counts possible changes of
-    the rows.
+    param: int  # index in the bucket
+    first: int  # of its rows that are here
+    rows: Tensor  # a view of the bucket's row
+
+
+class KeptRows(NamedTuple):
+    """This rank's part of a parameter, which may be none."""
+
+    stride: tuple[int, ...]  # of the parameter when it is whole, in elements
+    rows: Tensor | None  # in memory that stays; None if it owns none
+
+
+class RowBucket(Uncopied, Bucket):
+    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty.
+
+    The flat tensor, and whole parameters, may have another ``dtype`` than the row. It is 1-D, and keeps one
+    storage while its memory comes and goes; a row that is all of it, in ordinary memory and in its dtype, is
+    the flat tensor itself, which is never freed then. ``gathers`` are under way. ``is_left``: state dicts
+    show the parameters as they are. While ``num_pins`` users need them whole, nothing may change them.
+    ``num_changes`` counts possible changes of the row.
     """
+
+    schedule = ZERO3
 
     def __init__(
         self,
@@ -88,81 +109,113 @@ class UnitBucket(Uncopied):
         keeping: RowKeeping | None = None,
         pages: FreePages | None = None,
     ) -> None:
-        self.params = params
-        self.label = label
-        self.schedule = ZERO3
-        first, pages = params[0], FreePages() if pages is None else pages
-        dtype = first.dtype if dtype is None else dtype
-        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, pages)
+        super().__init__(params, layout, rank, label, as_views=False)
         # The parameters have the compute dtype already where another bucket held them.
-        self._own = UnitRow(self._flat, kept_dtype(first), keeping)
-        self._freed = ShownWhenFreed(params, dtype, first.device)
+        self.dtype, kept = self.dtype if dtype is None else dtype, kept_dtype(params[0])
+        self._keeping = RowKeeping() if keeping is None else keeping
+        self._memory = (FreePages() if pages is None else pages).memory(layout.numel, self.dtype, self.device)
+        self._flat = self._memory.flat
+        self._views = self.views(self._flat)
+        rows = [slice(row.start, row.stop) for row in layout.rows if row.owner == rank]
+        self._span = rows[0] if rows else slice(0, 0)
+        self._flat_row = self._flat[self._span]
+        self._memory.free()
+        is_all = (self._span.start, self._span.stop) == (0, layout.end_of_rows)
+        self._stays = is_all and not self._keeping.is_apart and self.dtype == kept
+        self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=kept)
+        self._has_row = False  # it gets memory at its first use
+        self._freed = _Freed(params, self.dtype, self.device)
         self.is_whole = self.is_left = self._has_changed = False
         self.gathers = Flow()
         self.num_pins = self.num_changes = 0
 
     @property
-    def layout(self) -> Layout:
-        """See `ParamBucket`."""
-        return self._flat.layout
-
-    @property
-    def row(self) -> Tensor:
-        """This rank's permanent row of the flat tensor, 1-D; see `UnitRow`."""
-        return self._own.values
-
-    @property
-    def device(self) -> torch.device:
-        """See `ParamBucket`."""
-        return self._flat.tensor.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the flat tensor while whole."""
-        return self._flat.nbytes
-
-    @property
-    def nbytes_to_gather(self) -> int:
-        """See `ParamBucket`."""
-        return self.nbytes
-
-    @property
     def nbytes_of_row(self) -> int:
-        """Bytes of this rank's row."""
-        return self._own.numel * self.row.element_size()
+        """Bytes of this rank's row with padding, also before it has memory."""
+        return self._flat_row.numel() * self.row.element_size()
 
     @property
     def nbytes_live(self) -> int:
         """Current bytes beside the row."""
-        return self._flat.nbytes_live
+        return self.nbytes if self._memory.is_there and not self._stays else 0
 
     @property
     def is_rounded(self) -> bool:
         """Whether parameters and row have different dtypes."""
-        return self._own.is_rounded
+        return self.dtype != self.row.dtype
 
     @property
     def storage_id(self) -> int:
         """An id of the flat tensor's storage, valid without memory."""
-        return int(private.cdata(self._flat.tensor.untyped_storage()))
+        return int(private.cdata(self._flat.untyped_storage()))
 
     def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of the flat tensor, which dies with it."""
-        return self._flat.is_viewed_by(tensor)
+        """Whether a tensor is a view of the flat tensor that dies with its memory."""
+        if self._stays or tensor.layout is not torch.strided:
+            return False
+        address = self._flat.untyped_storage().data_ptr()
+        return address != 0 and tensor.untyped_storage().data_ptr() == address
 
     def shows_freed(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of a freed parameter's data."""
-        return self._freed.is_viewed_by(tensor)
+        address = tensor.data_ptr()
+        return any(address == shown.data_ptr() for shown in self._freed.tensors)
 
-    # ------------------------------------------------------------------ rows
+    # ------------------------------------------------------------------ the row
 
+    def _make_row(self) -> None:
+        """Allocate the row if needed; padding is zeroed."""
+        if self._has_row:
+            return
+        self._has_row = True
+        if self._stays:
+            self._memory.grow(stays=True)
+            zero_padding(self._flat, self.layout)
+        elif self._keeping.is_apart:
+            self.row = self._keeping.new_row(self.row.new_zeros(self._flat_row.numel()))
+        else:
+            self.row = self.row.new_empty(self._flat_row.numel())
+            zero_padding(self.row, self.layout, self._span.start)
+
+    def places(self) -> Iterator[Place]:
+        """Yield this rank's parts of parameters, as views of `row`."""
+        self._make_row()
+        self._keeping.wait()
+        offsets = self.layout.offsets()
+        for index, piece in self.own:
+            form, at = self.forms[index], offsets[index] - self._span.start
+            size, stride = form.size, form.stride
+            if not is_whole(piece, size):  # dimension 0 is outermost in memory
+                size, at = torch.Size((piece.stop - piece.start, *size[1:])), at + piece.start * stride[0]
+            yield Place(index, piece.start, self.row.as_strided(size, stride, at))
+
+    def kept(self) -> dict[Tensor, Tensor]:
+        """Map the parameters of which this rank owns rows to views of these."""
+        return {self.params[place.param]: place.rows for place in self.places()}
+
+    @torch.no_grad()
     def take_in(self, values: Mapping[Tensor, Tensor]) -> None:
         """Copy this rank's part of whole values into its row."""
-        self._own.take_in([values.get(param) for param in self.params])
+        for index, first, rows in self.places():
+            whole = values.get(self.params[index])
+            if whole is not None:
+                rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
+                self._keeping.keep([rows])
+
+    @torch.no_grad()
+    def load(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Replace this rank's rows of some parameters and free all; RuntimeError if they are pinned."""
+        self.check_unpinned()
+        for param, rows in self.kept().items():
+            if param in values:
+                rows.copy_(values[param])
+                self._keeping.keep([rows])
+        self.has_changed()
 
     def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
-        """Make some parameters, by default all, show NaN and release their memory."""
-        for param, form, nan in zip(self.params, self._flat.forms, self._freed.tensors, strict=True):
+        """Make some parameters, by default all, show NaN and release their memory; their values are new."""
+        self._has_changed = True
+        for param, form, nan in zip(self.params, self.forms, self._freed.tensors, strict=True):
             if params is None or param in params:
                 setattr(param, STRIDES_WHEN_WHOLE, form.stride)
                 if self.is_rounded:
@@ -170,45 +223,22 @@ class UnitBucket(Uncopied):
                 param.data = nan
         self._freed.note_versions()
 
-    def has_new_place(self) -> None:
-        """Note that the parameters came from other buckets, for autograd."""
-        self._has_changed = True
-
-    def places(self) -> Iterator[Place]:
-        """Yield this rank's parts of parameters, as views of `row`."""
-        self._own.make()
-        return self._own.places()
-
-    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowBucket`."""
-        return ((self.params[place.param], place.rows) for place in self.places())
-
-    def all_kept(self) -> Iterator[tuple[Tensor, KeptRows]]:
-        """See `RowBucket`."""
-        own = dict(self.kept())
-        for param, form in zip(self.params, self._flat.forms, strict=True):
-            yield param, KeptRows(form.stride, own.get(param))
-
     def row_as_sent(self) -> Tensor:
         """Return a copy of this rank's row in the flat tensor's dtype."""
-        row = self._flat.tensor.new_empty(self._own.numel)
-        self._own.read(row)
+        row = self._flat.new_empty(self._flat_row.numel())
+        self._keeping.read(self.row, row)
         return row
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """View the parameters in a flat tensor of any dtype."""
-        return self._flat.views_of(flat)
 
     def flat_as_kept(self) -> Tensor:
         """Return a flat tensor in the row's dtype, with zeros beside this rank's row."""
-        flat = self._flat.tensor.new_zeros(self.layout.numel, dtype=self.row.dtype)
-        self._own.read(flat[self._flat.span])
+        flat = self._flat.new_zeros(self.layout.numel, dtype=self.row.dtype)
+        self._keeping.read(self.row, flat[self._span])
         return flat
 
     def take_over(self, flat: Tensor) -> None:
         """Copy this rank's row out of a `flat_as_kept` and free the parameters; RuntimeError if pinned."""
         self.check_unpinned()
-        self._own.write(flat[self._flat.span])
+        self._keeping.write(self.row, flat[self._span])
         self.has_changed()
 
     # ------------------------------------------------------------------ steps and writes
@@ -219,12 +249,12 @@ class UnitBucket(Uncopied):
             raise RuntimeError(_PINNED.format(name=self.label))
 
     def refresh(self) -> None:
-        """Raise, before a step, if a parameter is pinned or was given other memory."""
+        """Raise RuntimeError, before a step, if a parameter is pinned or was given other memory."""
         self.check_unpinned()
         self._check_untouched()
 
     def _check_untouched(self) -> None:
-        shown = self._flat.views if self.is_whole else self._freed.tensors
+        shown = self._views if self.is_whole else self._freed.tensors
         for param, tensor in zip(self.params, shown, strict=True):
             if param.numel() and param.data_ptr() != tensor.data_ptr():
                 raise RuntimeError(_WRITE.format(name=self.label))
@@ -232,7 +262,7 @@ class UnitBucket(Uncopied):
             raise RuntimeError(_WRITE.format(name=self.label))
 
     def has_changed(self) -> None:
-        """Note that the rows changed, and free the parameters."""
+        """Note that the row changed, and free the parameters."""
         if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
             return
         self._has_changed = True
@@ -246,32 +276,40 @@ class UnitBucket(Uncopied):
 
     @torch.no_grad()
     def take_written(self) -> None:
-        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed."""
+        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed.
+
+        Where the row has another dtype, elements that equal the rounded row stay as they are.
+        """
         assert self.is_whole
         self.num_changes += 1
-        for param, form, view in zip(self.params, self._flat.forms, self._flat.views, strict=True):
+        for param, form, view in zip(self.params, self.forms, self._views, strict=True):
             if param.numel() and param.data_ptr() != view.data_ptr():
                 form._replace(dtype=view.dtype).check(param)
                 view.copy_(param)
                 param.data = view
-        self._own.take_written()
+        if self.is_rounded:
+            written = self._keeping.brought(self._flat_row)
+            is_same = self.row.to(written.dtype) == written
+            self._keeping.write(self.row, torch.where(is_same, self.row, written.to(self.row.dtype)))
+        elif not self._stays:
+            self._keeping.write(self.row, self._flat_row)
 
     # ------------------------------------------------------------------ whole and freed
 
     def fill(self) -> Tensor:
-        """Allocate the flat tensor and copy this rank's row into it."""
+        """Return the flat tensor with memory and this rank's row; RuntimeError if the user wrote to it."""
         self._check_untouched()
         self.gathers.wait()  # of what stays: this stream will write a stamp there
-        if not self._flat.stays:
-            self._flat.grow()
+        if not self._stays:
+            self._memory.grow()
             with torch.no_grad():
-                self._own.read(self._flat.own)
-        return self._flat.tensor
+                self._keeping.read(self.row, self._flat_row)
+        return self._flat
 
     def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Make the parameters whole after all rows have come."""
-        assert flat is self._flat.tensor
-        self._show(self._flat.views)
+        assert flat is self._flat
+        self._show(self._views)
         self.is_whole = True
         if self._has_changed:
             torch.autograd.graph.increment_version(self.params)
@@ -281,7 +319,7 @@ class UnitBucket(Uncopied):
         """Make the current stream wait for the gather, even if another has."""
         self.gathers.wait()
         if self.is_whole:
-            record_use(self._flat.tensor)  # which may be freed while this stream still reads it
+            record_use(self._flat)  # which may be freed while this stream still reads it
 
     def free(self) -> None:
         """Wait for the gather, then free the parameters and the flat tensor's memory."""
@@ -289,9 +327,9 @@ class UnitBucket(Uncopied):
         if not self.is_whole:
             return
         self._show(self._freed.tensors)
-        self._flat.empty()
         self.is_whole = False
-        if not self._flat.stays:
+        if not self._stays:
+            self._memory.free()
             self.gathers.abandon()
         self._freed.note_versions()
 
@@ -300,33 +338,76 @@ class UnitBucket(Uncopied):
             param.data = tensor
 
 
-class WideBucket:
-    """A `UnitBucket`'s values in the owners' dtype, gathered apart for a state dict or a load."""
+class WideBucket(Bucket):
+    """The same bucket in the owners' dtype, gathered beside its parameters for a state dict or a load."""
 
-    def __init__(self, bucket: UnitBucket) -> None:
+    def __init__(self, bucket: RowBucket) -> None:
+        label = f"{bucket.label}, as owners keep it"
+        super().__init__(bucket.params, bucket.layout, bucket.rank, label, as_views=False)
+        self.schedule, self.dtype = bucket.schedule, bucket.row.dtype
+        self.values: dict[Tensor, Tensor] = {}
         self._bucket = bucket
         self._flat: Tensor | None = None
-        self.values: dict[Tensor, Tensor] = {}
-        self.params, self.layout, self.device = bucket.params, bucket.layout, bucket.device
-        self.label = f"{bucket.label}, as owners keep it"
-        self.schedule = bucket.schedule
-        self.nbytes = self.nbytes_to_gather = self.layout.numel * bucket.row.element_size()
-
-    def refresh(self) -> None:
-        """See `UnitBucket.refresh`."""
-        self._bucket.refresh()
 
     def fill(self) -> Tensor:
-        """Return the flat tensor with this rank's row; raises as `UnitBucket.refresh`."""
-        self.refresh()
+        """Return the flat tensor with this rank's row; raises as `RowBucket.refresh`."""
+        self._bucket.refresh()
         self._flat = self._bucket.flat_as_kept()
         return self._flat
 
     def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Set `values` after all rows have come."""
-        self.values = dict(zip(self.params, self._bucket.views(flat), strict=True))
+        self.values = dict(zip(self.params, self.views(flat), strict=True))
 
     def take_over(self) -> None:
         """Copy written values into the owners' rows; the parameters are freed."""
         assert self._flat is not None  # it was filled
         self._bucket.take_over(self._flat)
+
+
+class _Freed:
+    """The data of one bucket's freed parameters: one NaN element each, expanded."""
+
+    def __init__(self, params: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._params = params
+        self._elements = torch.empty(len(params), dtype=dtype, device=device)
+        self._elements.copy_(shown_when_freed(self._elements.shape, dtype, device))
+        self._octets = self._elements.view(torch.uint8).clone()
+        pairs = zip(self._elements, params, strict=True)
+        self.tensors = [element.expand(param.shape) for element, param in pairs]
+        self._versions: list[int] = []  # of the parameters when they were freed
+
+    def note_versions(self) -> None:
+        """Store the parameters' versions; later changes are the user's writes."""
+        self._versions = [param._version for param in self._params]
+
+    def was_written(self) -> bool:
+        """Whether a parameter was written to since `note_versions`; a write to ``.data`` is reported once.
+
+        Writes to ``.data``, which change no version, are not seen on an asynchronous device.
+        """
+        # Some writes in place do not notice that the elements have one place in memory.
+        if self._versions != [param._version for param in self._params]:
+            return True
+        octets = self._elements.view(torch.uint8)
+        if is_asynchronous(octets.device) or torch.equal(octets, self._octets):  # else the CPU would wait
+            return False
+        octets.copy_(self._octets)  # this is told once
+        return True
+
+
+@contextmanager
+def left_freed(buckets: Sequence[RowBucket]) -> Iterator[dict[Tensor, KeptRows]]:
+    """Have state dicts show parameters as they are; yields this rank's part of each."""
+    parts: dict[Tensor, KeptRows] = {}
+    for bucket in buckets:
+        bucket.is_left = True
+    try:
+        for bucket in buckets:
+            rows = bucket.kept()
+            for param, form in zip(bucket.params, bucket.forms, strict=True):
+                parts[param] = KeptRows(form.stride, rows.get(param))
+        yield parts
+    finally:
+        for bucket in buckets:
+            bucket.is_left = False

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.pieces import Piece
-from zero_optim.shard.keeping import Keeping, nbytes_of
+from zero_optim.shard.keeping import FileKeeping, nbytes_of
 from zero_optim.shard.mapped import PAGE, in_pages
 from zero_optim.step.averages import WeightAverage
 from zero_optim.step.leaves import Leaves
@@ -28,7 +28,7 @@ class KeptState:
     """What a rank keeps in files, by parameter."""
 
     def __init__(
-        self, keeping: Keeping, leaves: Leaves, average: WeightAverage, local: LocalOptimizer
+        self, keeping: FileKeeping, leaves: Leaves, average: WeightAverage, local: LocalOptimizer
     ) -> None:
         self.keeping = keeping
         self._leaves = leaves
