@@ -1,4 +1,8 @@
-"""Hooks that average gradients by one all-reduce, and its helpers."""
+"""Hooks that average gradients by one all-reduce, in their dtype or in 16 bits.
+
+float16 has 10 bits of mantissa and overflows above 65504 (Micikevicius et al., *Mixed Precision Training*,
+arXiv:1710.03740). bfloat16 has 7 and the range of float32 (Kalamkar et al., arXiv:1905.12322).
+"""
 
 from typing import Any
 
@@ -6,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.works import GroupWorks, explained, noted_of
-from zero_optim.hooks.bucket import GradBucket, TensorFuture
+from zero_optim.comm.works import explained, noted_of
+from zero_optim.compat.streams import record_use
+from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -41,15 +46,26 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
-    """Start an in-place sum over all ranks; the future holds the tensor."""
-    future = _future(dist.all_reduce(tensor, group=group, async_op=True))
-    is_complex, works = tensor.is_complex(), noted_of(group)
+    """Start an in-place sum over all ranks; the future holds the tensor. An error names missing ranks."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None  # async_op=True on a member of the group always returns a handle
+    is_complex, works = (
+        tensor.is_complex(),
+        noted_of(group),
+    )  # a gloo thread must not be the last to hold a group
 
     def summed(landed: torch.futures.Future[Any]) -> Tensor:
-        total: Tensor = _value(landed, works)[0]
+        try:
+            total: Tensor = landed.value()[0]
+        except RuntimeError as error:
+            missing = explained(works, error)
+            if missing is None:
+                raise
+            raise missing from error
         # Complex numbers travel as pairs of real ones.
         return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
 
+    future: torch.futures.Future[Any] = work.get_future()
     return future.then(summed)
 
 
@@ -58,21 +74,60 @@ def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     return start_sum(group, tensor.div_(group.size()))
 
 
-def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
-    assert work is not None  # async_op=True on a member of the group always returns a handle
-    future: torch.futures.Future[Any] = work.get_future()
-    return future
+def fp16_compress_hook(
+    state: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average dense floating-point gradients over all ranks by one all-reduce in float16.
 
-
-def _value(landed: torch.futures.Future[Any], works: GroupWorks | None) -> Any:  # noqa: ANN401 - by backend
-    """Return a collective's result; an error names missing ranks.
-
-    A future must not hold the group, or a gloo thread would release it last.
+    The result has the bucket's dtype. ``state`` is the process group; None for the default one.
     """
-    try:
-        return landed.value()
-    except RuntimeError as error:
-        missing = explained(works, error)
-        if missing is None:
-            raise
-        raise missing from error
+    return _run_in(torch.float16, allreduce_hook, "fp16_compress_hook", state, bucket)
+
+
+# PyTorch's DDP refuses a function named `bf16_compress_hook` without CUDA and NCCL, though gloo sums bfloat16
+# too now. So this function has another name, and the usual one below.
+def bfloat16_compress_hook(
+    state: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average dense floating-point gradients over all ranks by one all-reduce in bfloat16.
+
+    The result has the bucket's dtype. ``state`` is the process group; None for the default one.
+    """
+    return _run_in(torch.bfloat16, allreduce_hook, "bf16_compress_hook", state, bucket)
+
+
+bf16_compress_hook = bfloat16_compress_hook
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """Wrap a hook to work on float16 copies of the buckets; the result has the bucket's dtype."""
+    return _wrapped(hook, torch.float16, "fp16")
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """Wrap a hook to work on bfloat16 copies of the buckets; the result has the bucket's dtype."""
+    return _wrapped(hook, torch.bfloat16, "bfloat16")
+
+
+def _wrapped(hook: Hook, dtype: torch.dtype, dtype_name: str) -> Hook:
+    name = f"{dtype_name}_{name_of(hook)}"
+
+    def compressed(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return _run_in(dtype, hook, name, state, bucket)
+
+    # DDP logs this name, and checks it as said above.
+    compressed.__name__ = compressed.__qualname__ = name
+    return compressed
+
+
+def _run_in(dtype: torch.dtype, hook: Hook, name: str, state: object, bucket: GradBucket) -> TensorFuture:
+    """Run a hook on a copy of a bucket in a dtype; the result goes into the bucket's buffer."""
+    buffer = dense_buffer(bucket, name)
+    bucket.set_buffer(buffer.to(dtype))
+
+    def restore(landed: TensorFuture) -> torch.Tensor:
+        record_use(buffer)
+        bucket.set_buffer(buffer)  # for hooks around this one, which must not see the copy
+        return buffer.copy_(landed.value())
+
+    return hook(state, bucket).then(restore)

@@ -1,44 +1,13 @@
-"""The public methods of ``torch.distributed.GradBucket``, and helpers for its buffer.
-
-PyTorch's DDP requires its own class as annotation; type checkers accept any class with these methods.
-"""
+"""The buffer of a bucket, ``torch.distributed.GradBucket`` or our DDP's with the same methods."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined] # its stub exports nothing
 
 from zero_optim.plan.strides import consecutive_views
-
-if TYPE_CHECKING:
-
-    class GradBucket(Protocol):
-        """Gradients that are reduced together."""
-
-        def index(self) -> int:
-            """Place in the order of reduction, the same on every rank."""
-
-        def buffer(self) -> Tensor:
-            """Undivided gradients in one 1-D tensor, or one sparse gradient.
-
-            PyTorch's DDP stores complex gradients as twice as many real numbers.
-            """
-
-        def set_buffer(self, tensor: Tensor) -> None:
-            """Replace the buffer by a tensor with as many elements."""
-
-        def gradients(self) -> list[Tensor]:
-            """Views of the buffer with the parameters' shapes."""
-
-        def parameters(self) -> list[Tensor]:
-            """The parameters, in the same order."""
-
-        def is_last(self) -> bool:
-            """Whether it is the last bucket of this backward pass."""
-
-else:
-    from torch.distributed import GradBucket
 
 TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]

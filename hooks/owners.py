@@ -1,10 +1,10 @@
-"""Reduction of gradients to their owners alone, in half the bytes of an all-reduce.
+"""`reduce_to_owners`: reduction of gradients to their owners alone, in half the bytes of an all-reduce.
 
 ZeRO stage 2 (Rajbhandari et al., SC 2020). Owners add in the order of ranks, so sums are reproducible.
 
 Note [Rows in place]
-    In our DDP's buckets, made as `NamedBuckets`, a rank's part is contiguous: it is sent and summed in place.
-    In another DDP's a rank's parts are packed to be sent, and the sum is copied back.
+    In our DDP's buckets, from `OwnerGradients.members`, a rank's part is contiguous: it is sent and summed in
+    place. In another DDP's a rank's parts are packed to be sent, and the sum is copied back.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,34 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease
+from zero_optim.comm.agreement import agree
+from zero_optim.comm.collectives import LET_GO, RankGroup
+from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.row_sum import RowExchange, RowSum
-from zero_optim.compat.streams import HostCopy, record_use, to_device
-from zero_optim.hooks.bucket import GradBucket, real_buffer
-from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.compat.engine import (
+    after_backward,
+    backward_number,
+    has_computed_all,
+    in_backward,
+    in_outer_backward,
+)
+from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Then
+from zero_optim.hooks.allreduce import mean_hook
+from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, gradients_in, real_buffer
+from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.layout import spans_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
+
+_NUM_UNDER_WAY = 2  # one is summed while the next is sent
+_NO_OWNER = (
+    "a parameter of shape {shape} of the wrapper is not in the optimizer, so it has no owner to reduce its "
+    "gradient to: add it to the optimizer, or freeze it before wrapping"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +135,8 @@ class OwnerReduction:
 class OwnerGradients:
     """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements.
 
+    It also tells a DDP that asks the hook for them the optimizer's buckets: Note [Rows in place].
+
     ``no_owner``: the error for parameters that the optimizer lacks, with their ``{number}`` and the first
     ``{shape}``. ``agree``: see Note [Infinities in sharded gradients] in `zero_optim.step.partial`.
     ``reduced``: parameters and buffer of each bucket of the pass.
@@ -196,16 +215,7 @@ class OwnerGradients:
                 rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
             param.grad = PartialGradient(param, of_param, rows, self._names[param], agree=self._agree)
 
-
-def _is_in(view: Tensor, buffer: Tensor) -> bool:
-    return view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
-class NamedBuckets:
-    """The optimizer's buckets, for a DDP that asks the hook: Note [Rows in place]."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
+    # ------------------------------------------------------------------ the optimizer's buckets
 
     def version(self) -> int:
         """Return a number that changes when the optimizer gets more parameters."""
@@ -224,3 +234,114 @@ class NamedBuckets:
             sorted(filter(pieces.__contains__, members), key=owners)
             for members in self._optimizer.core.bucket_members()
         ]
+
+
+def _is_in(view: Tensor, buffer: Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
+    """Return a comm hook that reduces each gradient to its owner alone, in half the bytes of an all-reduce.
+
+    Use ``ddp.register_comm_hook(None, reduce_to_owners(optimizer))``, on PyTorch's DDP or ours. All ranks
+    call it before the first backward pass; it may create process groups. The optimizer owns every parameter
+    of the wrapper; gradients are dense. After ``backward()`` the owner has the mean in ``param.grad``; other
+    ranks have a `PartialGradient`, without memory, which raises if read. Our DDP takes the optimizer's
+    buckets and ``bucket_cap_mb``. DDP's buckets stay as large as all gradients; to save memory use
+    `zero_optim.ddp.ShardedDataParallel`.
+
+    Gradients are divided by the number of ranks and added in their order, bf16 and fp16 in float32 with one
+    rounding; two ranks get the bits of DDP without a hook. To accumulate, use ``no_sync()`` for all but the
+    last backward pass of a step; after a reduced pass call ``zero_grad()``, or the next pass raises. If one
+    rank owns every parameter, the hook is an all-reduce.
+
+    Raises:
+        TypeError: on every rank, if ``optimizer`` is not sharded by this library.
+        RuntimeError: on every rank, if it has ``overlap_with_ddp=True``.
+        RankMismatchError: on every rank, if not all ranks call this.
+    """
+    require_ours(optimizer)
+    overlaps = optimizer.core.inputs.options.overlap_with_ddp
+    agree(optimizer.ranks, [f"overlap_with_ddp={overlaps}"], "the optimizer of reduce_to_owners")
+    if overlaps:
+        raise RuntimeError(
+            "the optimizer has overlap_with_ddp=True, and waits for a hook that steps it: leave that out, or "
+            'use zero_step(optimizer, gradients="owners")'
+        )
+    return ReduceToOwners(optimizer)
+
+
+class ReduceToOwners:
+    """The hook: it reduces buckets, and sets partial gradients at the end of the backward pass.
+
+    A later bucket's hook waits for a sum on the CPU; on an accelerator a side stream does. ``buckets``: those
+    that our DDP takes.
+    """
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self.__name__ = self.__qualname__ = "reduce_to_owners"  # which DDP logs
+        self._optimizer = optimizer
+        self._ranks = optimizer.ranks
+        lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
+        agree_on_infinity = optimizer.iteration.agree_on_infinity
+        self.buckets = self._gradients = OwnerGradients(optimizer, lanes, _NO_OWNER, agree_on_infinity)
+        self._under_way = Flow(_NUM_UNDER_WAY, streams=StreamBeside())
+        self._ending: set[int] = set()  # numbers of the engine's passes that will call `_end`
+
+    def __deepcopy__(self, memo: object) -> "ReduceToOwners":
+        """Return the hook itself, like a function: a copied DDP has the hook of the original."""
+        return self
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start a bucket's reduction, and wait for an earlier one."""
+        # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.
+        joined, group = getattr(bucket, "is_shadow", not in_backward()), self._ranks
+        is_known = in_backward() and backward_number() in self._ending
+        if bucket.index() == 0 and not is_known:  # else Note [Numbers of a static graph] in `stepper`
+            if self._optimizer.ranks is not group:
+                raise RuntimeError(LET_GO)
+            self._under_way.wait()  # for what a pass that broke off has left
+            self._ending = set()
+            self._gradients.begin(joined=joined)
+        if in_backward() and not is_known:
+            self._ending.add(backward_number())
+            after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
+        self._gradients.ownership(bucket)  # raises for parameters without an owner
+        if self._gradients.has_one_owner:
+            group.during("reduce").count_sum(bucket.buffer())
+            return mean_hook(group.process_group, bucket)
+        done: TensorFuture = future_on(bucket.buffer().device)
+
+        def begin() -> Then:  # DDP itself finds out which parameters no rank used
+            reduction = self._gradients.start(group, bucket, joined=joined, all_used=True)
+            return Then([reduction], lambda results: done.set_result(results[0]))
+
+        is_end = bucket.is_last() or has_computed_all()  # perhaps no later hook comes, and DDP waits
+        try:
+            with torch.no_grad():
+                self._under_way.start(begin, device=bucket.buffer().device)
+                if is_end:
+                    self._under_way.wait()
+        except BaseException:
+            self._gradients.lanes.abandon()
+            raise
+        if is_end and joined:  # no backward pass will end
+            self._give_joined()
+        return done
+
+    def _give_joined(self) -> None:
+        """Set this rank's own gradients after its inputs ended, as nobody else has them."""
+        for params, buffer in self._gradients.reduced:
+            self._optimizer.iteration.joins.drop_after_shadow(params)
+            for param, view in zip(params, gradients_in(buffer, params), strict=True):
+                param.grad = view.to(param.dtype, copy=True)
+        self._end()
+
+    def _end(self) -> None:
+        """Set partial gradients after DDP has assigned its own.
+
+        Reentrant checkpointing leaves this to the outermost pass. If that calls no hook, other ranks'
+        gradients stay local.
+        """
+        if not in_outer_backward():
+            self._gradients.set_partial()

@@ -98,7 +98,7 @@ class SteppedPass:
         self.unsure.update(params[place] for place in unsure)
         touched: dict[int, Gradients] = {}
         for param, gradient in zip(params, gradients, strict=True):
-            number = self.overlap.bucket_of(param)
+            number = self.overlap.core.sharding.number_of(param)
             if number is not None:
                 touched[number] = self.reduced.setdefault(number, {})
                 touched[number][param] = gradient

@@ -35,7 +35,7 @@ from zero_optim.compat.engine import (
 from zero_optim.compat.streams import future_on
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, name_of
-from zero_optim.hooks.owners import NamedBuckets, OwnerGradients, OwnerReduction
+from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
 from zero_optim.hooks.passes import SteppedPass, Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.description import describe
@@ -86,7 +86,28 @@ def zero_step(
         RankMismatchError: on every rank, if arguments or hook code differ.
     """
     require_ours(optimizer)
-    all_used = _agreed(optimizer, hook, interleave, gradients, ddp)
+    with failing_together(optimizer.ranks):
+        check_flags(interleave=interleave)
+        if hook is not None and not callable(hook):
+            raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
+        if gradients not in ("everywhere", "owners"):
+            raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
+        if gradients == "owners" and hook is not None:
+            raise ValueError(
+                f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce '
+                '"everywhere"'
+            )
+        if ddp is not None:
+            _check_wrapper(ddp, interleave)
+    reference = None if ddp is None else weakref.ref(ddp)  # the wrapper holds the hook
+
+    def all_used() -> bool:  # in each pass, on some rank
+        wrapper = None if reference is None else reference()
+        return wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
+
+    items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
+    items.append(f"ddp={'None' if ddp is None else f'a wrapper whose parameters are all used: {all_used()}'}")
+    agree(optimizer.ranks, items, "the arguments of zero_step")
     to_owners = gradients == "owners"
     return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
 
@@ -114,38 +135,6 @@ def hook_with_zero_step_interleaved(
     return zero_step(zero, hook, ddp=ddp)
 
 
-def _agreed(
-    optimizer: ZeroRedundancyOptimizer,
-    hook: Hook | None,
-    interleave: bool,
-    gradients: str,
-    ddp: DistributedDataParallel | None,
-) -> Callable[[], bool]:
-    """Check `zero_step`'s arguments on all ranks; return `_all_used` of the wrapper."""
-    with failing_together(optimizer.ranks):
-        check_flags(interleave=interleave)
-        _check_reduction(hook, gradients)
-        if ddp is not None:
-            _check_wrapper(ddp, interleave)
-    all_used = _all_used(ddp)
-    items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
-    items.append(f"ddp={'None' if ddp is None else f'a wrapper whose parameters are all used: {all_used()}'}")
-    agree(optimizer.ranks, items, "the arguments of zero_step")
-    return all_used
-
-
-def _check_reduction(hook: object, gradients: object) -> None:
-    if hook is not None and not callable(hook):
-        raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
-    if gradients not in ("everywhere", "owners"):
-        raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
-    if gradients == "owners" and hook is not None:
-        name = name_of(hook)
-        raise ValueError(
-            f'gradients="owners" has a reduction of its own: leave out {name}, or reduce "everywhere"'
-        )
-
-
 def _check_wrapper(ddp: object, interleave: bool) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"expected a DistributedDataParallel, got {type(ddp).__name__}")
@@ -163,19 +152,6 @@ def _require_wrapper(ddp: object) -> None:
         _check_wrapper(ddp, interleave=True)
     except TypeError as error:
         raise_together(error)
-
-
-def _all_used(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
-    """Return a function that says whether some rank uses every parameter of a wrapper in each pass."""
-    if ddp is None:
-        return lambda: False
-    reference = weakref.ref(ddp)  # the wrapper holds the hook
-
-    def all_used() -> bool:
-        wrapper = reference()
-        return wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
-
-    return all_used
 
 
 class ZeroStep:
@@ -197,12 +173,12 @@ class ZeroStep:
     ) -> None:
         self._hook: Hook = mean_hook if hook is None else hook
         self.__name__ = self.__qualname__ = f"zero_step({name_of(self._hook)})"  # which DDP logs
-        self.buckets = NamedBuckets(optimizer) if to_owners else None
         self._optimizer = optimizer
         self._overlap = overlap = optimizer.iteration.overlap()
         self._to_owners: OwnerGradients | None = None
         if to_owners:
             self._to_owners = OwnerGradients(optimizer, overlap.new_lanes(), _NO_OWNER)
+        self.buckets = self._to_owners
         self._interleave = interleave
         self._all_used = all_used
         self._pass: SteppedPass | None = None
@@ -273,10 +249,11 @@ class ZeroStep:
         if not of.has_begun:
             self._begin(of)
         tasks, self._held = self._held, []
+        number_of = self._overlap.core.sharding.number_of
         for task in tasks:
             # From here on any moment may change them. Autograd has to refuse to read old values, and on this
             # thread it does so whatever the timing.
-            known = [param for param in task.params if self._overlap.bucket_of(param) is not None]
+            known = [param for param in task.params if number_of(param) is not None]
             torch.autograd.graph.increment_version(known)
         under_way = self._overlap.under_way
         for task in tasks:
@@ -293,7 +270,7 @@ class ZeroStep:
             self._optimizer.begin_overlapped_step(joined=of.joined)
         if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
             with of.storing_errors():
-                self._overlap.take_over()
+                self._overlap.core.sharding.take_over()
 
     # ------------------------------------------------------------------ at the end of the backward pass
 
@@ -313,8 +290,13 @@ class ZeroStep:
         self._pass = None
         try:
             self._overlap.wait_for_steps()
-            if self._overlap.current is not None:  # None: the step could not even begin
-                self._end_step(of, is_inner)
+            current = self._overlap.current
+            if current is not None:  # None: the step could not even begin
+                try:
+                    of.step_late(leaves_unsure=is_inner or current.lends, has_grads=True)
+                    self._set_partial(is_inner)
+                finally:
+                    self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
         except BaseException:
             of.abandon()
             self._drop_buffers()
@@ -322,22 +304,13 @@ class ZeroStep:
         if of.error is not None:
             raise of.error
 
-    def _drop_buffers(self) -> None:
-        if self._to_owners is not None:
-            self._to_owners.reduced = []
-
-    def _end_step(self, of: SteppedPass, is_inner: bool) -> None:
-        current = self._overlap.current
-        assert current is not None  # asked by the caller
-        try:
-            of.step_late(leaves_unsure=is_inner or current.lends, has_grads=True)
-            self._set_partial(is_inner)
-        finally:
-            self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
-
     def _set_partial(self, is_inner: bool) -> None:
         if self._to_owners is not None and not is_inner:
             self._to_owners.set_partial()
+
+    def _drop_buffers(self) -> None:
+        if self._to_owners is not None:
+            self._to_owners.reduced = []
 
     def _end_joined(self, of: SteppedPass) -> None:
         """Take part in the same gathers."""

@@ -12,12 +12,13 @@ from functools import partial
 
 from torch import Tensor
 
-from zero_optim.comm.collectives import LET_GO, RankGroup
+from zero_optim.comm.collectives import LET_GO
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.flow.flow import Flow, Worker
+from zero_optim.flow.schedule import OVERLAP, Moment, Operation
 from zero_optim.health.stamps import Call
 from zero_optim.iteration.calls import Calls
 from zero_optim.iteration.joins import Joins
@@ -59,25 +60,13 @@ class OverlappedStep:
         self.has_failed = True
 
     def check_asked(self, late: str) -> None:
-        """Raise RuntimeError for a late call, several passes, or changed gradients."""
+        """Raise RuntimeError for a late call, several passes, or gradients changed or gone in part."""
         if late:
             raise RuntimeError(
                 f"the step was taken during the backward pass, too early for {late}: leave it out, or "
                 "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
             )
         self.check_passes()
-        self._check_gradients()
-
-    def check_passes(self) -> None:
-        """Raise RuntimeError for a second backward pass before ``step()``."""
-        if self.num_passes > 1:
-            raise RuntimeError(
-                f"{self.num_passes} backward passes were reduced before step(), and each was stepped with "
-                "the gradients added up so far. Put all but the last backward pass of a step under no_sync()"
-            )
-
-    def _check_gradients(self) -> None:
-        """Raise RuntimeError if used gradients changed or some are gone; all gone means ``zero_grad()``."""
         num_gone = sum(param.grad is None for param, _, _ in self.seen)
         is_changed = any(
             param.grad is not None and (id(param.grad) != identity or param.grad._version != version)
@@ -88,6 +77,14 @@ class OverlappedStep:
             raise RuntimeError(
                 f"gradients were {what} after the step had been taken with them during the backward pass. "
                 "That cannot have an effect: leave it out, or leave out zero_step (overlap_with_ddp)"
+            )
+
+    def check_passes(self) -> None:
+        """Raise RuntimeError for a second backward pass before ``step()``."""
+        if self.num_passes > 1:
+            raise RuntimeError(
+                f"{self.num_passes} backward passes were reduced before step(), and each was stepped with "
+                "the gradients added up so far. Put all but the last backward pass of a step under no_sync()"
             )
 
     def rest(self, groups: Sequence[ParamGroup]) -> list[Tensor]:
@@ -113,7 +110,7 @@ class Overlap:
         self.streams = StreamBeside()
         worker = Worker("zero_step") if self.takes_thread else None
         self.under_way = Flow(1 if worker is None else math.inf, streams=self.streams, thread=worker)
-        self._core = core
+        self.core = core
         self._calls = calls
         self._joins = joins
         self._trained: list[frozenset[Tensor]] = []
@@ -142,7 +139,7 @@ class Overlap:
         self.lanes = Lease.of(self.group)
         if current is None:
             return is_left
-        return is_left or current.has_failed or current.in_backward or bool(current.rest(self._core.groups))
+        return is_left or current.has_failed or current.in_backward or bool(current.rest(self.core.groups))
 
     def check_attached(self) -> None:
         """Raise RuntimeError if the process groups were released."""
@@ -158,7 +155,7 @@ class Overlap:
         this rank has no inputs left, and gets the others' options. Raises if the last backward pass broke
         off, or if a loop stops calling ``step()``.
         """
-        core, lends = self._core, self._joins.under_way
+        core, lends = self.core, self._joins.under_way
         core.group.phase.traffic.count_step()
         lane, has_begun = self.lanes.groups[0], False
 
@@ -168,7 +165,10 @@ class Overlap:
             if has_begun:  # else gathers may be under way to parameters that this pass has read
                 core.sharding.begin_call(core.groups, call)
                 assert self.current is not None  # it has begun
-                self.current.earlier = self._error_of_last_step(lane, call)
+                try:
+                    core.sharding.settle(lane.during("agree"), call, with_last=False)
+                except (RemoteRankError, RankMismatchError) as error:
+                    self.current.earlier = error  # raised when this pass has ended, for which others wait
 
         with self._calls.whatever_happens("backward()", end):
             self._begin(joined=joined, lends=lends)
@@ -181,7 +181,7 @@ class Overlap:
         self.current = OverlappedStep((last.num_passes if last else 0) + (not broke_off), lends)
         if self._loop_calls_step:
             self.current.check_passes()
-        under_way = self._core.sharding.under_way
+        under_way = self.core.sharding.under_way
         if broke_off and under_way.is_unclaimed and not joined:
             raise RuntimeError(
                 "the last backward pass broke off after part of its step had been taken, and the "
@@ -190,21 +190,6 @@ class Overlap:
             )
         under_way.wait()
 
-    def _error_of_last_step(self, lane: RankGroup, call: Call) -> Exception | None:
-        """Return the last step's error from the stamps.
-
-        It is raised when this pass has ended: the other ranks reduce its buckets, and wait for this one.
-        """
-        try:
-            self._core.sharding.settle(lane.during("agree"), call, with_last=False)
-        except (RemoteRankError, RankMismatchError) as error:
-            return error
-        return None
-
-    def take_over(self) -> None:
-        """Apply the user's changes of parameters."""
-        self._core.sharding.take_over()
-
     def wait_for_steps(self) -> None:
         """Wait, with the current stream, for steps on another thread or stream."""
         # Without a thread these calls do the work themselves and count its waits.
@@ -212,53 +197,60 @@ class Overlap:
         with self.group.during("reduce", is_exposed=exposed).phase.held_up():
             self.under_way.wait()
 
-    def bucket_of(self, param: Tensor) -> int | None:
-        """Return the number of a parameter's bucket; None without one."""
-        return self._core.sharding.number_of(param)
-
     def trained(self, number: int) -> frozenset[Tensor]:
         """Return a bucket's parameters that train in this pass, or all if none does."""
-        for bucket in self._core.sharding.buckets[len(self._trained) :]:
+        for bucket in self.core.sharding.buckets[len(self._trained) :]:
             trained = frozenset(param for param in bucket.params if param.requires_grad)
             self._trained.append(trained or frozenset(bucket.params))
         return self._trained[number]
 
-    def step(self, gradients: Mapping[Tensor, Tensor | None], failure: BaseException | None = None) -> None:
-        """Step some parameters, and start the gathers of their buckets; all ranks call.
+    def step(
+        self,
+        gradients: Mapping[Tensor, Tensor | None],
+        failure: BaseException | None = None,
+        moment: Moment = Moment.BUCKET_REDUCED,
+    ) -> None:
+        """Step some parameters, and gather their buckets, as `OVERLAP` says for a moment; all ranks call.
 
         ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: this rank's
         error so far, which other ranks receive.
         """
-        sharding, owned, groups = self._core.sharding, self._core.owned, self._core.groups
-        own = {
-            param: gradient
-            for param, gradient in gradients.items()
-            if gradient is not None and sharding.piece_here(param) is not None
-        }
-        buckets = sharding.buckets_of(gradients)
-        # Gathers of the pass may be under way.
-        members, current = [param for bucket in buckets for param in bucket.params], self.current
-        if current is not None and not (current.in_backward and current.stepped.keys().isdisjoint(members)):
-            sharding.under_way.wait_for(members)
-        try:
-            if own:
-                with self.group.doing(OVERLAPPED_STEP):
-                    owned.step_some(groups, own)
-            if failure is None:  # of all, as an ordinary step does, also of those without a gradient
-                owned.average.update(gradients)
-        except BaseException as error:
-            failure = failure or error
-            raise
-        finally:  # the others wait for it, even if the class's own step fails
-            if self.current is not None:
-                self.current.stepped.update(dict.fromkeys(gradients))
-            gathers = sharding.gathers
-            if gathers.stamps is not None and failure is not None:
-                gathers.stamps.fail(failure)
-            lanes, changed = self.lanes.groups, frozenset(gradients)  # frozen ones are read by the pass still
+        sharding, owned, current = self.core.sharding, self.core.owned, self.current
+        buckets, errors = sharding.buckets_of(gradients), [] if failure is None else [failure]
+
+        def step() -> None:
+            sharding.under_way.wait_for(param for bucket in buckets for param in bucket.params)
+            here = {p: grad for p, grad in gradients.items() if sharding.piece_here(p) is not None}
+            own = {param: gradient for param, gradient in here.items() if gradient is not None}
+            try:
+                if own:
+                    with self.group.doing(OVERLAPPED_STEP):
+                        owned.step_some(self.core.groups, own)
+                if failure is None:  # of all, as an ordinary step does, also of those without a gradient
+                    owned.average.update(gradients)
+            except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
+                errors.append(error)
+
+        def gather() -> None:
+            if current is not None:
+                current.stepped.update(dict.fromkeys(gradients))
+            gathers, changed = sharding.gathers, frozenset(gradients)  # the pass still reads frozen ones
+            if gathers.stamps is not None and errors:
+                gathers.stamps.fail(errors[0])
             for bucket in buckets:
-                begin = partial(start_gather, lanes, bucket, gathers.stamps, changed=changed)
+                begin = partial(start_gather, self.lanes.groups, bucket, gathers.stamps, changed=changed)
                 gathers.under_way.start(begin, keys=bucket.params)
+
+        def wait() -> None:
+            if not errors:
+                sharding.end_step()
+
+        try:
+            OVERLAP.at(moment, {Operation.STEP: step, Operation.GATHER: gather, Operation.WAIT: wait})
+            if errors and failure is None:
+                raise errors[0]
+        finally:
+            errors.clear()  # an error's traceback has this frame
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """End a backward pass: wait for gathers that no forward pass waits for."""
@@ -266,7 +258,7 @@ class Overlap:
         self.current.end_backward(is_final=is_final, failed=failed)
         earlier, self.current.earlier = self.current.earlier, None
         try:
-            self._core.sharding.end_step()
+            OVERLAP.at(Moment.AFTER_BACKWARD, {Operation.WAIT: self.core.sharding.end_step})
         except RemoteRankError:
             self.current.fail()  # as on the rank that failed
             raise
@@ -281,7 +273,7 @@ class Overlap:
 
         ``late`` names a call that came too late, which is refused.
         """
-        sharding = self._core.sharding
+        sharding = self.core.sharding
         with self._calls.mirrored():
             self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
             lane = self.lanes.groups[0].during("agree")
@@ -292,14 +284,15 @@ class Overlap:
                 finally:
                     self._loop_calls_step = True
                     self.current = None
-                sharding.end_step()
         self._joins.end_step()
 
     def _step_rest(self, late: str, *, joined: bool) -> None:
-        core, in_join, current = self._core, self._joins.under_way, self.current
+        core, in_join, current = self.core, self._joins.under_way, self.current
         assert current is not None  # asked for by the caller
         # A parameter put into a group by hand is in no bucket; the next pass refuses it.
-        rest = [param for param in current.rest(core.groups) if self.bucket_of(param) is not None]
+        rest = [
+            param for param in current.rest(core.groups) if self.core.sharding.number_of(param) is not None
+        ]
         failure: Exception | None = None
         try:
             if not joined:
@@ -316,7 +309,7 @@ class Overlap:
                 failure = error
         if in_join:  # ranks that joined wait for this; if one rank fails all raise
             lend_gradients(core.group, joined, *self._joins.lendable(rest), failure=failure)
-        if rest:
-            self.step({param: None if failure is not None else param.grad for param in rest}, failure)
+        gradients = {param: None if failure is not None else param.grad for param in rest}
+        self.step(gradients, failure, Moment.STEP)
         if failure is not None:
             raise failure
