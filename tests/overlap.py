@@ -187,15 +187,6 @@ def step_bag(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) ->
     return grads
 
 
-def step_tokens(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    optimizer.zero_grad()
-    model(torch.randint(20, (4,), generator=generator)).square().mean().backward()
-    grads = grads_of(model)
-    optimizer.step()
-    return grads
-
-
 def assert_same_run(
     setting: Setting, step: Step = plain_step, steps: int = 20, moves: bool = True, where: object = ""
 ) -> tuple[nn.Module, ZeroRedundancyOptimizer]:

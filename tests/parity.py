@@ -73,6 +73,7 @@ def refusal(row: Row) -> str:
     return next((reason for reason, holds in rules.items() if holds), "")
 
 
+OVERLAPS = "overlap", "overlap, torch's DDP", "overlap, no thread"
 MORE_ROWS = [
     Row("overlap", "tower", "Join", "cuts"),
     Row("overlap, torch's DDP", "tower", "Join", "cuts"),
@@ -88,6 +89,9 @@ MORE_ROWS = [
     Row("our DDP alone", "sparse", "freezing", "plain"),
     Row("overlap", "sparse", "ordinary", "gradients as views"),
     *(Row(stage, "complex", "ordinary", "static graph") for stage in STAGES if "torch's" in stage),
+    *(Row(stage, "dtypes", "ordinary", "static graph") for stage in STAGES if "overlap" in stage),
+    *(Row(stage, "tower", "adding", "gradients as views") for stage in OVERLAPS),
+    *(Row(stage, "sparse", "ordinary", "plain") for stage in OVERLAPS),
 ]
 
 

@@ -1,5 +1,6 @@
-"""Every hook against a plain computation of its formula; the bucket of these tests is like DDP's own."""
+"""Every hook against a plain computation of its formula, on a bucket like DDP's, and against PyTorch's."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap import BUCKET_CAP_MB, Net, adamw, assert_same_params, loss_of
 from pool import on_ranks
+from test_ddp_hooks import renamed
 from zero_optim.hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -193,3 +196,45 @@ def test_hooks_in_16_bits_refuse_sparse_and_complex_gradients_which_allreduce_av
     assert torch.equal(dense[:, 0], torch.tensor([0.5, 0.5, 0.0, 1.0, 0.0]))
     bucket.set_buffer(wave)
     assert torch.equal(allreduce_hook(None, bucket).wait(), torch.full((3,), 0.5j))
+
+
+# ---------------------------------------------------------------------- beside PyTorch's hooks of these names
+
+PAIRS = (
+    (allreduce_hook, None),
+    (allreduce_hook, default_hooks.allreduce_hook),
+    (fp16_compress_hook, default_hooks.fp16_compress_hook),
+    (ALL_HOOKS["in fp16"], default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    (bf16_compress_hook, renamed(default_hooks.bf16_compress_hook)),
+    (ALL_HOOKS["in bf16"], renamed(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))),
+)
+
+
+def trained(hook: Any, options: dict[str, Any]) -> nn.Module:
+    """A model that PyTorch's DDP has trained; None for no hook."""
+    model = DistributedDataParallel(Net(), bucket_cap_mb=BUCKET_CAP_MB, **options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    optimizer = adamw(model)
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=not options)
+        loss_of(model, step).backward()
+        optimizer.step()
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+def test_training_has_the_bits_of_pytorchs_hooks(options: dict[str, Any]) -> None:
+    for ours, theirs in PAIRS:
+        assert_same_params(trained(ours, options), trained(theirs, options), ours)
+
+
+def test_hooks_have_the_signature_that_ddp_asks_for() -> None:
+    for hook, _ in PAIRS:
+        signature = inspect.signature(hook)
+        assert signature.parameters["bucket"].annotation is dist.GradBucket
+        assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+        # These names PyTorch's DDP refuses without NCCL.
+        assert hook.__name__ not in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+        assert isinstance(hook.__qualname__, str)

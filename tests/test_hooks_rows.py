@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,18 +12,13 @@ import overlap
 from overlap import Net, loss_of
 from pool import on_ranks
 from test_cut_runs import Wide
+from test_hooks_to_owners import HOOKS, both_hooks
 from test_sharded_training import Unused
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.hooks import reduce_to_owners, zero_step
+from zero_optim.hooks import reduce_to_owners
 from zero_optim.step.partial import PartialGradient
-
-HOOKS: dict[str, Any] = {
-    "reduce_to_owners": reduce_to_owners,
-    "zero_step": partial(zero_step, gradients="owners"),
-}
-both_hooks = pytest.mark.parametrize("hook", HOOKS)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""The comm hook that reduces gradients to owners: what `test_parity` does not show of it."""
+"""The comm hooks that reduce gradients to owners: what `test_parity` does not show of them."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +15,32 @@ from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, both_wrappers, loss_of
 from pool import on_ranks
 from test_overlap_errors import Breaking
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
-from zero_optim.hooks import reduce_to_owners, zero_step
+from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
+from zero_optim.hooks.owners import BucketOwnership
+from zero_optim.plan.pieces import whole_piece
+
+HOOKS: dict[str, Any] = {
+    "reduce_to_owners": reduce_to_owners,
+    "zero_step": partial(zero_step, gradients="owners"),
+}
+both_hooks = pytest.mark.parametrize("hook", HOOKS)
 
 
 def built(
-    wrapper: str, hooked: bool, model: Any = Net, cut: bool = False, **options: Any
+    wrapper: str, hook: str | None, model: Any = Net, **options: Any
 ) -> tuple[Any, ZeroRedundancyOptimizer]:
-    hook = reduce_to_owners if hooked else None
-    return overlap.built(WRAPPERS[wrapper], hook, model, cut, bucket_cap_mb=BUCKET_CAP_MB, **options)
+    make = None if hook is None else HOOKS[hook]
+    return overlap.built(WRAPPERS[wrapper], make, model, False, bucket_cap_mb=BUCKET_CAP_MB, **options)
+
+
+def pair(wrapper: str, hook: str, model: Any = Net) -> list[tuple[Any, ZeroRedundancyOptimizer]]:
+    """The same run without a hook and with one."""
+    return [built(wrapper, each, model) for each in (None, hook)]
+
+
+def assert_alike(runs: list[tuple[Any, ZeroRedundancyOptimizer]]) -> None:
+    for want, param in zip(*(model.parameters() for model, _ in runs), strict=True):
+        assert torch.equal(param, want)
 
 
 def clipped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor:
@@ -35,8 +54,8 @@ def clipped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: i
 @on_ranks(2)
 @both_wrappers
 def test_uneven_inputs_give_the_bits_of_ddp(wrapper: str) -> None:
-    (whole, one), (sharded, other) = (built(wrapper, hooked) for hooked in (False, True))
-    for model, optimizer in ((whole, one), (sharded, other)):
+    runs = pair(wrapper, "reduce_to_owners")
+    for model, optimizer in runs:
         with Join([model, optimizer]):
             for number in range(2 + dist.get_rank()):
                 optimizer.zero_grad()
@@ -51,8 +70,7 @@ def test_uneven_inputs_give_the_bits_of_ddp(wrapper: str) -> None:
                 optimizer.zero_grad()
         loss_of(model, 3).backward()
         optimizer.step()
-    for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(param, want)
+    assert_alike(runs)
 
 
 @on_ranks(2)
@@ -73,18 +91,27 @@ def test_what_cannot_own_the_gradients_is_refused() -> None:
         reduce_to_owners(plain)
     with pytest.raises(RuntimeError, match="overlap_with_ddp=True, and waits"):
         reduce_to_owners(adamw(model, overlap_with_ddp=True))
+    optimizer = adamw(model)
+    with pytest.raises(ValueError, match="has a reduction of its own: leave out allreduce_hook"):
+        zero_step(optimizer, allreduce_hook, gradients="owners")
+    with pytest.raises(ValueError, match="got 'all'"):
+        zero_step(optimizer, gradients="all")  # type: ignore[arg-type]
     few = ZeroRedundancyOptimizer(model.head.parameters(), torch.optim.SGD, lr=0.1)
-    wrapped = WRAPPERS["torch"](model)
-    wrapped.register_comm_hook(None, reduce_to_owners(few))
-    with pytest.raises(ValueError, match="not in the optimizer, so it has no owner"):
-        loss_of(wrapped, 0).backward()
+    for wrapper, hook, who in (("torch", "reduce_to_owners", "it has"), ("ours", "zero_step", "they have")):
+        wrapped = WRAPPERS[wrapper](model)
+        wrapped.register_comm_hook(None, HOOKS[hook](few))
+        with pytest.raises(ValueError, match=f"not in the optimizer, so {who} no owner"):
+            loss_of(wrapped, 0).backward()
 
 
 @on_ranks(2)
+@both_hooks
 @both_wrappers
-def test_a_second_pass_without_zero_grad_raises_on_every_rank(wrapper: str) -> None:
-    model, _ = built(wrapper, True)
+def test_a_second_pass_without_zero_grad_raises_on_every_rank(wrapper: str, hook: str) -> None:
+    model, optimizer = built(wrapper, hook)
     loss_of(model, 0).backward()
+    if hook == "zero_step":
+        optimizer.step()
     with pytest.raises(RuntimeError, match=r"gradient of parameter .*(?s:.*)[Cc]all zero_grad\(\)"):
         loss_of(model, 1).backward()
     dist.barrier()  # with the optimizer alive: else the other rank may hear that this one has let go of it
@@ -94,8 +121,9 @@ def test_a_second_pass_without_zero_grad_raises_on_every_rank(wrapper: str) -> N
 @pytest.mark.parametrize("told_in", ["forward", "backward"])
 def test_training_goes_on_after_a_pass_that_an_exception_broke_off(told_in: str) -> None:
     """After a pass that broke off, and the error that tells of it, the bits are those of a run without it."""
-    (whole, one), (sharded, other) = (built("ours", hooked, Breaking) for hooked in (False, True))
-    for model, optimizer in ((whole, one), (sharded, other)):
+    runs = pair("ours", "reduce_to_owners", Breaking)
+    sharded, other = runs[1]
+    for model, optimizer in runs:
         clipped_step(model, optimizer, 0)
     other.zero_grad()
     late = loss_of(sharded, 1)
@@ -106,9 +134,8 @@ def test_training_goes_on_after_a_pass_that_an_exception_broke_off(told_in: str)
         loss_of(sharded, 2) if told_in == "forward" else late.backward()
     other.zero_grad()
     for number in range(2, 5):
-        assert torch.equal(*(clipped_step(*each, number) for each in ((whole, one), (sharded, other))))
-    for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(param, want)
+        assert torch.equal(*(clipped_step(*each, number) for each in runs))
+    assert_alike(runs)
 
 
 class Single(nn.Module):
@@ -125,13 +152,25 @@ class Single(nn.Module):
 
 
 @on_ranks(2)
+@both_hooks
 @both_wrappers
-def test_passes_add_up_where_one_rank_owns_every_parameter(wrapper: str) -> None:
-    (whole, one), (single, other) = (built(wrapper, hooked, Single) for hooked in (False, True))
+def test_passes_add_up_where_one_rank_owns_every_parameter(wrapper: str, hook: str) -> None:
+    runs = pair(wrapper, hook, Single)
     for number in range(4):
-        for model, optimizer in ((whole, one), (single, other)):
+        for model, optimizer in runs:
             loss_of(model, number).backward()
-            if number % 2:
+            if hook == "zero_step":  # which has stepped with what was added up so far
+                optimizer.step()
+            elif number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert torch.equal(single.module.layer.weight, whole.module.layer.weight)
+    assert_alike(runs)
+
+
+def test_neighbours_of_one_owner_travel_as_one_span() -> None:
+    params = [torch.zeros(n) for n in (2, 3, 4, 1)]
+    ownership = BucketOwnership.of(
+        params, [whole_piece(owner, (n,)) for owner, n in ((1, 2), (1, 3), (0, 4), (1, 1))], 2
+    )
+    assert ownership.spans == (((5, 9),), ((0, 5), (9, 10)))
+    assert ownership.slots == ((2,), (0, 1, 3))

@@ -1,4 +1,4 @@
-"""Unused parameters, sparse gradients and uneven inputs, with the step taken during the backward pass."""
+"""Unused parameters and uneven inputs, with the step taken during the backward pass."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 
 from overlap import (
     WRAPPERS,
-    Embedder,
     Grads,
     Net,
     Setting,
@@ -25,7 +24,6 @@ from overlap import (
     inputs,
     loss_of,
     run_either_way,
-    step_tokens,
 )
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
@@ -104,28 +102,6 @@ def test_unused_parameters_are_left_alone_without_step(wrapper: str) -> None:
                 (net(inputs(number), number == 1).square().mean() * factor).backward()
             one.step()
             assert_same_params(model, plain, (factor, number))
-
-
-def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
-
-
-def sparse_adam_and_adamw(model: Any) -> ZeroRedundancyOptimizer:
-    table = model.module.table.weight
-    groups = [
-        {"params": [table], "optimizer_class": torch.optim.SparseAdam, "lr": 0.05},
-        {"params": [param for param in model.parameters() if param is not table]},
-    ]
-    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01)
-
-
-@on_ranks(2, slow=4)
-@either_way
-@both_wrappers
-def test_sparse_gradients_give_the_same_bits(wrapper: str, inline: bool) -> None:
-    for optimizer in (sgd, sparse_adam_and_adamw):
-        setting = Setting(wrapper, Embedder, optimizer)
-        run_either_way(inline, assert_same_run, setting, step_tokens, 5, False, optimizer)
 
 
 # ---------------------------------------------------------------------- Join

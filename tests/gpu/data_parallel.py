@@ -24,7 +24,7 @@ HOOKS = {
 def hook(here: Here, name: str) -> None:
     """A hook of ours gives the same on either DDP, and the same as PyTorch's on PyTorch's."""
     need_futures(here)
-    from test_hooks_training import renamed  # else the check of the CPU refuses bfloat16
+    from test_ddp_hooks import renamed  # else the check of the CPU refuses bfloat16
 
     ours, theirs = HOOKS[name]
     net = mlp().to(here.device)
