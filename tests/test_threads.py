@@ -23,7 +23,7 @@ def work():
         print("came back", flush=True)
 
 threads._LONGEST = float(sys.argv[2])
-threads.start_thread(work, "beside")
+threads.start_thread(work)
 print("ends", flush=True)
 raise SystemExit(7)
 """
@@ -47,7 +47,7 @@ def test_it_does_not_wait_for_ever() -> None:
 def test_a_thread_that_has_ended_leaves_nothing_to_be_waited_for() -> None:
     waiting = list(threads._RUNNING)
     for _ in range(3):
-        start_thread(lambda: None, "beside").join()
+        start_thread(lambda: None).acquire()
     assert list(threads._RUNNING) == waiting
 
 
@@ -55,38 +55,56 @@ def test_a_thread_that_could_not_start_leaves_nothing_to_be_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waiting = list(threads._RUNNING)
-    monkeypatch.setattr("threading.Thread.start", mock.Mock(side_effect=RuntimeError("Python ends")))
+    monkeypatch.setattr("_thread.start_new_thread", mock.Mock(side_effect=RuntimeError("Python ends")))
     with pytest.raises(RuntimeError, match="Python ends"):
-        start_thread(lambda: None, "beside")
+        start_thread(lambda: None)
     assert list(threads._RUNNING) == waiting
 
 
 BEGINS_WHILE_PYTHON_ENDS = """
-import atexit, threading
+import _thread, atexit, threading
 from zero_optim.comm.threads import start_thread
 
 has_begun, is_ending = threading.Event(), threading.Event()
-start = threading.Thread.start
+start = _thread.start_new_thread
 
-def slow_start(thread):
-    if thread.name == "beside":
-        has_begun.set()
-        is_ending.wait()
-    start(thread)
+def slow_start(*args):
+    has_begun.set()
+    is_ending.wait()
+    start(*args)
 
-threading.Thread.start = slow_start
-threading.Thread(target=start_thread, args=(lambda: print("worked"), "beside"), daemon=True).start()
+def begin():
+    _thread.start_new_thread = slow_start
+    start_thread(lambda: print("worked"))
+
+threading.Thread(target=begin, daemon=True).start()
 has_begun.wait()
+_thread.start_new_thread = start
 # Callbacks run in the reverse order, so this one runs before those of the library.
 atexit.register(lambda: threading.Timer(0.2, is_ending.set).start())
 """
 
 
 def test_a_thread_that_begins_while_python_ends_is_waited_for_once_it_has_begun() -> None:
-    """It was joined before it was started, which raised."""
     program = [sys.executable, "-c", BEGINS_WHILE_PYTHON_ENDS]
     found = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "worked\n", "")
+
+
+def run_ranks(program: str, argument: Path) -> tuple[list[int], list[str]]:
+    """Run a program on two ranks; returns exit statuses and what they wrote to stderr."""
+    command = [sys.executable, "-c", program]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(argument)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [rank.returncode for rank in ranks], errors
 
 
 LEAVES_OUT_A_STEP = """
@@ -112,15 +130,39 @@ except StalledError:
 
 def test_a_process_whose_wait_was_given_up_ends_with_its_own_exit_status(tmp_path: Path) -> None:
     """What made the wait raise, breaking connections, was still under way, and ended the process (134)."""
-    command = [sys.executable, "-c", LEAVES_OUT_A_STEP]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=150)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [7, 7], told
+    statuses, errors = run_ranks(LEAVES_OUT_A_STEP, tmp_path / "store")
+    assert statuses == [7, 7], errors
+
+
+ENDS_WITH_A_COLLECTIVE = """
+import atexit, ctypes, os, sys, time
+from functools import partial
+from pathlib import Path
+
+rank = int(sys.argv[1])
+os.chdir(sys.argv[2])
+if rank == 1:
+    # Registered first, so called last: no Python runs between it and the end of the interpreter.
+    # It keeps the GIL.
+    until_cut = b"touch ends; until test -e cut; do sleep 0.05; done; sleep 0.5"
+    atexit.register(partial(ctypes.PyDLL(None).system, until_cut))
+
+import torch, torch.distributed as dist
+from zero_optim.comm.collectives import RankGroup
+
+dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+group = RankGroup.of(None)
+if rank == 1:
+    group.broadcast_rows([(0, torch.ones(4))])
+else:
+    while not Path("ends").exists():
+        time.sleep(0.05)
+    group.works.cut()
+    Path("cut").touch()
+sys.exit(7)
+"""
+
+
+def test_a_process_ends_with_its_own_exit_status_while_gloo_tells_of_a_failure(tmp_path: Path) -> None:
+    """Its thread released the failed collective's tensors while the interpreter ended (134)."""
+    assert run_ranks(ENDS_WITH_A_COLLECTIVE, tmp_path) == ([7, 7], ["", ""])
