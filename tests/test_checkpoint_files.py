@@ -19,7 +19,7 @@ from pool import Pool, Ranks, on_ranks
 from test_checkpoint import Run, flip
 from test_checkpoint_hostile import content_of, write
 from zero_optim import CheckpointError, ZeroRedundancyOptimizer, checkpoint, cli
-from zero_optim.checkpoint.data import Box, lay_out, whole
+from zero_optim.checkpoint.data import Box, box_of, lay_out
 from zero_optim.checkpoint.manifest import VERSION
 from zero_optim.step.averages import EMA
 
@@ -104,7 +104,7 @@ def test_tensors_that_dcp_cuts_are_named_with_their_boxes(tmp_path: Path) -> Non
 
 def test_no_two_things_in_a_file_have_one_name(tmp_path: Path) -> None:
     part = Box("w", torch.float32, (4,), (0,), (2,))
-    taken = [whole("w[0:2]", torch.float32, (2,)), whole("__metadata__", torch.float32, (2,))]
+    taken = [box_of("w[0:2]", torch.float32, (2,)), box_of("__metadata__", torch.float32, (2,))]
     head, placed = lay_out([part, *taken])
     header = json.loads(head[8:])
     assert list(header) == ["__metadata__", "w[0:2]", "w[0:2]'", "__metadata__'"]

@@ -254,7 +254,7 @@ def test_inspect_tells_what_is_in_it_by_whom_and_whether_it_is_whole(
 GROWTH = """
 import ctypes, sys, threading
 from pathlib import Path
-from zero_optim.checkpoint import inspection, offline
+from zero_optim.checkpoint import offline
 
 def anonymous():
     # Pages of mapped files are not counted: the system drops them when anybody needs memory.
@@ -283,7 +283,7 @@ def tour(source, out):
         growth(offline.consolidate, Path(out + "-r"), Path(out + ".pt")),
         growth(offline.consolidate, Path(out + "-r"), Path(out + ".safetensors")),
         growth(offline.reshard, Path(out + ".pt"), Path(out + "-i"), 2),
-        growth(inspection.inspect, Path(out + "-i")),
+        growth(offline.inspect, Path(out + "-i")),
     ]
 
 tour(sys.argv[1], sys.argv[1] + "-small")  # loads the code

@@ -22,7 +22,7 @@ from training import (
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Piece
 from zero_optim.plan.strides import strides_of_rows
-from zero_optim.state.cut_state import CutState, Joined
+from zero_optim.state.moving import CutState, Joined
 
 TWO = CutState((5, 3), (Piece(0, 0, 2), Piece(1, 2, 5)), frozenset({"avg"}))
 

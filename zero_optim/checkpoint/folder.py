@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import Written, data_name, entries_of
+from zero_optim.checkpoint.data import CheckpointReader, Written, data_name, entries_of
 from zero_optim.checkpoint.files import FolderLock, is_dir, is_own_file, part_of, sync_folder
 from zero_optim.checkpoint.manifest import DATA_FILE, FILE, DataFile, Manifest
-from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.errors import CheckpointError
 
 _LAST_NUMBER = 2**63 - 1

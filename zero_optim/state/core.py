@@ -18,9 +18,8 @@ from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.state.cut_state import CutState
 from zero_optim.state.mirror import Mirror
-from zero_optim.state.moving import Held, RowMap
+from zero_optim.state.moving import CutState, Held, RowMap
 from zero_optim.state.options import PlanInputs
 from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.averages import EMA
