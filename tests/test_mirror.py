@@ -317,9 +317,9 @@ def test_copies_are_mirrored_anew() -> None:
     train(plain, 0, 4)
     for each in (optimizer, other, loaded):
         if each is not optimizer:
-            assert each.core.mirror.tells_of == -1
+            assert each.core.mirror.last_age == -1
         train(each, 2, 4)
-        assert each.core.mirror.tells_of == each.core.snapshot.age
+        assert each.core.mirror.last_age == each.core.snapshot.age
         assert_same_bits(params_of(each), params_of(plain))
 
 
