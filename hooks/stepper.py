@@ -283,7 +283,7 @@ class ZeroStep:
         self._queue.put(tasks)
 
     def _begin(self, of: SteppedPass) -> None:
-        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.storage`."""
+        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.bucket`."""
         of.has_begun = True
         with of.storing_errors(), torch.no_grad():
             self._overlap.wait_for_steps()  # of a pass that broke off

@@ -55,6 +55,21 @@ def test_a_unit_that_is_never_gathered_is_refused() -> None:
         replace(ZERO3, moments={**ZERO3.moments, Moment.BEFORE_BACKWARD: ()})
 
 
+def test_a_moment_runs_what_stands_in_the_row_in_order() -> None:
+    done: list[tuple[Operation, int]] = []
+    every = {each: lambda bucket, each=each: done.append((each, bucket)) for each in Operation}
+    for bucket, recipe in enumerate((ZERO1, LAZY, OVERLAP)):
+        recipe.at(Moment.STEP, every, bucket)
+        recipe.at(Moment.BUCKET_REDUCED, every, bucket=bucket)
+    assert [(each.value, bucket) for each, bucket in done] == [
+        *(("step", 0), ("gather", 0), ("wait", 0)),
+        *(("step", 1), ("gather", 1)),
+        *(("step", 2), ("gather", 2), ("wait", 2), ("step", 2), ("gather", 2)),
+    ]
+    with pytest.raises(KeyError, match="FREE"):
+        ZERO3.at(Moment.AFTER_FORWARD, {})
+
+
 class Started:
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name

@@ -18,8 +18,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.health.watchdog import patient, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.storage import KeptRows, left_freed
-from zero_optim.units.freed import is_freed
+from zero_optim.shard.places import is_freed
+from zero_optim.shard.row_bucket import KeptRows, left_freed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -148,7 +148,7 @@ class Overlap:
     # ------------------------------------------------------------------ during the backward pass
 
     def begin(self, *, joined: bool) -> None:
-        """Begin a step, on the thread of the backward pass: Note [Moving parameters] in `shard.storage`.
+        """Begin a step, on the thread of the backward pass: Note [Moving parameters] in `shard.bucket`.
 
         Communicates only inside ``Join``, on the gathers' process group; there the CPU waits. ``joined``:
         this rank has no inputs left, and gets the others' options. Raises if the last backward pass broke
