@@ -32,8 +32,8 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(config: RunConfig) -> None:
         raise Started(config)
 
-    monkeypatch.setattr(cli, "launch", lambda work, nproc, config, **options: start(config))
-    monkeypatch.setattr("zero_optim.demo.worker.run_under_torchrun", start)
+    monkeypatch.setattr(cli, "launch", lambda train, nproc, config, **options: start(config))
+    monkeypatch.setattr("zero_optim.demo.train.train_under_torchrun", start)
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
@@ -256,7 +256,7 @@ def test_a_checkpoint_chooses_neither_what_is_imported_nor_the_words_of_a_propos
 def test_a_run_that_was_ended_says_which_class_of_the_users_to_name_again(
     capsys: pytest.CaptureFixture[str], planted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(work: object, nproc: int, config: RunConfig, **options: object) -> None:
+    def interrupted(train: object, nproc: int, config: RunConfig, **options: object) -> None:
         save(config.out, optimizer=config.optimizer)
         signal.raise_signal(signal.SIGTERM)
 

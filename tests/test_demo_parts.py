@@ -13,14 +13,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from zero_optim.demo import metrics, optimizers, text, trace, trainer
-from zero_optim.demo.config import ModelShape, Schedule
-from zero_optim.demo.display import Display, clock
-from zero_optim.demo.metrics import METRICS, Metric
+from zero_optim.demo import optimizers, text, trace
+from zero_optim.demo.config import ModelShape
 from zero_optim.demo.model import GPT, generate
+from zero_optim.demo.prepare import METRICS
+from zero_optim.demo.report import Display, Metric, Records, Shard, clock
 from zero_optim.demo.text import Samples
 from zero_optim.demo.trace import Span
-from zero_optim.demo.trainer import Shard
+from zero_optim.demo.train import FINAL, rate_factor
 from zero_optim.errors import RemoteRankError, StalledError, heard_of
 from zero_optim.run import host
 
@@ -69,39 +69,38 @@ def test_generated_text_goes_on_beyond_the_context_and_repeats_with_its_seed() -
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
-def test_the_learning_rate_rises_then_follows_its_schedule(kind: Schedule) -> None:
-    factors = [trainer.rate_factor(step, kind, warmup=4, steps=20) for step in range(20)]
+def test_the_learning_rate_rises_then_follows_its_schedule(kind: str) -> None:
+    factors = [rate_factor(step, kind, warmup=4, steps=20) for step in range(20)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert factors[-1] == pytest.approx(1.0 if kind == "constant" else trainer.FINAL)
+    assert factors[-1] == pytest.approx(1.0 if kind == "constant" else FINAL)
     assert factors[4:] == sorted(factors[4:], reverse=True)
     assert factors[8] == pytest.approx({"cosine": 0.851, "linear": 0.76, "constant": 1.0}[kind], abs=1e-3)
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (5, 3), (3, 3)])
 def test_short_runs_have_a_schedule_too(warmup: int, steps: int) -> None:
-    factors = [trainer.rate_factor(step, "cosine", warmup, steps) for step in range(steps)]
+    factors = [rate_factor(step, "cosine", warmup, steps) for step in range(steps)]
     assert all(0 < factor <= 1 for factor in factors)
 
 
 def test_records_go_on_after_the_checkpoint_without_a_step_twice(tmp_path: Path) -> None:
-    metrics.write(tmp_path, [])
+    records = Records(tmp_path)
     for step in range(6):
-        metrics.append(tmp_path, Metric(step=step, train_loss=1.5 * step))
+        records.append(Metric(step=step, train_loss=1.5 * step))
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 6, "train_lo')  # what a killed process may leave
-    metrics.write(tmp_path, metrics.read(tmp_path, through=3))
-    metrics.append(tmp_path, Metric(step=4, val_loss=0.1 + 0.2))
+    Records(tmp_path, tmp_path, through=3).append(Metric(step=4, val_loss=0.1 + 0.2))
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[-1] == {"step": 4, "val_loss": 0.1 + 0.2}
-    assert metrics.validations(metrics.read(tmp_path, through=9)) == [(4, 0.1 + 0.2)]
+    assert Records(tmp_path, tmp_path, through=9).validations() == [(4, 0.1 + 0.2)]
 
 
 def test_a_line_that_is_no_record_is_refused_unless_it_is_the_last(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2 is no record"):
-        metrics.read(tmp_path, through=9)
-    assert metrics.read(tmp_path / "nowhere", through=9) == []
+        Records(tmp_path, tmp_path, through=9)
+    assert Records(tmp_path, tmp_path / "nowhere", through=9).metrics == []
 
 
 def printed(*shards: Shard, terminal: bool = False) -> str:
@@ -420,5 +419,5 @@ def test_only_the_default_optimizer_has_presets_and_named_options_win() -> None:
 
 
 def test_a_class_without_a_learning_rate_is_left_to_itself() -> None:
-    assert optimizers.has_rate(optimizers.check("SGD", ()))
-    assert not optimizers.has_rate(optimizers.check("A2GradUni", ()))
+    assert optimizers.has_rate(optimizers.check("SGD", ())[0])
+    assert not optimizers.has_rate(optimizers.check("A2GradUni", ())[0])

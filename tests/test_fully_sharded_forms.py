@@ -16,7 +16,7 @@ from meshes import mesh_of
 from pool import Ranks, on_ranks
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, Offload, fully_shard, unsharded
-from zero_optim.units.mapped import MappedMemory
+from zero_optim.shard.mapped import MappedMemory
 
 
 def forms(names: Collection[str], folder: str) -> dict[str, Any]:

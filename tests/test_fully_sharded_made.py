@@ -28,7 +28,7 @@ from zero_optim.ddp import (
     fully_sharded,
     unsharded,
 )
-from zero_optim.units.unit_bucket import UnitBucket
+from zero_optim.shard.row_bucket import RowBucket
 
 
 def storages(tensors: list[Tensor]) -> int:
@@ -250,9 +250,9 @@ def test_while_a_model_is_wrapped_a_rank_needs_one_unit_more_than_the_model(has_
     nbytes, unit = sum(param.nbytes for param in params), 128 * 128 * 4
     seen: list[int] = []
     rows: dict[int, int] = {}
-    take_in = UnitBucket.take_in
+    take_in = RowBucket.take_in
 
-    def counted(bucket: UnitBucket, values: Any) -> None:
+    def counted(bucket: RowBucket, values: Any) -> None:
         take_in(bucket, values)
         rows[id(bucket)] = bucket.row.untyped_storage().nbytes()
         seen.append(storages(params) + sum(rows.values()) + bucket.nbytes_live)
@@ -260,11 +260,11 @@ def test_while_a_model_is_wrapped_a_rank_needs_one_unit_more_than_the_model(has_
     optimizer = None
     if has_optimizer:  # without views each parameter has memory of its own
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=False)
-    UnitBucket.take_in = counted  # type: ignore[method-assign]
+    RowBucket.take_in = counted  # type: ignore[method-assign]
     try:
         FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
     finally:
-        UnitBucket.take_in = take_in  # type: ignore[method-assign]
+        RowBucket.take_in = take_in  # type: ignore[method-assign]
     assert len(seen) == len(params)
     rooms = 5 * 64  # for stamps, in the rows of five buckets
     assert max(seen) <= nbytes + unit + rooms, (max(seen), nbytes)

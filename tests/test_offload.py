@@ -17,8 +17,8 @@ from fully import BUDGET, Tower, adamw, assert_alike, assert_equal, batch, fully
 from pool import on_ranks
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, Offload
-from zero_optim.units import mapped
-from zero_optim.units.mapped import PAGE, MappedMemory
+from zero_optim.shard import mapped
+from zero_optim.shard.mapped import PAGE, MappedMemory
 
 
 def made(model: nn.Module, folder: Path | None, name: Any = "AdamW", **options: Any) -> Any:

@@ -18,8 +18,8 @@ from test_mesh import assert_equal_everywhere
 from test_offload import assert_same_state
 from zero_optim import RemoteRankError, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, Offload, unsharded
-from zero_optim.units import unit_gathers
-from zero_optim.units.mapped import PAGE
+from zero_optim.shard import row_gathers
+from zero_optim.shard.mapped import PAGE
 
 
 def over_all(model: nn.Module, folder: Path | str | None, *, first: bool = True) -> Any:
@@ -45,9 +45,7 @@ def trains_alike(folder: Path) -> None:
     assert_alike(kept.module, plain.module)
     assert_same_state(one, other)
     assert_equal_everywhere(kept.module)
-    copies = [
-        each for column in kept.units.supply.gathers._columns.values() for each in column._copies.values()
-    ]
+    copies = [each for column in kept.units.gathers._columns.values() for each in column._copies.values()]
     large = [each for each in copies if each.nbytes >= PAGE]
     assert large
     assert all(other.core.inputs.store.files._memory.holds(each) for each in large)
@@ -75,7 +73,7 @@ def test_copies_are_on_the_host_where_rows_are() -> None:
             loss_of(kept, step).backward()
             other.step()
         state = state_of(kept)
-        columns = kept.units.supply.gathers._columns.values()
+        columns = kept.units.gathers._columns.values()
         places = {streams.kind_of(each) for column in columns for each in column._copies.values()}
         assert places == {"pinned"}, places
         streams.current_stream.synchronize()
@@ -106,7 +104,7 @@ def test_a_disk_too_small_for_the_copies_is_told_on_every_rank(tmp_path: Path) -
     model = Tower(width=48)
     is_first = dist.get_rank() == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_gathers._Column, "nbytes_to_keep", lambda _: [2**60 if is_first else 1])
+        patch.setattr(row_gathers._Column, "nbytes_to_keep", lambda _: [2**60 if is_first else 1])
         with pytest.raises((OSError, RemoteRankError), match="expected to reserve") as told:
             over_all(model, tmp_path)
     assert not is_first or getattr(told.value, "errno", None) == errno.ENOSPC

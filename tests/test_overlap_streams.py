@@ -34,7 +34,7 @@ from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.hooks import owners, passes, zero_step
 from zero_optim.iteration.overlap import Overlap
-from zero_optim.shard import storage
+from zero_optim.shard import bucket
 
 DEVICE = torch.device("cpu")
 
@@ -190,14 +190,14 @@ def replacing(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -
 @both_wrappers
 def test_what_the_user_replaced_is_moved_on_the_thread_of_the_backward_pass(wrapper: str) -> None:
     threads: set[str] = set()
-    take_in = storage.InFlat._take_in
+    take_in = bucket.InFlat._take_in
 
-    def noted(self: storage.InFlat, index: int) -> None:
+    def noted(self: bucket.InFlat, index: int) -> None:
         threads.add(threading.current_thread().name)
         take_in(self, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage.InFlat, "_take_in", noted)
+        patch.setattr(bucket.InFlat, "_take_in", noted)
         for interleave in (True, False):
             assert_same_run(Setting(wrapper, zero={"interleave": interleave}), replacing, 4)
     assert threads == {threading.current_thread().name}
@@ -309,7 +309,8 @@ def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> N
     of = passes.SteppedPass(unused, (), False)
     buffer, future = torch.zeros(2), FailingFuture()
     bucket = passes.Task(of, (), buffer, unused, False, future)  # type: ignore[arg-type]
-    bucket.complete(torch.ones(2))
+    bucket.result = torch.ones(2)
+    bucket.complete()
     assert future.taken == [buffer]
     assert isinstance(of.error, ValueError)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zero_optim.plan.plan import make_plan
-from zero_optim.shard.rooms import layouts_with_rooms
+from zero_optim.shard.store import layouts_with_rooms
 
 
 def heard_alone(shapes: Sequence[tuple[int, ...]], size: int, *, is_cut: bool, cap_nbytes: int) -> list[int]:

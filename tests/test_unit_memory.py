@@ -13,7 +13,7 @@ from fully import Block, Tower, fully, loss_of, train
 from pool import on_ranks
 from process_memory import anonymous_nbytes
 from zero_optim.ddp import unsharded
-from zero_optim.units.unit_memory import FreePages, PagedMemory, UnitMemory
+from zero_optim.shard.pages import FreePages, PagedMemory, UnitMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages can be moved on Linux only")
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def test_while_units_come_in_another_order_than_before_nothing_waits() -> None:
 
 
 def test_a_period_that_never_ends_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_optim.units.unit_memory._MOST_NOTED", 6)
+    monkeypatch.setattr("zero_optim.shard.pages._MOST_NOTED", 6)
     pages = FreePages()
     stays, comes = memory(pages, 2 * MIB), memory(pages, 2 * MIB)
     stays.grow()
@@ -220,7 +220,7 @@ def test_pages_that_cannot_be_moved_are_replaced(monkeypatch: pytest.MonkeyPatch
 
 
 def test_where_the_system_cannot_move_pages_storages_are_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_optim.units.unit_memory.page_moves", lambda: None)
+    monkeypatch.setattr("zero_optim.shard.pages.page_moves", lambda: None)
     made = FreePages().memory(1024, torch.float32, CPU)
     assert type(made) is UnitMemory
     made.free()

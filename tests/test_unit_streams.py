@@ -5,13 +5,13 @@ import torch
 from fake_streams import FakeStream, fake_streams
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.layout import whole
-from zero_optim.units.unit_bucket import UnitBucket
+from zero_optim.shard.row_bucket import RowBucket
 
 
 def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
     with fake_streams() as streams:
         params = [torch.ones(4), torch.ones(4)]
-        bucket = UnitBucket(params, whole([4, 4], [0, 1]), 0)
+        bucket = RowBucket(params, whole([4, 4], [0, 1]), 0)
         bucket.take_in({param: param.clone() for param in params})
         bucket.let_go()
         flat = bucket.fill()

@@ -13,81 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from zero_optim.demo import prepare
-from zero_optim.demo.config import CommHook, Device, Overlap, RunConfig, Schedule, Sharded, Wrapper, defaults
+from zero_optim.demo.config import RunConfig, add_options
 from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
 from zero_optim.run.launch import launch
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
-_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-_FOLDER: dict[str, Any] = {"metavar": "DIR"}
-_OPTION: dict[str, Any] = {"dest": "options", "action": "append", "metavar": "KEY=VALUE"}
-_RESUME = (
-    "continue from the newest checkpoint of the run folder DIR, or of the newest run in runs/; options that "
-    "are not given stay those of the run, but --optimizer package.module:Class must be given again"
-)
-_OVERLAP = (
-    "step during the backward pass, with gradients reduced everywhere (if no value is given) or only to "
-    "their owners; excludes --clip"
-)
-_SHARD = (
-    "what each rank keeps only a part of: the optimizer state, or the gradients too, which are then reduced "
-    "to their owners, or also the parameters, of which a block is gathered while it is used; the last two "
-    "exclude --overlap, --hook and --ddp torch"
-)
-_HOOK = "comm hook that reduces the gradients: all of each, or in 16 bits"
-_TRACE = "profile and draw one update: trace.json and trace.png in the run folder"
-
-
-def _one_of(kind: object) -> dict[str, Any]:
-    return {"choices": [name for name in get_args(kind) if name]}
-
-
-# By group: name, help (which gets the default behind it), arguments of `add_argument`.
-_TRAIN: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
-    "the run": [
-        ("text", "files to train on (the Python language reference)", {"nargs": "+", "metavar": "FILE"}),
-        ("nproc", "ranks on this host", _NUMBER),
-        ("device", "auto: GPUs if there is one for each rank, else the CPU", _one_of(Device)),
-        ("out", "run folder (runs/OPTIMIZER-TIME)", _FOLDER),
-        ("resume", _RESUME, {"nargs": "?", "const": "", **_FOLDER}),
-        ("seed", "seed of the initial weights and the order of the text", _NUMBER),
-        ("eval-every", "updates between validations; 0: only first and last", _NUMBER),
-        ("save-every", "updates between checkpoints; 0: only the last", _NUMBER),
-        ("sample-length", "bytes of text generated at the end; 0: none", _NUMBER),
-    ],
-    "optimization": [
-        (
-            "optimizer",
-            "class of torch.optim or torch_optimizer, or package.module:Class",
-            {"metavar": "CLASS"},
-        ),
-        ("opt", "argument of the class, such as lr=3e-4; may be repeated", _OPTION),
-        ("lr-schedule", "how the learning rate falls to a tenth", {"dest": "schedule", **_one_of(Schedule)}),
-        ("clip", "largest gradient norm; 0: no limit", {"type": float, "metavar": "NORM"}),
-        ("bf16", "run the forward pass under bfloat16 autocast", _SWITCH),
-        ("steps", "updates in the whole run", _NUMBER),
-        ("batch-size", "sequences in an update, over all ranks", _NUMBER),
-        ("accumulate", "micro-batches in each rank's part of an update", _NUMBER),
-        ("warmup", "updates over which the learning rate rises", _NUMBER),
-    ],
-    "gradients": [
-        ("ddp", "DistributedDataParallel of zero_optim or of PyTorch", _one_of(Wrapper)),
-        ("hook", _HOOK, _one_of(CommHook)),
-        ("overlap", _OVERLAP, {"nargs": "?", "const": "everywhere", **_one_of(Overlap)}),
-        ("shard", _SHARD, _one_of(Sharded)),
-        ("trace", _TRACE, _SWITCH),
-    ],
-    "the model": [
-        ("context", "bytes that the model sees at once", _NUMBER),
-        ("layers", "transformer blocks", _NUMBER),
-        ("width", "features of a position", _NUMBER),
-        ("heads", "attention heads", _NUMBER),
-    ],
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def train(options: dict[str, Any]) -> int:
+def run_train(options: dict[str, Any]) -> int:
     """Run ``zero-optim train``: as a rank if torchrun started this process, else as the launcher."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     started = None
@@ -129,21 +62,21 @@ def train(options: dict[str, Any]) -> int:
         return 2
     if started is None:
         return _launch(config)
-    from zero_optim.demo.worker import run_under_torchrun
+    from zero_optim.demo.train import train_under_torchrun
 
-    run_under_torchrun(config)
+    train_under_torchrun(config)
     return 0
 
 
 def _launch(config: RunConfig) -> int:
     """Run ``config.nproc`` ranks to their end. None still runs when this returns."""
-    from zero_optim.demo.worker import work
+    from zero_optim.demo.train import train
 
     backend = "nccl" if prepare.choose_device(config.device, config.nproc) == "cuda" else "gloo"
     threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or None
     try:
         with _as_launcher():
-            launch(work, config.nproc, config, backend=backend, threads=threads)
+            launch(train, config.nproc, config, backend=backend, threads=threads)
     except RankFailedError as error:
         _leave_bar()
         _complain(str(error))
@@ -215,13 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         "this host. Defaults are in parentheses.",
         argument_default=argparse.SUPPRESS,  # options not given come from the checkpoint or the defaults
     )
-    command.set_defaults(command=train)
-    for title, options in _TRAIN.items():
-        group = command.add_argument_group(title)
-        for name, text, settings in options:
-            default = defaults().get(settings.get("dest", name).replace("-", "_"))
-            shown = f" ({default})" if default and default != "off" else ""
-            group.add_argument(f"--{name}", help=text + shown, **settings)
+    command.set_defaults(command=run_train)
+    add_options(command)
     _add_tools(commands)
     return parser
 
@@ -252,7 +180,7 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
         "a checkpoint, or a torch.save file with a state dict",
     )
     command.add_argument("out", metavar="OUT", type=Path, help="folder of the new checkpoint")
-    command.add_argument("--world-size", required=True, help="number of ranks", **_NUMBER)
+    command.add_argument("--world-size", required=True, help="number of ranks", type=int, metavar="N")
     command = add(
         "inspect",
         "show what a checkpoint holds and whether it is complete",
@@ -264,7 +192,7 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
 
 def _run_tool(name: str, options: dict[str, Any]) -> int:
     """Run a tool; an error prints one line and gives exit status 2."""
-    from zero_optim.checkpoint import inspection, offline
+    from zero_optim.checkpoint import offline
 
     try:
         if name == "consolidate":
@@ -272,7 +200,7 @@ def _run_tool(name: str, options: dict[str, Any]) -> int:
         elif name == "reshard":
             offline.reshard(options["source"], options["out"], options["world_size"])
         else:
-            report = inspection.inspect(options["source"])
+            report = offline.inspect(options["source"])
             print(json.dumps(report.to_dict(), indent=1) if options["json"] else report)
             return 0 if report.complete else 1
     except (ZeroOptimError, ValueError, TypeError) as error:

@@ -11,8 +11,8 @@ from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.pieces import numel_of, piece_of
 from zero_optim.probe.traits import Traits
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import ParamBucket
 from zero_optim.step.local import LocalOptimizer
 
 _MIB = 2**20
@@ -167,7 +167,7 @@ def _exchange(
     )
 
 
-def _describe_bucket(bucket: ParamBucket, is_gathered: bool, num_ranks: int) -> BucketHolding:
+def _describe_bucket(bucket: Bucket, is_gathered: bool, num_ranks: int) -> BucketHolding:
     param, layout = bucket.params[0], bucket.layout
     fullest = max((row.stop - row.start for row in layout.rows), default=0)
     return BucketHolding(

@@ -23,8 +23,8 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, in_order_of_memory, kept_dtype
-from zero_optim.units.freed import shown_when_freed
-from zero_optim.units.unit_bucket import UnitBucket
+from zero_optim.shard.places import shown_when_freed
+from zero_optim.shard.row_bucket import RowBucket
 
 Init = Callable[[nn.Module], object]
 _AT_ONCE = 16  # broadcasts under way
@@ -132,7 +132,7 @@ class UnitFiller:
         self,
         group: RankGroup,
         choice: UnitChoice,
-        buckets: Sequence[UnitBucket],
+        buckets: Sequence[RowBucket],
         unfilled: set[Tensor],
         init: Init | None,
         *,
@@ -141,9 +141,7 @@ class UnitFiller:
         self._group = group
         self._inner = set(choice.modules[1:])
         self._names = {module: name for name, module in choice.modules[0].named_modules()}
-        self._bucket_of: Mapping[Tensor, UnitBucket] = {
-            p: bucket for bucket in buckets for p in bucket.params
-        }
+        self._bucket_of: Mapping[Tensor, RowBucket] = {p: bucket for bucket in buckets for p in bucket.params}
         self._unfilled = unfilled
         self._init = init
         self._syncs = syncs

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zero_optim.compat.engine import eager
 from zero_optim.plan.strides import kept_dtype
-from zero_optim.units.uncopied import Uncopied
+from zero_optim.shard.row_bucket import Uncopied
 
 Function = Callable[[Tensor], Tensor]
 _SHAPES = ((1,), (1, 2, 2, 2), (1, 2, 2, 2, 2))  # memory formats are of 4 and 5 dimensions

@@ -18,8 +18,8 @@ from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.state_hooks import UnitValues, hook_states
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.ddp.reducer.graph import replaced, tensors_in
-from zero_optim.units.registration import is_registered
-from zero_optim.units.uncopied import Uncopied
+from zero_optim.shard.registration import is_registered
+from zero_optim.shard.row_bucket import Uncopied
 
 if TYPE_CHECKING:
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel

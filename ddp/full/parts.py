@@ -21,7 +21,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.units.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
@@ -102,7 +102,7 @@ def make_gathers(
     stamps: UnitStamps,
 ) -> UnitGathers:
     """Choose how units are gathered; all ranks call, and it communicates."""
-    ranks, params = optimizer.ranks, built.registration.units
+    ranks, params = optimizer.ranks, built.registration.params
     names = [f"unit {name}" if name else OUTERMOST for name in built.choice.names]
     units = list(zip(names, built.registration.buckets, strict=True))
     if mesh is None or not mesh.splits_state:

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero_optim.compat import private
 from zero_optim.compat.engine import has_saved_tensors_hooks, in_backward
 from zero_optim.ddp.full.unit import Unit
-from zero_optim.units.freed import is_freed
+from zero_optim.shard.places import is_freed
 
 _WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a "

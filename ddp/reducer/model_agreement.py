@@ -13,7 +13,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.assignment import describe_params
 from zero_optim.health.watchdog import check_patience, learn_addresses, patient, watch
-from zero_optim.units.freed import is_freed
+from zero_optim.shard.places import is_freed
 
 # Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.
 _NOT_COMPARED = (

@@ -103,7 +103,7 @@ def aligned(start: int, nbytes: int) -> int:
 
 
 class PageMoves:
-    """Moves pages with their content to other addresses: Note [Pages that move] in `units.unit_memory`."""
+    """Moves pages with their content to other addresses: Note [Pages that move] in `shard.pages`."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None, use_errno=True)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zero_optim.demo.config import OptionValue
 from zero_optim.probe.probe import probe
+from zero_optim.probe.traits import Traits
 
 Options = tuple[tuple[str, OptionValue], ...]
 _PRESETS: dict[str, OptionValue] = {"lr": 4e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}  # of AdamW
@@ -28,19 +29,19 @@ def find(name: str) -> type[Optimizer]:
     ValueError if there is none, with similar names.
     """
     if ":" in name:
-        return _find_in_module(name)
-    known, hint = _classes(torch.optim), "class of torch.optim or torch_optimizer, or package.module:Class"
+        return _import(name)
+    classes, hint = _classes(torch.optim), "class of torch.optim or torch_optimizer, or package.module:Class"
     if importlib.util.find_spec("torch_optimizer") is not None:
-        known = _classes(importlib.import_module("torch_optimizer")) | known
+        classes = _classes(importlib.import_module("torch_optimizer")) | classes
     else:
         hint = "class of torch.optim or package.module:Class, or get those of torch_optimizer: pip install "
         hint += "'zero-optim[optimizers]'"
-    if name in known:
-        return known[name]
-    raise ValueError(f"unknown optimizer {name}{_closest(name, known)}; give a {hint}")
+    if name in classes:
+        return classes[name]
+    raise ValueError(f"unknown optimizer {name}{_closest(name, classes)}; give a {hint}")
 
 
-def _find_in_module(name: str) -> type[Optimizer]:
+def _import(name: str) -> type[Optimizer]:
     module_name, _, class_name = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: users try classes of their current folder
@@ -95,8 +96,8 @@ def has_rate(optimizer: Optimizer) -> bool:
     return isinstance(optimizer.param_groups[0].get("lr"), int | float)
 
 
-def check(name: str, options: Options) -> Optimizer:
-    """Check that the class takes the options and can be sharded; return the trial on a small matrix.
+def check(name: str, options: Options) -> tuple[Optimizer, Traits]:
+    """Check that the class takes the options and can be sharded; return the trial and the probe's answers.
 
     ValueError for options it refuses, a need beyond gradients (closure, sparse gradients), or coupled
     parameters.
@@ -121,7 +122,7 @@ def check(name: str, options: Options) -> Optimizer:
     if not traits.separable:
         reason = " ".join((traits.untried or traits.coupling or "").split())
         raise ValueError(f"{name} cannot be sharded: {reason}")
-    return trial
+    return trial, traits
 
 
 def _closest(name: str, known: Iterable[str]) -> str:

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from zero_optim import CheckpointError, checkpoint
 from zero_optim.demo import optimizers, text
-from zero_optim.demo.config import Device, RunConfig, defaults, flag
-from zero_optim.demo.metrics import METRICS
+from zero_optim.demo.config import RunConfig, defaults, flag
 from zero_optim.demo.model import GPT
-from zero_optim.probe.probe import probe
 
+METRICS = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
 _KIND = "zero-optim train"
 _FIXED = ("optimizer", "options", "context", "layers", "width", "heads")  # equal when a run is resumed
@@ -65,17 +64,15 @@ def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
         _check_fits(config, source)
     config.check_ranks(config.nproc if started is None else started.world_size)
     choose_device(config.device, config.nproc)
-    trial = optimizers.check(config.optimizer, config.options)
+    trial, traits = optimizers.check(config.optimizer, config.options)
     scheduled = [flag(name) for name in ("schedule", "warmup") if name in arguments]
     if scheduled and not optimizers.has_rate(trial):
         raise ValueError(
             f"{config.optimizer} has no fixed learning rate to schedule: leave out {' and '.join(scheduled)}"
         )
     text.load(config.text, config.context)
-    if config.overlap != "off":
-        traits = probe(type(trial), dict(config.options), [{}])
-        if not traits.steppable_in_parts:
-            raise ValueError(f"--overlap: {config.optimizer} cannot be stepped in parts: {traits.counting}")
+    if config.overlap != "off" and not traits.steppable_in_parts:
+        raise ValueError(f"--overlap: {config.optimizer} cannot be stepped in parts: {traits.counting}")
     return config
 
 
@@ -93,7 +90,7 @@ def make_folder(config: RunConfig) -> None:
         raise ValueError(f"cannot write to the run folder {folder}")
 
 
-def choose_device(device: Device, local_world_size: int) -> str:
+def choose_device(device: str, local_world_size: int) -> str:
     """Return "cuda" or "cpu"; ValueError for "cuda" with fewer GPUs than ranks on this host."""
     usable = torch.cuda.is_available() and dist.is_nccl_available()
     num_gpus = torch.cuda.device_count() if usable else 0

@@ -1,39 +1,30 @@
 """A profile of one iteration: a Chrome trace of ``torch.profiler``, and a picture."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from zero_optim.compat import private
 
-Row = Literal["compute", "reduce", "step", "gather"]
-
 EVENTS, PICTURE = "trace.json", "trace.png"
-
-ROWS: tuple[Row, ...] = ("compute", "reduce", "step", "gather")
 FORWARD, BACKWARD = "forward", "backward"  # ranges that the trainer marks
 # How the profiler's names of events begin. Sends are left out, since each has a receive.
-_NAMES: Mapping[Row, tuple[str, ...]] = {
+_NAMES: Mapping[str, tuple[str, ...]] = {
     "compute": (FORWARD, BACKWARD),
     "reduce": ("gloo:all_reduce", "gloo:recv", "gloo:all_gather", "nccl:all_reduce", "nccl:all_to_all"),
     "step": ("Optimizer.step#",),
     "gather": ("gloo:broadcast", "nccl:broadcast"),
 }
+_COLOURS = dict(zip(_NAMES, ("#4477aa", "#cc6677", "#228833", "#ddaa33"), strict=True))
 _GATHER = "zero_optim.gather"  # what the library marks where it starts or awaits a gather
 _OUTER_STEP = "Optimizer.step#ZeroRedundancyOptimizer"  # contains the local step and the gather
 _NODE = "autograd::engine::evaluate_function"
-_COLOURS: Mapping[Row, str] = {
-    "compute": "#4477aa",
-    "reduce": "#cc6677",
-    "step": "#228833",
-    "gather": "#ddaa33",
-}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,7 +33,7 @@ class Span:
 
     start: float
     stop: float
-    row: Row
+    row: str  # compute, reduce, step or gather
     name: str
 
 
@@ -83,9 +74,8 @@ def _stop(event: Mapping[str, Any]) -> float:
     return float(event["ts"]) + float(event["dur"])
 
 
-def hidden(spans: Iterable[Span]) -> float:
+def hidden(spans: Sequence[Span]) -> float:
     """Return the fraction (0 to 1) of reductions, steps and gathers during forward or backward."""
-    spans = list(spans)
     compute = [span for span in spans if span.row == "compute"]
     others = [span for span in spans if span.row != "compute"]
     total = sum(span.stop - span.start for span in others)
@@ -100,7 +90,7 @@ def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
     figure = Figure(figsize=(10, 0.6 + 1.9 * len(pictures)), layout="constrained")
     axes = figure.subplots(len(pictures), 1, sharex=True, squeeze=False)
     for (title, spans), axis in zip(pictures, axes[:, 0], strict=True):
-        for place, row in enumerate(ROWS):
+        for place, row in enumerate(_NAMES):
             bars = [(span.start, max(span.stop - span.start, 0.05)) for span in spans if span.row == row]
             style = {"facecolors": _COLOURS[row], "edgecolor": "white", "linewidth": 0.5}
             axis.broken_barh(bars, (place - 0.38, 0.76), **style)
@@ -110,7 +100,7 @@ def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
                 axis.text(middle, 0, span.name, color="white", ha="center", va="center", fontsize=8)
             if span.name.startswith(BACKWARD):
                 axis.axvline(span.stop, color="grey", linestyle=":", linewidth=1)
-        axis.set_yticks(range(len(ROWS)), ROWS)
+        axis.set_yticks(range(len(_NAMES)), list(_NAMES))
         axis.invert_yaxis()
         axis.set_title(title, loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)

@@ -1,16 +1,18 @@
 """Recipes as data: which operation happens to a bucket at which moment of an iteration. No torch.
 
-A recipe is a `Schedule`. Buckets hold that of their parameters: `step()` asks it what to gather, wait for and
-free. What happens to gradients, and in a backward pass that steps, is code that follows its row.
-`picture` draws the schedules for docs/design.md.
+A recipe is a `Schedule`. Code that a moment reaches calls `Schedule.at` for each bucket, which runs the row's
+operations. `picture` draws the schedules for docs/design.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import zip_longest
 from textwrap import wrap
 from types import MappingProxyType
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class Operation(Enum):
@@ -65,13 +67,30 @@ class Schedule:
         for moment in self._with(Operation.STEP) if is_whole else _USES:
             if Operation.GATHER not in self[moment] or not self._waits_behind(moment):
                 raise ValueError(f"expected a gather at {moment.value!r}, and a wait behind it: {self}")
-        frees = (Operation.FREE in self[moment] for moment in (Moment.AFTER_FORWARD, Moment.BUCKET_FULL))
-        if tuple(frees) != (not is_whole, self.gradients is Placement.ROW):
+        freed = self._with(Operation.FREE)
+        ends = Moment.AFTER_BACKWARD in freed, Moment.BUCKET_FULL in freed
+        if ends != (not is_whole, self.gradients is Placement.ROW) or (
+            is_whole and Moment.AFTER_FORWARD in freed
+        ):
             raise ValueError(f"expected all but own rows to be freed after use, nothing else: {self}")
 
     def __getitem__(self, moment: Moment) -> tuple[Operation, ...]:
         """Return the operations at a moment, in order."""
         return self.moments.get(moment, ())
+
+    def at(
+        self,
+        moment: Moment,
+        operations: Mapping[Operation, Callable[P, object]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Run the operations at a moment, in order, each with the same arguments.
+
+        KeyError if the caller lacks one of them: a row never stays undone.
+        """
+        for operation in self[moment]:
+            operations[operation](*args, **kwargs)
 
     def _with(self, operation: Operation) -> list[Moment]:
         return [moment for moment in Moment if operation in self[moment]]
@@ -88,6 +107,10 @@ class Schedule:
             for moment, operations in self.moments.items()
         }
         return replace(self, moments={**moments, Moment.BEFORE_FORWARD: (Operation.WAIT,)})
+
+    def kept_after_forward(self) -> "Schedule":
+        """Return the recipe in which parameters stay whole from the forward to the backward pass."""
+        return replace(self, moments={**self.moments, Moment.AFTER_FORWARD: ()})
 
     def to_owners(self) -> "Schedule":
         """Return the recipe in which gradients are reduced to their owners alone."""
@@ -123,6 +146,7 @@ ZERO3 = Schedule(
     parameters=Placement.ROW,
     gradients=Placement.ROW,
 )
+ZERO3_KEPT = ZERO3.kept_after_forward()  # reshard_after_forward=False
 RECIPES = MappingProxyType(
     {"ZeRO-1": ZERO1, "gather_lazily": LAZY, "zero_step": OVERLAP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 )

@@ -34,7 +34,7 @@ from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
 from zero_optim.health.stamps import Stamps
 from zero_optim.plan.layout import Layout
-from zero_optim.shard.storage import ParamBucket
+from zero_optim.shard.bucket import Bucket
 
 # The flat tensors of pending gathers take at most the memory of this many largest buckets.
 NUM_FLAT_TENSORS = 4
@@ -54,7 +54,7 @@ StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor
 
 def start_gather(
     lanes: Sequence[RankGroup],
-    bucket: ParamBucket,
+    bucket: Bucket,
     stamps: _Sender | None = None,
     start_rows: StartRows | None = None,
     changed: Collection[Tensor] | None = None,
@@ -72,7 +72,7 @@ def start_gather(
 
 def gather_into(
     flat: Tensor,
-    bucket: ParamBucket,
+    bucket: Bucket,
     lanes: Sequence[RankGroup],
     rows: Sequence[tuple[int, Tensor]],
     take: Callable[[], None] | None,
@@ -135,14 +135,14 @@ class Gathers:
         if self.stamps is not None:
             self.stamps.check_failures()
 
-    def schedules_of(self, buckets: Sequence[ParamBucket]) -> list[Schedule]:
+    def schedules_of(self, buckets: Sequence[Bucket]) -> list[Schedule]:
         """Return the recipe of each bucket: `LAZY` if modules wait for all of its parameters."""
         if not self.readers:
             return [bucket.schedule for bucket in buckets]
         read = frozenset[Tensor]().union(*self.readers)
         return [LAZY if read.issuperset(bucket.params) else bucket.schedule for bucket in buckets]
 
-    def gather(self, group: RankGroup, buckets: Sequence[ParamBucket], *, in_step: bool) -> None:
+    def gather(self, group: RankGroup, buckets: Sequence[Bucket], *, in_step: bool) -> None:
         """Gather buckets; ``in_step`` sends stamps, and waits only where the schedule says so.
 
         As many run at once as memory allows, so an owner of short rows need not wait for the others.
@@ -159,7 +159,7 @@ class Gathers:
             awaited.wait()
 
     @contextmanager
-    def _lent(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> Iterator[Sequence[RankGroup]]:
+    def _lent(self, group: RankGroup, buckets: Sequence[Bucket]) -> Iterator[Sequence[RankGroup]]:
         """Yield the lanes, if any; if the body fails, nobody else may use them."""
         if self._lanes is None and _gains_by_lanes(group, buckets):
             self._lanes = host_lanes_beside(group)
@@ -172,17 +172,19 @@ class Gathers:
             raise
 
 
-def _gains_by_lanes(group: RankGroup, buckets: Sequence[ParamBucket]) -> bool:
+def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
     """Whether lanes make a gather faster; the same on every rank."""
+    if group.size == 1 or sum(bucket.nbytes for bucket in buckets) < LANES_FROM_NBYTES:
+        return False
     sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
-    if group.size == 1 or sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
+    if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
         return False
     return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
 
 
-def _may_use_lanes(bucket: ParamBucket, group: RankGroup) -> bool:
+def _may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
     return group.transport(bucket.device).lets_threads
 
 
-def _lanes_for(bucket: ParamBucket, group: RankGroup, lanes: Sequence[RankGroup]) -> Sequence[RankGroup]:
+def _lanes_for(bucket: Bucket, group: RankGroup, lanes: Sequence[RankGroup]) -> Sequence[RankGroup]:
     return lanes if lanes and _may_use_lanes(bucket, group) else (group,)

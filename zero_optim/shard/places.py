@@ -3,7 +3,7 @@
 Note [A storage for each parameter]
     Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
     storage. So each parameter has its own, exactly its slice of the flat tensor, made by DLPack in bytes, as
-    it lacks some dtypes. Autograd cannot see a gather change it; `ParamBucket.settle` tells it. The storage
+    it lacks some dtypes. Autograd cannot see a gather change it; `Bucket.settle` tells it. The storage
     cannot be resized. A parameter moved to shared memory gets other memory, and gathers copy it. On CUDA its
     ``record_stream`` does nothing, and it can hardly be sent to a process
     (``parameters_as_bucket_view=False`` avoids this).
@@ -13,6 +13,7 @@ Note [Memory that is touched late]
     parameters that move in.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -94,3 +95,14 @@ def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
                 flat[at - start : extent.offset - start].zero_()
             at = extent.end
     flat[at - start :].zero_()
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor is the data of a freed parameter; False for a single element."""
+    return tensor.layout is torch.strided and tensor.numel() > 1 and not any(tensor.stride())
+
+
+def shown_when_freed(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the data of a freed parameter of this shape."""
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))

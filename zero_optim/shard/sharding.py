@@ -6,7 +6,7 @@
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -23,7 +23,6 @@ from zero_optim.plan.groups import (
     ParamGroup,
     bucket_text,
     describe_options,
-    member_ids,
     param_names,
     params_of,
 )
@@ -37,10 +36,12 @@ from zero_optim.plan.plan import (
 )
 from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.gathers import Gathers
-from zero_optim.shard.making import BucketMaker
 from zero_optim.shard.order import Alike
-from zero_optim.shard.storage import ParamBucket, RowBucket, RowStore, is_active
+from zero_optim.shard.places import is_freed
+from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.store import BucketMaker, Store
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -70,12 +71,12 @@ class Sharding:
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
         *,
-        store: RowStore,
+        store: Store,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
-        self.buckets: list[ParamBucket] = []
+        self.buckets: list[Bucket] = []
         self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
         self.gathers = Gathers() if gathers is None else gathers
         self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
@@ -84,7 +85,6 @@ class Sharding:
         self._maker = BucketMaker(as_views, store)
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
-        self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
     @property
     def under_way(self) -> Flow:
@@ -108,11 +108,11 @@ class Sharding:
         new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
         with failing_together(self._group):
-            check_shardable(groups, store.freed())
+            check_shardable(groups, set(filter(is_freed, store.params)))
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             every = params_of(new)
-            numbers = [store.units.get(param) for param in every]
+            numbers = [store.params.get(param) for param in every]
             used = [store.compute_dtypes.get(param, param.dtype) for param in every]
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
@@ -122,11 +122,11 @@ class Sharding:
             plan = planned(None if why_whole is None else [True] * len(every))
             if why_whole is not None and plan.is_cut:
                 reasons = why_whole(plan.pieces)
-            alike = Alike.among(new, store.units.keys())
+            alike = Alike.among(new, store.params.keys())
             # Owners come last: they differ if anything else does, and only the first difference is reported.
             items = [*describe_params(new), *describe_options(new), *about]
             items.append(f"buckets of {self.cap_nbytes} bytes")
-            items += [f"units of the parameters: {numbers}, used as {used}"] if store.units else []
+            items += [f"units of the parameters: {numbers}, used as {used}"] if store.params else []
             items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         alike.check_order(self._group, new)
@@ -200,12 +200,12 @@ class Sharding:
             bucket_text(number, [names[index] for index in bucket.params])
             for number, bucket in enumerate(plan.buckets, len(self.buckets))
         ]
-        made, of_rows = self._maker.make(self._group, params, plan, labels)
-        for number, bucket in enumerate(made, len(self.buckets)):
+        buckets = self._maker.make(self._group, params, plan, labels)
+        for number, bucket in enumerate(buckets, len(self.buckets)):
             self._numbers.update(dict.fromkeys(bucket.params, number))
-        self.buckets += made
-        self.row_buckets += of_rows
-        self._active += map(is_active, made)
+        self.buckets += buckets
+        self.row_buckets += (bucket for bucket in buckets if isinstance(bucket, RowBucket))
+        self._active += (bucket.is_active for bucket in buckets)
 
     def make_row_buckets(
         self, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
@@ -219,26 +219,31 @@ class Sharding:
             bucket.check_unpinned()
 
     @eager
-    def refresh(self, groups: Sequence[ParamGroup]) -> None:
-        """Wait for gathers, then take over the user's changes: `ParamBucket.refresh`.
+    def refresh(self) -> None:
+        """Wait for gathers, then take over the user's changes: `Bucket.refresh`.
 
-        For `step` and comm hooks only: Note [Moving parameters] in `storage`. RuntimeError, after refreshing
-        the rest, if a parameter no longer fits; ValueError for one added without ``add_param_group()``.
+        For `step` and comm hooks only: Note [Moving parameters] in `bucket`. RuntimeError, after refreshing
+        the rest, if a parameter no longer fits.
         """
         self.under_way.wait()
         self.take_over()
-        places = member_ids(groups)
-        if places != self._checked:
-            self._check_owned(groups)
-            self._checked = places
 
     def take_over(self) -> None:
         """Like `refresh`, without waiting."""
-        with ExitStack() as stack:  # which calls them all, then raises
-            for bucket in self.buckets:
-                stack.callback(bucket.refresh)
+        failure: Exception | None = None
+        for bucket in self.buckets:  # all of them, then it raises
+            try:
+                bucket.refresh()
+            except RuntimeError as error:
+                failure = failure or error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # the error has this frame
 
-    def _check_owned(self, groups: Sequence[ParamGroup]) -> None:
+    def check_owned(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise ValueError for a parameter that was added without ``add_param_group()``."""
         for index, param in enumerate(params_of(groups)):
             if param not in self.pieces:
                 name = param_names(groups)[index]
@@ -299,7 +304,7 @@ class Sharding:
             self.under_way.wait()
         self.gathers.check_failures()
 
-    def _gathered_at_step(self, buckets: Collection[ParamBucket]) -> list[ParamBucket]:
+    def _gathered_at_step(self, buckets: Collection[Bucket]) -> list[Bucket]:
         """List the buckets that a step gathers; frees the others, which their modules gather."""
         for bucket in self.row_buckets:
             if bucket in buckets:
@@ -312,13 +317,13 @@ class Sharding:
 
     def active(self) -> list[bool]:
         """Return for each bucket whether it trains, or did at an earlier gather."""
-        return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
+        return [was or bucket.is_active for bucket, was in zip(self.buckets, self._active, strict=True)]
 
     def number_of(self, param: Tensor) -> int | None:
         """Return the number of a parameter's bucket, or None."""
         return self._numbers.get(param)
 
-    def buckets_of(self, params: Iterable[Tensor]) -> list[ParamBucket]:
+    def buckets_of(self, params: Iterable[Tensor]) -> list[Bucket]:
         """List the buckets of some parameters, in the order of gathers."""
         return [self.buckets[number] for number in sorted({self._numbers[param] for param in params})]
 

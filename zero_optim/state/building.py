@@ -14,6 +14,7 @@ from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.lazy import LazyGather, check_reader
+from zero_optim.shard.registration import registration_in, registration_of
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.core import Core
 from zero_optim.state.options import GroupOptions, GroupReader, Params, PlanInputs, ShardingOptions
@@ -23,7 +24,6 @@ from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
-from zero_optim.units.registration import registration_in, registration_of
 
 logger = logging.getLogger("zero_optim")
 
@@ -52,8 +52,8 @@ def build(
             groups = GroupReader(params).param_groups
             every = params_of(groups)
             registration = registration_of(every)
-            if registration.units:
-                options.check_units()
+            if registration.params:
+                options.check_rows()
             registration.check(every, group)
             inputs.store = registration.next_store()
             sharding = new_sharding(inputs, group)
@@ -110,7 +110,7 @@ def new_sharding(
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
     """Make the leaves and averages, still empty."""
-    leaves = Leaves(inputs.options.master_dtype, inputs.store.units, inputs.store.on_host)
+    leaves = Leaves(inputs.options.master_dtype, inputs.store.params, inputs.store.on_host)
     return leaves, WeightAverage(inputs.options.ema_decay, leaves)
 
 

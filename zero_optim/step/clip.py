@@ -31,8 +31,8 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.keeping import FileKeeping, gradients_in_portions
 from zero_optim.step.partial import PartialGradient, is_on_host
-from zero_optim.units.keeping import Keeping, gradients_in_portions
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
 
@@ -96,7 +96,7 @@ def clip_together(
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
     asked: ClipArguments,
-    keeping: Keeping | None = None,
+    keeping: FileKeeping | None = None,
 ) -> Tensor:
     """Clip the gradients by their global norm, and return the norm before that.
 
@@ -139,7 +139,7 @@ def global_grad_norm(
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
     asked: ClipArguments,
-    keeping: Keeping | None = None,
+    keeping: FileKeeping | None = None,
 ) -> Tensor:
     """Compute the norm of all gradients as one vector; all ranks call.
 
@@ -178,7 +178,7 @@ def global_grad_norm(
 
 
 def _norms_here(
-    grads: Sequence[Tensor | None], order: float, foreach: bool | None, keeping: Keeping | None
+    grads: Sequence[Tensor | None], order: float, foreach: bool | None, keeping: FileKeeping | None
 ) -> Tensor | None:
     portions = gradients_in_portions(keeping, [grad for grad in grads if grad is not None], are_read=True)
     some = [norms for portion in portions if (norms := _norms(portion, order, foreach)) is not None]

@@ -30,11 +30,11 @@ from zero_optim.errors import StateMismatchError
 from zero_optim.plan.pieces import Piece, Pieces, is_whole
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.probe.cut_rows import CutRows
-from zero_optim.shard.storage import RowBucket
+from zero_optim.shard.keeping import HostKeeping
+from zero_optim.shard.places import is_freed, shown_when_freed
+from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.step.gradients import owned_gradient, rows_of
 from zero_optim.step.partial import is_on_host
-from zero_optim.units.freed import is_freed, shown_when_freed
-from zero_optim.units.on_host import HostKeeping
 
 MASTER = "zero_optim.master"  # no class has an entry of that name
 OLD_MASTER = "master"  # its name in older files

@@ -15,11 +15,11 @@ from torch.nn import Parameter
 
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.pieces import Piece
+from zero_optim.shard.keeping import FileKeeping, nbytes_of
+from zero_optim.shard.mapped import PAGE, in_pages
 from zero_optim.step.averages import WeightAverage
 from zero_optim.step.leaves import Leaves
 from zero_optim.step.local import LocalOptimizer
-from zero_optim.units.keeping import Keeping, nbytes_of
-from zero_optim.units.mapped import PAGE, in_pages
 
 logger = logging.getLogger("zero_optim")
 
@@ -28,7 +28,7 @@ class KeptState:
     """What a rank keeps in files, by parameter."""
 
     def __init__(
-        self, keeping: Keeping, leaves: Leaves, average: WeightAverage, local: LocalOptimizer
+        self, keeping: FileKeeping, leaves: Leaves, average: WeightAverage, local: LocalOptimizer
     ) -> None:
         self.keeping = keeping
         self._leaves = leaves

@@ -25,9 +25,8 @@ from zero_optim.plan.groups import ParamGroup, describe_options
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.storage import RowBucket
-from zero_optim.units.store import Store
-from zero_optim.units.unit_bucket import UnitBucket, WideBucket
+from zero_optim.shard.row_bucket import RowBucket, WideBucket
+from zero_optim.shard.store import Store
 
 _NAME = "_zero_optim_claim"  # of the attribute
 
@@ -41,7 +40,7 @@ class Registration:
 
     def __init__(self, num_units: int = 0, taken_over: Callable[[Any], None] | None = None) -> None:
         self.store = Store()
-        self.buckets: list[list[UnitBucket]] = [[] for _ in range(num_units)]
+        self.buckets: list[list[RowBucket]] = [[] for _ in range(num_units)]
         self.group: RankGroup | None = None
         self.everyone: RankGroup | None = None
         self.is_open = False
@@ -55,9 +54,9 @@ class Registration:
         )
 
     @property
-    def units(self) -> dict[Tensor, int]:
+    def params(self) -> dict[Tensor, int]:
         """The parameters, with the numbers of their units."""
-        return self.store.units
+        return self.store.params
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -65,13 +64,13 @@ class Registration:
         return None if self.group is None else self.group.process_group
 
     @property
-    def all_buckets(self) -> list[UnitBucket]:
+    def all_buckets(self) -> list[RowBucket]:
         """The buckets of all units."""
         return list(chain.from_iterable(self.buckets))
 
     def mark(self) -> None:
         """Set this registration as an attribute of the parameters."""
-        for param in self.units:
+        for param in self.params:
             setattr(param, _NAME, self)
 
     def unmark(self, params: Iterable[Tensor]) -> None:
@@ -87,8 +86,8 @@ class Registration:
         for of_unit in self.buckets:
             of_unit.clear()
         for bucket in buckets:
-            assert isinstance(bucket, UnitBucket)  # of `store`
-            self.buckets[self.units[bucket.params[0]]].append(bucket)
+            assert isinstance(bucket, RowBucket)  # of `store`
+            self.buckets[self.params[bucket.params[0]]].append(bucket)
 
     # ------------------------------------------------------------------ an optimizer that comes later
 
@@ -106,14 +105,14 @@ class Registration:
                 "the optimizer has another process group than the fully sharded model: give both the same "
                 "process_group"
             )
-        missing = sum(param.requires_grad for param in set(self.units).difference(params))
+        missing = sum(param.requires_grad for param in set(self.params).difference(params))
         if missing:
             raise ValueError(
                 f"the optimizer lacks {missing} trainable parameters of the fully sharded model, so nobody "
                 "would step them: give it all of wrapped.parameters(), in groups if need be, or freeze them "
                 "(requires_grad=False) before wrapping"
             )
-        if any(param.grad is not None for param in self.units):
+        if any(param.grad is not None for param in self.params):
             raise RuntimeError(
                 "there are gradients already, with owners that change now: build the optimizer before the "
                 "first backward pass, or call wrapped.zero_grad() first"
@@ -125,14 +124,14 @@ class Registration:
         """Return where the next optimizer stores the rows."""
         return self.store.anew() if self.is_open else self.store
 
-    def reusable(self) -> list[UnitBucket]:
+    def reusable(self) -> list[RowBucket]:
         """List buckets for reuse by the next optimizer; none if rows must move to other files."""
-        return self.all_buckets if self.is_open and self.store.keeping is None else []
+        return self.all_buckets if self.is_open and not self.store.keeping.is_apart else []
 
     def fill(self, buckets: Sequence[RowBucket], store: Store) -> None:
         """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""
         assert self.group is not None
-        if store.keeping is not None:
+        if store.keeping.is_apart:
             with failing_together(self.group):
                 store.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
@@ -161,14 +160,13 @@ class Registration:
         """
         was_open, self.is_open = self.is_open, False
         if was_open:
-            self._make_whole(set(self.units).difference(params), group)
+            self._make_whole(set(self.params).difference(params), group)
         self.store = store
         self.place(buckets, group)
         if not was_open:
             return None
         for bucket in self.all_buckets:
             bucket.let_go()
-            bucket.has_new_place()
         return self._taken_over
 
     def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:
@@ -182,10 +180,10 @@ class Registration:
                     param.data = value
         self.unmark(params)
         for param in params:
-            del self.units[param]
+            del self.params[param]
 
 
-def _move_rows(bucket: UnitBucket, bucket_of: Mapping[Tensor, RowBucket], group: RankGroup) -> None:
+def _move_rows(bucket: RowBucket, bucket_of: Mapping[Tensor, RowBucket], group: RankGroup) -> None:
     """Gather a bucket in the owners' dtype, for other buckets to take rows; all ranks call; communicates."""
     wide = WideBucket(bucket)
     start_gather((group,), wide).wait()

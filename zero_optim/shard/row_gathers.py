@@ -28,16 +28,16 @@ from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
 from zero_optim.plan.layout import Span
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
-from zero_optim.shard.storage import ParamBucket
-from zero_optim.units.keeping import RowKeeping
-from zero_optim.units.unit_bucket import UnitBucket
+from zero_optim.shard.keeping import RowKeeping
+from zero_optim.shard.row_bucket import RowBucket
 
 
 class UnitGathers(Protocol):
     """Starts the gathers of units."""
 
-    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
+    def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
         ...
 
@@ -58,7 +58,7 @@ class GathersFromOwners:
     lanes: Lease  # for gathers alone
     marks: UnitMarks
 
-    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
+    def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """See `UnitGathers.start`."""
         lanes = [lane.during("gather") for lane in self.lanes.groups or (self.group,)]
         mark = self.marks.mark_of(bucket, purpose)
@@ -78,7 +78,7 @@ class GathersFromOwners:
 class _Column:
     """This rank's copies of one bucket; ``renewed_in`` is the pass of the last renewal."""
 
-    def __init__(self, bucket: UnitBucket, mesh: RankMesh, keeping: RowKeeping | None) -> None:
+    def __init__(self, bucket: RowBucket, mesh: RankMesh, keeping: RowKeeping) -> None:
         self.bucket = bucket
         self._keeping = keeping
         self.renewed_in = -1
@@ -118,15 +118,13 @@ class _Column:
 
     def _place_for(self, span: Span) -> Tensor:
         """Return a row's receive buffer: the copy itself, unless in a file."""
-        if self._keeping is None and span in self._copies:
+        if span in self._copies and not self._keeping.is_apart:
             return self._copies[span]
         return self.bucket.params[0].new_empty(span.stop - span.start)
 
     def _take(self, received: Mapping[Span, Tensor]) -> None:
         for span, row in received.items():
-            if self._keeping is None:
-                self._copies[span] = row
-            elif span in self._copies:
+            if span in self._copies and self._keeping.is_apart:
                 self._keeping.write(self._copies[span], row)
             else:
                 self._copies[span] = self._keeping.new_row(row)
@@ -138,11 +136,7 @@ class _Column:
     def fill(self) -> Tensor:
         flat = self.bucket.fill()
         for span, copy in self._copies.items():
-            place = flat[span.start : span.stop]
-            if self._keeping is None:
-                place.copy_(copy)
-            else:
-                self._keeping.read(copy, place)
+            self._keeping.read(copy, flat[span.start : span.stop])
         return flat
 
 
@@ -150,8 +144,7 @@ class GathersInReplicas:
     """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
 
     Lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` counts
-    reduced backward passes, which may change ``trained``. All ranks or none pass ``keeping`` for the copies;
-    OSError if the disk is full.
+    reduced backward passes, which may change ``trained``. OSError if the disk has no place for the copies.
     """
 
     def __init__(
@@ -159,11 +152,11 @@ class GathersInReplicas:
         mesh: RankMesh,
         inner: Lease,
         across: Lease,
-        units: Sequence[tuple[str, Sequence[UnitBucket]]],
+        units: Sequence[tuple[str, Sequence[RowBucket]]],
         stamps: UnitStamps,
         trained: Collection[Tensor],
         num_reduced: Callable[[], int],
-        keeping: RowKeeping | None = None,
+        keeping: RowKeeping,
     ) -> None:
         buckets = [bucket for _, of_unit in units for bucket in of_unit]
         self._marks = UnitMarks(units, mesh.inner)
@@ -173,11 +166,11 @@ class GathersInReplicas:
         self._inner = inner
         self._across = across
         self._columns = {bucket: _Column(bucket, mesh, keeping) for bucket in buckets}
-        self._renewals = Flow(math.inf if keeping is None else 2)
+        self._renewals = Flow(2 if keeping.is_apart else math.inf)
         self._stamps = stamps
         self._trained = {bucket for bucket in buckets if not set(bucket.params).isdisjoint(trained)}
         self._num_reduced = num_reduced
-        if keeping is not None:
+        if keeping.is_apart:
             with failing_together(mesh.everyone):
                 keeping.reserve_rows(
                     nbytes for each in self._columns.values() for nbytes in each.nbytes_to_keep()
@@ -196,9 +189,9 @@ class GathersInReplicas:
         """See `UnitGathers.abandon`."""
         self._inner.abandon()
 
-    def start(self, bucket: ParamBucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
+    def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """See `UnitGathers.start`; buckets outside units come from their owners."""
-        column = self._columns.get(bucket) if isinstance(bucket, UnitBucket) else None
+        column = self._columns.get(bucket) if isinstance(bucket, RowBucket) else None
         if column is None:
             return self._from_owners.start(bucket, None, purpose)
         self._renew()

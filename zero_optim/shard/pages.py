@@ -35,7 +35,7 @@ from zero_optim.compat.memory import (
     with_room_to_align,
 )
 from zero_optim.compat.streams import is_asynchronous, record_use
-from zero_optim.units.mapped import in_pages
+from zero_optim.shard.mapped import in_pages
 
 _MOST_RANGES = 32
 _LEAST_RANGE = 2**16

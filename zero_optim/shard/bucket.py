@@ -1,0 +1,179 @@
+"""A bucket of parameters and its flat tensor; here every rank has the parameters whole. No communication.
+
+Parameters lie in the flat tensor if possible (`InFlat`); else each gather copies through a temporary one.
+
+Note [Moving parameters]
+    Moving a parameter gives it another storage; another thread or stream would then read released memory. So
+    replaced parameters move only in `step` and in comm hooks, which the backward pass itself calls. That pass
+    finds the same values: autograd saves a leaf as the tensor object, and a view by its old storage, which
+    nobody writes. If a class replaces ``param.data`` in its own step, a gather moves the parameter on that
+    thread and stream; the backward pass must not read it then.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zero_optim.compat import private
+from zero_optim.compat.memory import give_back_pages, is_seen_by_others
+from zero_optim.flow.schedule import ZERO1, Schedule
+from zero_optim.plan.layout import Layout
+from zero_optim.plan.pieces import Piece, is_whole
+from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
+
+
+class InFlat:
+    """Parameters inside one flat tensor with own storages; gathers copy those in ``shared`` memory."""
+
+    def __init__(self, params: Sequence[Tensor], forms: Sequence[Form], layout: Layout) -> None:
+        """Move the parameters in one by one, each releasing its old storage."""
+        self.flat = torch.empty(layout.numel, dtype=forms[0].dtype, device=forms[0].device)
+        self.shared: set[int] = set()
+        zero_padding(self.flat, layout)
+        self._params, self._forms, self._layout = params, forms, layout
+        self._views = with_own_storages(self.flat, forms, layout)
+        self._addresses = [view.data_ptr() for view in self._views]
+        for index in range(len(params)):
+            self._take_in(index)
+
+    def take_in_moved(self) -> list[int]:
+        """Move parameters with replaced ``data`` back in; list those that do not fit."""
+        addresses = list(map(Tensor.data_ptr, self._params))  # twice a step, hence the one comparison
+        if addresses == self._addresses:
+            return []
+        pairs = zip(addresses, self._addresses, strict=True)
+        moved = [index for index, (address, former) in enumerate(pairs) if address != former]
+        fits = [self._forms[index].fits(self._params[index]) for index in moved]
+        for index in itertools.compress(moved, fits):
+            self._take_in(index)
+        return [index for index, fit in zip(moved, fits, strict=True) if not fit]
+
+    @torch.no_grad()
+    def _take_in(self, index: int) -> None:
+        param, view = self._params[index], self._views[index]
+        if view.data_ptr() != self._addresses[index]:  # PyTorch has put shared memory into its storage
+            self.shared.add(index)
+            views_in(self.flat, self._forms, self._layout)[index].copy_(param)
+            return
+        view.copy_(param)
+        param.data = view
+
+    def give_back(self, index: int) -> None:
+        """Return a parameter's memory to the system, unless a view of it exists."""
+        view = self._views[index]
+        is_here = view.data_ptr() == self._addresses[index]  # and not in shared memory
+        if is_here and not is_seen_by_others(view):
+            give_back_pages(view)
+
+
+class Bucket:
+    """Parameters that are sent in one flat tensor, 1-D, with a row for each owner; whole on every rank.
+
+    ``schedule`` says what happens to it when, and what a rank holds between steps; of a `RowBucket` it holds
+    its own row. ``as_views`` moves the parameters into the flat tensor, with dense strides; those in shared
+    memory, or on devices without DLPack, stay where they are. Ranks may differ in this.
+    """
+
+    schedule: Schedule = ZERO1
+
+    def __init__(
+        self, params: list[Tensor], layout: Layout, rank: int, label: str = "", *, as_views: bool = True
+    ) -> None:
+        self.params = params
+        self.layout = layout
+        self.rank = rank
+        self.label = label  # names it in messages
+        self.forms = list(map(Form.of, params))
+        self.device, self.dtype = self.forms[0].device, self.forms[0].dtype  # of the flat tensor
+        pieces = layout.pieces([form.size for form in self.forms])
+        parts = [(index, piece) for index, of_param in enumerate(pieces) for piece in of_param]
+        self.own = [part for part in parts if part[1].owner == rank]
+        self._others = [part for part in parts if part[1].owner != rank]
+        self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
+        self._in_flat = InFlat(params, self.forms, layout) if as_views and can_be_views(params) else None
+
+    def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
+        """Copy and pickle as a new bucket of the copied parameters."""
+        make = partial(Bucket, as_views=self.is_in_place)
+        return make, (self.params, self.layout, self.rank, self.label)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameters lie in the flat tensor."""
+        return self._in_flat is not None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a parameter trains or has a gradient."""
+        return any(p.requires_grad or p.grad is not None for p in self.params)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat tensor with padding."""
+        return self.layout.numel * self.dtype.itemsize
+
+    @property
+    def nbytes_to_gather(self) -> int:
+        """Extra bytes of a pending gather."""
+        return 0 if self.is_in_place else self.nbytes
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """View the parameters in a flat tensor of any dtype."""
+        return views_in(flat, self.forms, self.layout)
+
+    def refresh(self) -> None:
+        """Take over the user's changes; RuntimeError if a dtype, device or shape changed.
+
+        See Note [Moving parameters].
+        """
+        # Those that did not move fit: most steps compare addresses only.
+        moved = range(len(self.params)) if self._in_flat is None else self._in_flat.take_in_moved()
+        for index in moved:
+            self.forms[index].check(self.params[index])
+
+    def fill(self) -> Tensor:
+        """Return the flat tensor with this rank's current row.
+
+        Never raises, since other ranks wait; `refresh` reports a parameter that does not fit.
+        """
+        if self._in_flat is not None:
+            self._in_flat.take_in_moved()
+            return self._in_flat.flat
+        flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self._copy(flat, self.own, into_params=False)
+        return flat
+
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+        """Copy other ranks' rows of ``flat`` to the parameters, or to those in ``changed``; tell autograd."""
+        others, received = self._others, self._received
+        if changed is not None:
+            others = [part for part in others if self.params[part[0]] in changed]
+            received = [param for param in received if param in changed]
+        if self._in_flat is not None:
+            torch.autograd.graph.increment_version(received)
+            shared = self._in_flat.shared
+            others = [part for part in others if part[0] in shared] if shared else []
+            others = [part for part in others if self.forms[part[0]].fits(self.params[part[0]])]
+        self._copy(flat, others, into_params=True)
+
+    def give_back(self, param: Tensor) -> None:
+        """Return the memory of a parameter that moved away to the system; no gather may follow."""
+        if self._in_flat is not None:
+            self._in_flat.give_back(next(index for index, own in enumerate(self.params) if own is param))
+
+    def _copy(self, flat: Tensor, parts: Sequence[tuple[int, Piece]], *, into_params: bool) -> None:
+        if not parts:
+            return
+        views = self.views(flat)
+        places = [_rows(views[index], piece) for index, piece in parts]
+        params = [_rows(self.params[index], piece) for index, piece in parts]
+        with torch.no_grad():
+            private.foreach_copy_(*((params, places) if into_params else (places, params)))
+
+
+def _rows(tensor: Tensor, piece: Piece) -> Tensor:
+    """View rows of a tensor; a write changes the tensor's version."""
+    return tensor if is_whole(piece, tensor.shape) else tensor.detach()[piece.start : piece.stop]

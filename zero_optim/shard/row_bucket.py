@@ -1,0 +1,413 @@
+"""A bucket of which each rank keeps its own row; its parameters are *whole* in use, else *freed*.
+
+No communication.
+
+Note [Freed in place]
+    Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
+    ``data`` would keep the old storage until the backward pass ends, which would miss the second gather's
+    values. So one storage stays, and its memory comes and goes: Note [Pages that move] in
+    `zero_optim.shard.pages`. PyTorch does not check reads of an emptied storage. So a freed parameter
+    shows one expanded NaN (zero for dtypes without), and a write in place raises. `settle` changes the
+    version only after a step or load.
+
+Note [Views that somebody keeps]
+    While the parameters are freed, a user's view shows NaN on the CPU and loses writes; the next gather or
+    step raises if autograd counts them. On an accelerator operators raise or read address 0. Only a mode for
+    all operators, at some µs each, could guard this: storage references do not tell these views from
+    autograd's, which `zero_optim.ddp.full.saved_reads` guards.
+
+Note [Kept in one dtype, computed with in another]
+    The row keeps the original dtype; owners round it into the flat tensor. Freed parameters have the compute
+    dtype too: a change would lose autograd's node that accumulates the gradient. Writes to whole parameters
+    count as for masters (Note [Masters and their parameters] in `zero_optim.step.leaves`).
+
+Note [Freed one by one]
+    `take_in` copies this rank's rows out of one parameter at a time, and `let_go` releases its memory, so a
+    new bucket needs no second copy of its unit.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from zero_optim.compat import private
+from zero_optim.compat.streams import is_asynchronous, record_use
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.schedule import ZERO3
+from zero_optim.plan.layout import Layout
+from zero_optim.plan.pieces import is_whole
+from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
+from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.keeping import RowKeeping
+from zero_optim.shard.pages import FreePages
+from zero_optim.shard.places import shown_when_freed, zero_padding
+
+_WRITE = (
+    "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
+    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners. To "
+    "convert or move a model, call its .to(), .half() or .cuda() before the first forward pass"
+)
+_PINNED = (
+    "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
+    "they are stepped, averaged, saved or loaded"
+)
+
+
+class Uncopied:
+    """Refuses copies, which would gather in the original's place."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise RuntimeError(
+            "a fully sharded model and its optimizer cannot be copied or pickled: no rank holds the "
+            "parameters. Save model.state_dict(), or use zero_optim.checkpoint.save. For averages, as "
+            "AveragedModel makes them, give the optimizer ema_decay"
+        )
+
+
+class Place(NamedTuple):
+    """This rank's part of one parameter."""
+
+    param: int  # index in the bucket
+    first: int  # of its rows that are here
+    rows: Tensor  # a view of the bucket's row
+
+
+class KeptRows(NamedTuple):
+    """This rank's part of a parameter, which may be none."""
+
+    stride: tuple[int, ...]  # of the parameter when it is whole, in elements
+    rows: Tensor | None  # in memory that stays; None if it owns none
+
+
+class RowBucket(Uncopied, Bucket):
+    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty.
+
+    The flat tensor, and whole parameters, may have another ``dtype`` than the row. It is 1-D, and keeps one
+    storage while its memory comes and goes; a row that is all of it, in ordinary memory and in its dtype, is
+    the flat tensor itself, which is never freed then. ``gathers`` are under way. ``is_left``: state dicts
+    show the parameters as they are. While ``num_pins`` users need them whole, nothing may change them.
+    ``num_changes`` counts possible changes of the row.
+    """
+
+    schedule = ZERO3
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        layout: Layout,
+        rank: int,
+        label: str = "",
+        *,
+        dtype: torch.dtype | None = None,
+        keeping: RowKeeping | None = None,
+        pages: FreePages | None = None,
+    ) -> None:
+        super().__init__(params, layout, rank, label, as_views=False)
+        # The parameters have the compute dtype already where another bucket held them.
+        self.dtype, kept = self.dtype if dtype is None else dtype, kept_dtype(params[0])
+        self._keeping = RowKeeping() if keeping is None else keeping
+        self._memory = (FreePages() if pages is None else pages).memory(layout.numel, self.dtype, self.device)
+        self._flat = self._memory.flat
+        self._views = self.views(self._flat)
+        rows = [slice(row.start, row.stop) for row in layout.rows if row.owner == rank]
+        self._span = rows[0] if rows else slice(0, 0)
+        self._flat_row = self._flat[self._span]
+        self._memory.free()
+        is_all = (self._span.start, self._span.stop) == (0, layout.end_of_rows)
+        self._stays = is_all and not self._keeping.is_apart and self.dtype == kept
+        self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=kept)
+        self._has_row = False  # it gets memory at its first use
+        self._freed = _Freed(params, self.dtype, self.device)
+        self.is_whole = self.is_left = self._has_changed = False
+        self.gathers = Flow()
+        self.num_pins = self.num_changes = 0
+
+    @property
+    def nbytes_of_row(self) -> int:
+        """Bytes of this rank's row with padding, also before it has memory."""
+        return self._flat_row.numel() * self.row.element_size()
+
+    @property
+    def nbytes_live(self) -> int:
+        """Current bytes beside the row."""
+        return self.nbytes if self._memory.is_there and not self._stays else 0
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether parameters and row have different dtypes."""
+        return self.dtype != self.row.dtype
+
+    @property
+    def storage_id(self) -> int:
+        """An id of the flat tensor's storage, valid without memory."""
+        return int(private.cdata(self._flat.untyped_storage()))
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of the flat tensor that dies with its memory."""
+        if self._stays or tensor.layout is not torch.strided:
+            return False
+        address = self._flat.untyped_storage().data_ptr()
+        return address != 0 and tensor.untyped_storage().data_ptr() == address
+
+    def shows_freed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of a freed parameter's data."""
+        address = tensor.data_ptr()
+        return any(address == shown.data_ptr() for shown in self._freed.tensors)
+
+    # ------------------------------------------------------------------ the row
+
+    def _make_row(self) -> None:
+        """Allocate the row if needed; padding is zeroed."""
+        if self._has_row:
+            return
+        self._has_row = True
+        if self._stays:
+            self._memory.grow(stays=True)
+            zero_padding(self._flat, self.layout)
+        elif self._keeping.is_apart:
+            self.row = self._keeping.new_row(self.row.new_zeros(self._flat_row.numel()))
+        else:
+            self.row = self.row.new_empty(self._flat_row.numel())
+            zero_padding(self.row, self.layout, self._span.start)
+
+    def places(self) -> Iterator[Place]:
+        """Yield this rank's parts of parameters, as views of `row`."""
+        self._make_row()
+        self._keeping.wait()
+        offsets = self.layout.offsets()
+        for index, piece in self.own:
+            form, at = self.forms[index], offsets[index] - self._span.start
+            size, stride = form.size, form.stride
+            if not is_whole(piece, size):  # dimension 0 is outermost in memory
+                size, at = torch.Size((piece.stop - piece.start, *size[1:])), at + piece.start * stride[0]
+            yield Place(index, piece.start, self.row.as_strided(size, stride, at))
+
+    def kept(self) -> dict[Tensor, Tensor]:
+        """Map the parameters of which this rank owns rows to views of these."""
+        return {self.params[place.param]: place.rows for place in self.places()}
+
+    @torch.no_grad()
+    def take_in(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Copy this rank's part of whole values into its row."""
+        for index, first, rows in self.places():
+            whole = values.get(self.params[index])
+            if whole is not None:
+                rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
+                self._keeping.keep([rows])
+
+    @torch.no_grad()
+    def load(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Replace this rank's rows of some parameters and free all; RuntimeError if they are pinned."""
+        self.check_unpinned()
+        for param, rows in self.kept().items():
+            if param in values:
+                rows.copy_(values[param])
+                self._keeping.keep([rows])
+        self.has_changed()
+
+    def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
+        """Make some parameters, by default all, show NaN and release their memory; their values are new."""
+        self._has_changed = True
+        for param, form, nan in zip(self.params, self.forms, self._freed.tensors, strict=True):
+            if params is None or param in params:
+                setattr(param, STRIDES_WHEN_WHOLE, form.stride)
+                if self.is_rounded:
+                    setattr(param, DTYPE_AS_KEPT, self.row.dtype)
+                param.data = nan
+        self._freed.note_versions()
+
+    def row_as_sent(self) -> Tensor:
+        """Return a copy of this rank's row in the flat tensor's dtype."""
+        row = self._flat.new_empty(self._flat_row.numel())
+        self._keeping.read(self.row, row)
+        return row
+
+    def flat_as_kept(self) -> Tensor:
+        """Return a flat tensor in the row's dtype, with zeros beside this rank's row."""
+        flat = self._flat.new_zeros(self.layout.numel, dtype=self.row.dtype)
+        self._keeping.read(self.row, flat[self._span])
+        return flat
+
+    def take_over(self, flat: Tensor) -> None:
+        """Copy this rank's row out of a `flat_as_kept` and free the parameters; RuntimeError if pinned."""
+        self.check_unpinned()
+        self._keeping.write(self.row, flat[self._span])
+        self.has_changed()
+
+    # ------------------------------------------------------------------ steps and writes
+
+    def check_unpinned(self) -> None:
+        """Raise RuntimeError if somebody needs the parameters whole and unchanged."""
+        if self.num_pins:
+            raise RuntimeError(_PINNED.format(name=self.label))
+
+    def refresh(self) -> None:
+        """Raise RuntimeError, before a step, if a parameter is pinned or was given other memory."""
+        self.check_unpinned()
+        self._check_untouched()
+
+    def _check_untouched(self) -> None:
+        shown = self._views if self.is_whole else self._freed.tensors
+        for param, tensor in zip(self.params, shown, strict=True):
+            if param.numel() and param.data_ptr() != tensor.data_ptr():
+                raise RuntimeError(_WRITE.format(name=self.label))
+        if not self.is_whole and self._freed.was_written():
+            raise RuntimeError(_WRITE.format(name=self.label))
+
+    def has_changed(self) -> None:
+        """Note that the row changed, and free the parameters."""
+        if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
+            return
+        self._has_changed = True
+        self.num_changes += 1
+        self.free()
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """Accept the versions that a step changed."""
+        self._freed.note_versions()
+
+    @torch.no_grad()
+    def take_written(self) -> None:
+        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed.
+
+        Where the row has another dtype, elements that equal the rounded row stay as they are.
+        """
+        assert self.is_whole
+        self.num_changes += 1
+        for param, form, view in zip(self.params, self.forms, self._views, strict=True):
+            if param.numel() and param.data_ptr() != view.data_ptr():
+                form._replace(dtype=view.dtype).check(param)
+                view.copy_(param)
+                param.data = view
+        if self.is_rounded:
+            written = self._keeping.brought(self._flat_row)
+            is_same = self.row.to(written.dtype) == written
+            self._keeping.write(self.row, torch.where(is_same, self.row, written.to(self.row.dtype)))
+        elif not self._stays:
+            self._keeping.write(self.row, self._flat_row)
+
+    # ------------------------------------------------------------------ whole and freed
+
+    def fill(self) -> Tensor:
+        """Return the flat tensor with memory and this rank's row; RuntimeError if the user wrote to it."""
+        self._check_untouched()
+        self.gathers.wait()  # of what stays: this stream will write a stamp there
+        if not self._stays:
+            self._memory.grow()
+            with torch.no_grad():
+                self._keeping.read(self.row, self._flat_row)
+        return self._flat
+
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+        """Make the parameters whole after all rows have come."""
+        assert flat is self._flat
+        self._show(self._views)
+        self.is_whole = True
+        if self._has_changed:
+            torch.autograd.graph.increment_version(self.params)
+            self._has_changed = False
+
+    def arrive(self) -> None:
+        """Make the current stream wait for the gather, even if another has."""
+        self.gathers.wait()
+        if self.is_whole:
+            record_use(self._flat)  # which may be freed while this stream still reads it
+
+    def free(self) -> None:
+        """Wait for the gather, then free the parameters and the flat tensor's memory."""
+        self.arrive()
+        if not self.is_whole:
+            return
+        self._show(self._freed.tensors)
+        self.is_whole = False
+        if not self._stays:
+            self._memory.free()
+            self.gathers.abandon()
+        self._freed.note_versions()
+
+    def _show(self, tensors: list[Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+
+
+class WideBucket(Bucket):
+    """The same bucket in the owners' dtype, gathered beside its parameters for a state dict or a load."""
+
+    def __init__(self, bucket: RowBucket) -> None:
+        label = f"{bucket.label}, as owners keep it"
+        super().__init__(bucket.params, bucket.layout, bucket.rank, label, as_views=False)
+        self.schedule, self.dtype = bucket.schedule, bucket.row.dtype
+        self.values: dict[Tensor, Tensor] = {}
+        self._bucket = bucket
+        self._flat: Tensor | None = None
+
+    def fill(self) -> Tensor:
+        """Return the flat tensor with this rank's row; raises as `RowBucket.refresh`."""
+        self._bucket.refresh()
+        self._flat = self._bucket.flat_as_kept()
+        return self._flat
+
+    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+        """Set `values` after all rows have come."""
+        self.values = dict(zip(self.params, self.views(flat), strict=True))
+
+    def take_over(self) -> None:
+        """Copy written values into the owners' rows; the parameters are freed."""
+        assert self._flat is not None  # it was filled
+        self._bucket.take_over(self._flat)
+
+
+class _Freed:
+    """The data of one bucket's freed parameters: one NaN element each, expanded."""
+
+    def __init__(self, params: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._params = params
+        self._elements = torch.empty(len(params), dtype=dtype, device=device)
+        self._elements.copy_(shown_when_freed(self._elements.shape, dtype, device))
+        self._octets = self._elements.view(torch.uint8).clone()
+        pairs = zip(self._elements, params, strict=True)
+        self.tensors = [element.expand(param.shape) for element, param in pairs]
+        self._versions: list[int] = []  # of the parameters when they were freed
+
+    def note_versions(self) -> None:
+        """Store the parameters' versions; later changes are the user's writes."""
+        self._versions = [param._version for param in self._params]
+
+    def was_written(self) -> bool:
+        """Whether a parameter was written to since `note_versions`; a write to ``.data`` is reported once.
+
+        Writes to ``.data``, which change no version, are not seen on an asynchronous device.
+        """
+        # Some writes in place do not notice that the elements have one place in memory.
+        if self._versions != [param._version for param in self._params]:
+            return True
+        octets = self._elements.view(torch.uint8)
+        if is_asynchronous(octets.device) or torch.equal(octets, self._octets):  # else the CPU would wait
+            return False
+        octets.copy_(self._octets)  # this is told once
+        return True
+
+
+@contextmanager
+def left_freed(buckets: Sequence[RowBucket]) -> Iterator[dict[Tensor, KeptRows]]:
+    """Have state dicts show parameters as they are; yields this rank's part of each."""
+    parts: dict[Tensor, KeptRows] = {}
+    for bucket in buckets:
+        bucket.is_left = True
+    try:
+        for bucket in buckets:
+            rows = bucket.kept()
+            for param, form in zip(bucket.params, bucket.forms, strict=True):
+                parts[param] = KeptRows(form.stride, rows.get(param))
+        yield parts
+    finally:
+        for bucket in buckets:
+            bucket.is_left = False

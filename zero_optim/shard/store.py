@@ -1,0 +1,141 @@
+"""Where ranks keep parameters of which they hold rows, and the making of a plan's buckets. No communication.
+
+Note [Every rank is heard]
+    Each row has space for a stamp, except one within a single parameter. A rank without such a row that
+    trains gets space behind one bucket's rows, and broadcasts these 32 bytes beside the owners; on gloo an
+    all-gather would take more messages. Most plans need no extra space.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.health.stamp import STAMP_NBYTES
+from zero_optim.plan.layout import Layout, with_rooms, with_rooms_behind
+from zero_optim.plan.plan import Plan, alignment_of
+from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.keeping import FileKeeping, HostKeeping, RowKeeping
+from zero_optim.shard.pages import FreePages
+from zero_optim.shard.row_bucket import RowBucket
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """The parameters of which ranks keep rows, and how they keep them.
+
+    Of ``params``, those with one number become whole together.
+    """
+
+    params: dict[Tensor, int] = field(default_factory=dict)
+    compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
+    keeping: RowKeeping = field(default_factory=RowKeeping)
+    pages: FreePages = field(default_factory=FreePages)  # of the CPU, that flat tensors use in turn
+
+    @property
+    def files(self) -> FileKeeping | None:
+        """The storage in files, or None."""
+        return self.keeping if isinstance(self.keeping, FileKeeping) else None
+
+    @property
+    def on_host(self) -> HostKeeping | None:
+        """The storage on the host of an accelerator's model, or None."""
+        return self.keeping if isinstance(self.keeping, HostKeeping) else None
+
+    def anew(self) -> "Store":
+        """Return the same for another optimizer, with new files."""
+        return replace(self, keeping=self.keeping.anew())
+
+
+class BucketMaker:
+    """Makes the buckets of successive plans, with header space for stamps."""
+
+    def __init__(self, as_views: bool, store: Store) -> None:
+        self.store = store
+        self._as_views = as_views
+        self._heard: set[int] = set()  # ranks with room for a stamp in a bucket that trains
+        # Layouts of the next plan, and its buckets of rows by their first parameter.
+        self._prepared: tuple[list[Layout], dict[Tensor, RowBucket]] | None = None
+
+    def make_rows(
+        self, group: RankGroup, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
+    ) -> list[RowBucket]:
+        """Make a plan's buckets of rows, empty; former ones with an equal plan are reused."""
+        store, rows = self.store, dict[Tensor, RowBucket]()
+        there = {bucket.params[0]: bucket for bucket in former}
+        layouts = layouts_with_rooms(
+            plan, params, group.size, store.params, store.compute_dtypes, self._heard
+        )
+        for planned, layout in zip(plan.buckets, layouts, strict=True):
+            members = [params[index] for index in planned.params]
+            first = members[0]
+            if first not in store.params:
+                continue
+            bucket = there.get(first)
+            if bucket is None or bucket.layout != layout or not _are_same(bucket.params, members):
+                dtype, keeping, pages = store.compute_dtypes.get(first), store.keeping, store.pages
+                bucket = RowBucket(members, layout, group.rank, dtype=dtype, keeping=keeping, pages=pages)
+            rows[first] = bucket
+        self._prepared = layouts, rows
+        return list(rows.values())
+
+    def make(
+        self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
+    ) -> list[Bucket]:
+        """Make all buckets of a plan, but for those that `make_rows` made."""
+        if self._prepared is None:
+            self.make_rows(group, params, plan)
+        assert self._prepared is not None
+        (layouts, rows), self._prepared = self._prepared, None
+        buckets: list[Bucket] = []
+        for planned, layout, label in zip(plan.buckets, layouts, labels, strict=True):
+            members = [params[index] for index in planned.params]
+            bucket = rows.get(members[0])
+            if bucket is None:
+                buckets.append(Bucket(members, layout, group.rank, as_views=self._as_views))
+            else:
+                buckets.append(bucket)
+            buckets[-1].label = label
+        return buckets
+
+
+def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def layouts_with_rooms(
+    plan: Plan,
+    params: Sequence[Tensor],
+    size: int,
+    units: Mapping[Tensor, int],
+    compute_dtypes: Mapping[Tensor, torch.dtype],
+    heard: set[int],
+) -> list[Layout]:
+    """Return the plan's layouts with header space, by bucket; the same on every rank.
+
+    ``compute_dtypes``: parameters that travel in a narrower dtype. ``heard``: ranks with space in a bucket
+    gathered after each step, extended by this plan's.
+    """
+    firsts = [params[bucket.params[0]] for bucket in plan.buckets]
+    layouts = [bucket.layout for bucket in plan.buckets]
+    if size == 1:
+        return layouts
+    lengths = [-(-STAMP_NBYTES // compute_dtypes.get(first, first.dtype).itemsize) for first in firsts]
+    alignments = list(map(alignment_of, firsts))
+    layouts = list(map(with_rooms, layouts, lengths, alignments))
+    trained = [
+        number for number, first in enumerate(firsts) if first.requires_grad and layouts[number].end_of_rows
+    ]
+    heard.update(room.owner for number in trained for room in layouts[number].rooms)
+    silent = [rank for rank in range(size) if rank not in heard]
+    if silent and trained:
+        # The bucket gathered first: parameters outside units, in the step, else the outermost unit, which
+        # has the lowest number.
+        chosen = min(trained, key=lambda number: units.get(firsts[number], -1))
+        layout = layouts[chosen]
+        layouts[chosen] = with_rooms_behind(layout, silent, lengths[chosen], alignments[chosen])
+        heard.update(silent)
+    return layouts
