@@ -23,7 +23,7 @@ def work():
         print("came back", flush=True)
 
 threads._LONGEST = float(sys.argv[2])
-threads.start_thread(work)
+threads.start_thread(work, "beside")
 print("ends", flush=True)
 raise SystemExit(7)
 """
@@ -47,7 +47,7 @@ def test_it_does_not_wait_for_ever() -> None:
 def test_a_thread_that_has_ended_leaves_nothing_to_be_waited_for() -> None:
     waiting = list(threads._RUNNING)
     for _ in range(3):
-        start_thread(lambda: None).acquire()
+        start_thread(lambda: None, "beside").join()
     assert list(threads._RUNNING) == waiting
 
 
@@ -55,37 +55,35 @@ def test_a_thread_that_could_not_start_leaves_nothing_to_be_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waiting = list(threads._RUNNING)
-    monkeypatch.setattr("_thread.start_new_thread", mock.Mock(side_effect=RuntimeError("Python ends")))
+    monkeypatch.setattr("threading.Thread.start", mock.Mock(side_effect=RuntimeError("Python ends")))
     with pytest.raises(RuntimeError, match="Python ends"):
-        start_thread(lambda: None)
+        start_thread(lambda: None, "beside")
     assert list(threads._RUNNING) == waiting
 
 
 BEGINS_WHILE_PYTHON_ENDS = """
-import _thread, atexit, threading
+import atexit, threading
 from zero_optim.comm.threads import start_thread
 
 has_begun, is_ending = threading.Event(), threading.Event()
-start = _thread.start_new_thread
+start = threading.Thread.start
 
-def slow_start(*args):
-    has_begun.set()
-    is_ending.wait()
-    start(*args)
+def slow_start(thread):
+    if thread.name == "beside":
+        has_begun.set()
+        is_ending.wait()
+    start(thread)
 
-def begin():
-    _thread.start_new_thread = slow_start
-    start_thread(lambda: print("worked"))
-
-threading.Thread(target=begin, daemon=True).start()
+threading.Thread.start = slow_start
+threading.Thread(target=start_thread, args=(lambda: print("worked"), "beside"), daemon=True).start()
 has_begun.wait()
-_thread.start_new_thread = start
 # Callbacks run in the reverse order, so this one runs before those of the library.
 atexit.register(lambda: threading.Timer(0.2, is_ending.set).start())
 """
 
 
 def test_a_thread_that_begins_while_python_ends_is_waited_for_once_it_has_begun() -> None:
+    """It was joined before it was started, which raised."""
     program = [sys.executable, "-c", BEGINS_WHILE_PYTHON_ENDS]
     found = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "worked\n", "")

@@ -396,7 +396,7 @@ def test_a_wait_of_a_minute_is_warned_of_whatever_the_timeout_is() -> None:
     record = group.begin_work()
     warned: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts_module, "start_thread", lambda work: work())
+        patch.setattr(verdicts_module, "_beside", lambda work: work())
         patch.setattr(judging, "_warn", lambda _, seconds: warned.append(seconds))
         for seconds in (1.0, 59.0, 60.0, 61.0):
             judging.judge_wait(record, seconds)
@@ -411,7 +411,7 @@ def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended(
     watchdog._listener.close()
     dying: Any = Dying([Presence.SILENT, Presence.ENDED])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts_module, "start_thread", lambda work: work())
+        patch.setattr(verdicts_module, "_beside", lambda work: work())
         patch.setattr(watchdog._verdicts, "_directory", dying)
         patch.setattr(group.works, "ranks", (0, 1))
         patch.setattr(group.works, "_can_cut", False)  # there is no rank 1
@@ -441,7 +441,7 @@ def test_time_in_which_the_process_did_not_run_counts_for_no_wait(kind: str) -> 
         group.works.outstanding = Work(Never(), group.phase, record, late_on=torch.device("cpu"))
     done: list[tuple[str, float]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts_module, "start_thread", lambda work: work())
+        patch.setattr(verdicts_module, "_beside", lambda work: work())
         patch.setattr(watchdog, "_awake", AwakeTime(lambda: now[0]))
         patch.setattr(watchdog._verdicts, "_warn", lambda _, seconds: done.append(("warned", seconds)))
         patch.setattr(watchdog._verdicts, "_decide", lambda _, seconds: done.append(("gave up", seconds)))

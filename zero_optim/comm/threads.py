@@ -1,48 +1,47 @@
 """Threads that the end of the process waits for."""
 
-import _thread  # its threads start in a third less of the time than those of `threading`
 import atexit
 import os
+import threading
 import time
 from collections.abc import Callable
 
 _LONGEST = 5.0  # seconds: another rank, or the host of the store, may be stopped
 
-# For each thread begun, or about to be, a lock that is held until it has ended. A thread that begins while
-# Python ends could not register a callback of its own.
-_RUNNING: set[_thread.LockType] = set()
+# Those begun, or about to be. One that begins while Python ends could not register a callback of its own.
+_RUNNING: set[threading.Thread] = set()
 
 
-def start_thread(work: Callable[[], object]) -> _thread.LockType:
-    """Run ``work`` on a new thread; returns a lock that is held until it has ended.
+def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
+    """Run ``work`` on a new thread; the end of the process waits for it, at most 5 s.
 
-    The end of the process waits for it, at most 5 s: a thread that returns from PyTorch while the interpreter
-    ends aborts the process (exit status 134). That is likely after a group was given up, while such a thread
-    breaks connections.
+    A thread that returns from PyTorch while the interpreter ends aborts the process (exit status 134). That
+    is likely after a group was given up, while such a thread breaks connections.
     """
-    running = _thread.allocate_lock()
-    running.acquire()
 
     def run() -> None:
         try:
             work()
         finally:
-            _RUNNING.discard(running)
-            running.release()
+            _RUNNING.discard(thread)
 
-    _RUNNING.add(running)
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _RUNNING.add(thread)
     try:
-        _thread.start_new_thread(run, ())
+        thread.start()
     except RuntimeError:  # Python ends, or the system has no more threads
-        _RUNNING.discard(running)
+        _RUNNING.discard(thread)
         raise
-    return running
+    return thread
 
 
 def _wait_for_all() -> None:
     deadline = time.monotonic() + _LONGEST
     while (left := deadline - time.monotonic()) > 0 and (running := next(iter(list(_RUNNING)), None)):
-        running.acquire(timeout=left)
+        if running.ident is None:  # another thread is about to start it
+            time.sleep(0.01)
+        else:
+            running.join(left)
 
 
 atexit.register(_wait_for_all)

@@ -75,14 +75,16 @@ def _wait_for_pairs(handle: Paired, is_given_up: Callable[[], bool]) -> bool:
         except RuntimeError as error:
             failures.append(error)
 
-    running = start_thread(wait)
+    thread = start_thread(wait, "zero_optim sends")
     for work in handle.receives:
         work.wait()
     was_given_up = False
-    while not running.acquire(timeout=LOOK.total_seconds()):
+    thread.join(LOOK.total_seconds())
+    while thread.is_alive():
         if was_given_up:
             return False
         was_given_up = is_given_up()
+        thread.join(LOOK.total_seconds())
     if failures:
         try:
             raise failures[0]

@@ -198,7 +198,7 @@ class GroupWorks:
         if group is None:
             return
         for abort in aborts_of(group):  # each may take long
-            start_thread(partial(_attempt, abort))
+            start_thread(partial(_attempt, abort), "zero_optim abort")
         for other in range(len(self.ranks) if self._can_cut else 0):
             if other == group.rank():
                 continue

@@ -152,7 +152,7 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
 
     numbers, most = list(calls), 32
     for start in range(min(most, len(numbers))):
-        start_thread(partial(run, numbers[start::most]))
+        start_thread(partial(run, numbers[start::most]), "zero_optim question")
     deadline = time.monotonic() + limit
     for _ in numbers:
         if not over.acquire(timeout=max(0.0, deadline - time.monotonic())):

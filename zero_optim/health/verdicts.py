@@ -13,7 +13,9 @@ Note [Giving up together]
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -37,8 +39,6 @@ logger = logging.getLogger("zero_optim")
 class Verdicts:
     """Finds out why a wait does not end, and gives up with all ranks; any thread may call.
 
-    Slow work goes to threads, as the watchdog must answer meanwhile.
-
     ``exits``: giving up ends the process instead of making its waits raise.
     """
 
@@ -55,17 +55,17 @@ class Verdicts:
             return
         if seconds >= record.timeout:
             self._deciding.add(works.whole)
-            start_thread(lambda: self._decide(record, seconds))
+            _beside(lambda: self._decide(record, seconds))
             return
         if seconds >= min(_LONG, record.timeout / 2) and not record.is_warned:
             record.is_warned = True
-            start_thread(lambda: self._warn(record, seconds))
+            _beside(lambda: self._warn(record, seconds))
 
     def judge_failure(self, record: Record, error: Exception | None) -> None:
         """Find out why a work failed that nobody waits for; give up if ranks have ended."""
         if isinstance(error, RuntimeError):
             record.failure, record.group.has_failed = str(error), True
-            start_thread(lambda: self.explain(record, error))
+            _beside(lambda: self.explain(record, error))
 
     def answer(self, question: Message) -> Message:
         """Return this process's status; carry out the verdict in the question, if any."""
@@ -75,7 +75,7 @@ class Verdicts:
             told = Verdict(str(message), tuple(map(int, missing)))
             if ranks not in self._log.verdicts:
                 self._log.give_up(ranks, told)
-                start_thread(lambda: self._act(ranks, told, is_first="is_first" in question))
+                _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
         return asdict(self._status(ranks))
 
     def _status(self, ranks: tuple[int, ...], record: Record | None = None) -> Status:
@@ -143,7 +143,7 @@ class Verdicts:
         question = _telling(ranks, verdict)
         mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
         if mute and not self.exits:
-            start_thread(lambda: self._directory.ask_all(mute, question))
+            _beside(lambda: self._directory.ask_all(mute, question))
             ranks = tuple(rank for rank in ranks if rank not in mute)
         self._directory.ask_all(ranks, question)
 
@@ -159,10 +159,8 @@ class Verdicts:
 
     def _exit_if_asked(self) -> None:
         if self.exits:
-            flushing = start_thread(_flush)
-            flushing.acquire(
-                timeout=ANSWER_LIMIT
-            )  # not longer: a thread that hangs may hold the lock of a stream
+            flushing = _beside(_flush)
+            flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
             os._exit(EXIT_CODE)
 
     def explain(self, record: Record, error: RuntimeError) -> Exception | None:
@@ -217,6 +215,11 @@ def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
 def _verdict_in(seen: Seen) -> Verdict | None:
     told = (what.verdict for what in seen.values() if isinstance(what, Status))
     return next((Verdict(each[0], tuple(each[1])) for each in told if each is not None), None)
+
+
+def _beside(work: Callable[[], object]) -> threading.Thread:
+    """Run slow work on a thread: the watchdog must answer meanwhile."""
+    return start_thread(work, "zero_optim diagnosis")
 
 
 def _flush() -> None:
