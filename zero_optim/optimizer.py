@@ -463,7 +463,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self.core.ranks.is_let_go:
             return
-        if self.core.inputs.store.units:
+        if self.core.inputs.store.params:
             raise RuntimeError(
                 "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"

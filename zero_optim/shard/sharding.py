@@ -108,11 +108,11 @@ class Sharding:
         new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
         with failing_together(self._group):
-            check_shardable(groups, set(filter(is_freed, store.units)))
+            check_shardable(groups, set(filter(is_freed, store.params)))
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             every = params_of(new)
-            numbers = [store.units.get(param) for param in every]
+            numbers = [store.params.get(param) for param in every]
             used = [store.compute_dtypes.get(param, param.dtype) for param in every]
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
@@ -122,11 +122,11 @@ class Sharding:
             plan = planned(None if why_whole is None else [True] * len(every))
             if why_whole is not None and plan.is_cut:
                 reasons = why_whole(plan.pieces)
-            alike = Alike.among(new, store.units.keys())
+            alike = Alike.among(new, store.params.keys())
             # Owners come last: they differ if anything else does, and only the first difference is reported.
             items = [*describe_params(new), *describe_options(new), *about]
             items.append(f"buckets of {self.cap_nbytes} bytes")
-            items += [f"units of the parameters: {numbers}, used as {used}"] if store.units else []
+            items += [f"units of the parameters: {numbers}, used as {used}"] if store.params else []
             items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         alike.check_order(self._group, new)

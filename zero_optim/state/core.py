@@ -80,7 +80,7 @@ class Core:
             raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
 
     def check_weights(self) -> None:
-        """Raise if the model holds averaged weights, or whole ones of units."""
+        """Raise if the model holds averaged weights, or somebody needs rows whole."""
         self.owned.average.check_out()
         self.sharding.check_unpinned()
 
