@@ -12,7 +12,6 @@ Note [Going back to a mirror]
     only.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -92,8 +91,10 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
         snapshot.steps,
         None if may_lose else core.mirror.kept(core.piece_list()),
     )
-    reports = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
-    holdings = [Holding(**{**each, "kept": each["kept"] and Kept(**each["kept"])}) for each in reports]
+    holdings = [
+        Holding(**{**each, "kept": each["kept"] and Kept(**each["kept"])})
+        for each in group.all_gather_json(asdict(mine))
+    ]
     mirrors = [each.kept for each in holdings if each.kept is not None]
     # No rank goes back if one has changed its state without mirroring it, as after a load.
     goes_back = bool(mirrors) and not any(each.age > 0 and each.kept is None for each in holdings)
