@@ -1,4 +1,4 @@
-"""The model, the text, the schedule, optimizers by name, records, what is printed, the picture of an update."""
+"""The model, the text, the schedule, optimizers, records, what is printed, the picture of an update."""
 
 import io
 import json

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from make_outputs import run_cells
 
-from sockets import listening, reachable_from_outside
+from processes import children, is_alive, listening, reachable_from_outside
 from waiting import LIMIT, wait_until
 from zero_optim import LaunchTimeoutError, RankFailedError, RemoteRankError, launch
 from zero_optim.comm.agreement import failing_together
@@ -96,12 +96,6 @@ def give_no_value() -> object:
     if dist.get_rank() == 1:
         os._exit(0)
     return threading.Lock()
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(ProcessLookupError, FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def pids_in(folder: Path, count: int) -> list[int]:
@@ -308,10 +302,6 @@ def test_ctrl_c_that_another_thread_of_the_process_gets_acts_when_the_ranks_have
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 @contextmanager
