@@ -17,7 +17,7 @@ from training import assert_same_bits, make_params, params_of, set_grads, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
-from zero_optim.probe.sparse import why_not_sparse_rows
+from zero_optim.probe.cut_rows import why_not_sparse_rows
 from zero_optim.step.gradients import is_sparse, rows_of
 
 SHAPES = ((64, 4), (48, 8))
@@ -45,7 +45,7 @@ class Keeps(SGD):
 @pytest.mark.parametrize(
     ("build", "options", "words"),
     [
-        (SGD, {"momentum": 0.9}, "differed"),
+        (SGD, {"momentum": 0.9}, "state is sparse"),
         (SGD, {"weight_decay": 0.1}, "it raises RuntimeError"),
         (torch.optim.Adagrad, {}, "differed"),
         (torch.optim.SparseAdam, {}, "differed"),

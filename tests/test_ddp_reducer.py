@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from pool import Ranks, on_ranks
 from zero_optim.ddp import GradBucket, Reducer, ReducerOptions
 from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import (
     BATCH_NBYTES,
     LARGE_NBYTES,
@@ -236,9 +237,8 @@ def arrivals(shapes: list[tuple[int, ...]], *, batched: bool) -> list[int]:
     count = len(params)
     options = ReducerOptions(bucket_caps_nbytes=(2**30,), batched_grad_copy=batched)
     assignment = assign(ReducedParams.of(params), options, range(count))
-    terms = History(count).terms(options, 2.0, can_carry_word=True)
     (bucket,) = assignment.buckets
-    current = BackwardPass(assignment, terms, landed)
+    current = BackwardPass(assignment, History(count), options, landed, divisor=2.0, can_carry_word=True)
     filled = []
     for index, param in enumerate(params):
         param.grad = torch.ones_like(param)
@@ -260,18 +260,9 @@ def sparse_grad(*rows: int) -> Tensor:
 # ---------------------------------------------------------------------- one pass
 
 
-class Landed:
-    """A reduction that leaves a bucket as it is."""
-
-    def __init__(self, bucket: ReducerBucket) -> None:
-        self._bucket = bucket
-
-    def wait(self) -> Tensor:
-        return self._bucket.flat
-
-
-def landed(bucket: ReducerBucket, number: int, is_last: bool) -> Landed:
-    return Landed(bucket)
+def landed(bucket: ReducerBucket, number: int, is_last: bool) -> Callable[[], Tensor]:
+    """Launch a reduction that leaves a bucket as it is."""
+    return lambda: bucket.flat
 
 
 def assigned(
@@ -283,19 +274,18 @@ def assigned(
 def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
     """In time it is reduced; too late it is reported."""
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    options = ReducerOptions(bucket_caps_nbytes=(16,))
+    options = ReducerOptions(bucket_caps_nbytes=(16,), find_unused_parameters=True)
     assignment = assigned(params, options, [2, 1, 0])  # c and b, then a
-    terms = PassTerms("some", [1, 1, 1], False, False, 1.0, [False] * 3)
     for presumed, is_late in (([1], False), ([1, 2], True)):
-        current = BackwardPass(assignment, terms, landed)
+        current = BackwardPass(assignment, History(3), options, landed)
         current.presume_unused(presumed)
         params[1].grad = torch.ones(2)
         current.arrived(1)
-        message = current._troubles.message() or ""
+        message = current.failure() or ""
         assert message.startswith("a gradient came for b after") == is_late
-        assert current.reductions.num_launched == int(is_late)
+        assert current.num_launched == int(is_late)
         current.arrived(1)
-        assert "only once. A second gradient came in one backward pass" in str(current._troubles.message())
+        assert "only once. A second gradient came in one backward pass" in str(current.failure())
 
 
 # ---------------------------------------------------------------------- texts

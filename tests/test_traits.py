@@ -38,8 +38,7 @@ from own_classes import (
 )
 from training import needs_muon
 from zero_optim.probe.cut_rows import why_not_cut
-from zero_optim.probe.probe import probe
-from zero_optim.probe.shaped import state_entries
+from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.traits import Traits, refusal
 
 

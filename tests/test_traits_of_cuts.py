@@ -19,7 +19,7 @@ from own_classes import (
 )
 from zero_optim.probe.cut_rows import why_not_cut
 from zero_optim.probe.probe import probe
-from zero_optim.probe.trials import Feed, by_rows, starts_of
+from zero_optim.probe.trials import Feed, by_rows
 
 # ------------------------------------------------------------------ classes of our own
 
@@ -212,7 +212,7 @@ def test_cuts_are_tried_once_and_only_when_asked_for() -> None:
 
 def test_trial_pieces_start_where_a_plan_may_cut() -> None:
     feed = Feed(((9, 13), (67,), (40,), (2, 3, 3, 3))).with_rows()
-    for index, start in starts_of(feed).items():
+    for index, start in feed.starts(feed.noise()).items():
         pieces = by_rows(index, start)
         assert len(pieces) == (3 if index == 1 else 2)
         assert torch.equal(torch.cat(pieces), start)

@@ -10,8 +10,7 @@ from torch import Tensor
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import backward_number
-from zero_optim.ddp.owners.bucket_owners import BucketOwners
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
 from zero_optim.ddp.owners.owner_line import OwnerLine, SumRoute
 from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
@@ -143,7 +142,7 @@ class OwnerReducer(Reducer):
         """Begin an unannounced pass, before autograd adds its first gradient."""
         if not accumulates(self.params[index]):  # torch.autograd.grad asks for it
             return
-        if self._upcoming.is_reduced(was_prepared=False):
+        if self._is_wanted():
             self._begin()
         else:
             self._check_local()
@@ -153,7 +152,7 @@ class OwnerReducer(Reducer):
         if self._check is not None:
             self._check.start()
         line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
-        adds_at_once = self.defers_reports and not self._upcoming.in_join
+        adds_at_once = self.defers_reports and not self.in_join
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `assign_to_owners`
             kept = {}
@@ -164,7 +163,7 @@ class OwnerReducer(Reducer):
         return line.launch
 
     def _finish(self, current: BackwardPass) -> None:
-        in_join, before = self._upcoming.in_join, self.history.num_passes
+        in_join, before = self.in_join, self.history.num_passes
         super()._finish(current)
         if in_join and self.history.num_passes > before:
             self._num_steps_before = self._optimizer.num_steps

@@ -11,6 +11,7 @@ Note [One backward pass]
     small sum of its own does.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,16 +29,12 @@ from zero_optim.comm.records import Activity
 from zero_optim.compat.engine import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
-from zero_optim.ddp.reducer.graph import (
-    refuse_distributed_autograd,
-    tensors_in,
-    warn_of_graph,
-)
-from zero_optim.ddp.reducer.history import History, UpcomingPass
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase
+from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
+from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
-from zero_optim.ddp.reducer.reduction import BucketReductions, Hook, HookSlot, Launch
-from zero_optim.ddp.reducer.report import SWAPPED
+from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
+from zero_optim.ddp.reducer.report import SWAPPED, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
 
@@ -92,9 +89,10 @@ class Reducer:
         if checks:
             agree(self.group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
         self.defers_reports = is_asynchronous(self.params[0].device)
-        self.history = History(len(self.params))
-        self._upcoming = UpcomingPass(wanted)
+        self._wanted = wanted
+        self._is_expected = False  # the last forward pass was one whose backward pass is to be reduced
         self._slot = HookSlot()
+        self._begin_anew()
         self.assignment = self._assigned(None)
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
@@ -104,10 +102,21 @@ class Reducer:
     def reset(self) -> None:
         """Start over: first buckets, nothing learnt. All ranks call, between iterations."""
         self._inbox.current = None
-        self.history = History(len(self.params))
-        self._upcoming = UpcomingPass(self._upcoming.wanted, self._upcoming.is_expected)
         self._slot.failure = None
+        self._begin_anew()
         self._assign(None)
+
+    def _begin_anew(self) -> None:
+        self.history = History(len(self.params))
+        self._divisor: Callable[[], float] | None = None  # of the next pass; None for the number of ranks
+        self._search = UnusedSearch()
+        self._unread: list[FailureReport] = []  # of passes that have ended
+        self._futures: list[Future[object]] = []  # waited for when the next pass ends
+
+    @property
+    def in_join(self) -> bool:
+        """Whether the last forward pass was inside ``Join``."""
+        return self._divisor is not None
 
     @property
     def activity(self) -> Activity:
@@ -196,11 +205,15 @@ class Reducer:
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the next pass's gradients by another number than the number of ranks."""
-        self._upcoming.divisor = divisor
+        self._divisor = divisor
 
     def expect(self, is_expected: bool) -> None:
         """Set whether backward passes are expected from now on, for ``wanted``."""
-        self._upcoming.is_expected = is_expected
+        self._is_expected = is_expected
+
+    def _is_wanted(self, *, was_prepared: bool = False) -> bool:
+        """Whether to reduce a pass that begins; ``was_prepared``: through an output given to `prepare`."""
+        return self._wanted is None or self._wanted(was_prepared or self._is_expected)
 
     def set_static_graph(self) -> None:
         """Expect every pass to be like the next. All ranks call, before their first backward pass."""
@@ -208,7 +221,7 @@ class Reducer:
 
     def wait_also(self, future: Future[object]) -> None:
         """Wait for the caller's future when the next backward pass ends."""
-        self._upcoming.futures.append(future)
+        self._futures.append(future)
 
     def close(self) -> None:
         """Remove the hooks; a second call does nothing."""
@@ -224,11 +237,11 @@ class Reducer:
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
-            self._upcoming.search.look(tensors)
+            self._search.look(tensors)
         announce_backward(tensors, self._reduced.index_of, weakly(self._output_reached))
 
     def _output_reached(self) -> None:
-        if not self._inbox.is_running and self._upcoming.is_reduced(was_prepared=True):
+        if not self._inbox.is_running and self._is_wanted(was_prepared=True):
             self._begin()
 
     def check_finished(self, *, waits: bool = True) -> None:
@@ -240,7 +253,7 @@ class Reducer:
         """
         if self._slot.failure is not None:
             raise ReductionError(self._slot.failure)
-        current, unread = self._inbox.current, self._upcoming.unread
+        current, unread = self._inbox.current, self._unread
         if current is not None and not in_backward():
             current.break_off()  # a thread of the engine may not have let go of it yet
         if current is not None and current.phase is Phase.BROKEN_OFF:
@@ -250,7 +263,7 @@ class Reducer:
 
     def _first_arrived(self, index: int) -> None:
         """Take a gradient that came while no backward pass ran."""
-        if self._upcoming.is_reduced(was_prepared=False):
+        if self._is_wanted():
             self._begin().arrived(index)
         else:
             self.history.carried[index] = True
@@ -260,19 +273,30 @@ class Reducer:
         self.rebuild()
         divisor = 1.0
         if self._slot.is_empty:
-            told = self._upcoming.divisor
-            divisor = self.group.size if told is None else told()
-        kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
-        launch = self._open()
+            divisor = self.group.size if self._divisor is None else self._divisor()
+        current = self._pass(self.assignment, self._open(), divisor, keeps_graph=torch.is_grad_enabled())
         self.activity.begin("backward pass")
-        current = kind(self.assignment, self._terms(divisor), launch, self._held_up())
         current.is_held = self._holds()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
-        unused = self._upcoming.pop_unused(self.history.learnt, self.params)
+        learnt = self.history.learnt
+        unused = [index for index, calls in enumerate(learnt or ()) if not calls]
         with torch.no_grad():
-            current.presume_unused(unused)
+            current.presume_unused(self._search.pop_unused(self.params) if learnt is None else unused)
         return current
+
+    def _pass(
+        self, assignment: BucketAssignment, launch: Launch, divisor: float, *, keeps_graph: bool = False
+    ) -> BackwardPass:
+        return (PassWithGraph if keeps_graph else BackwardPass)(
+            assignment,
+            self.history,
+            self.options,
+            launch,
+            divisor=divisor,
+            can_carry_word=self._slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
+            held_up=self._held_up(),
+        )
 
     def _open(self) -> Launch:
         """Prepare the buckets for a pass; returns their launch function."""
@@ -283,9 +307,9 @@ class Reducer:
         """Whether full buckets wait for a caller to launch them."""
         return False
 
-    def _terms(self, divisor: float) -> PassTerms:
-        can_carry_word = self._slot.is_empty and self.assignment.buckets[-1].can_carry_failure_word
-        return self.history.terms(self.options, divisor, can_carry_word)
+    def _held_up(self) -> AbstractContextManager[None]:
+        """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
+        return nullcontext() if self.defers_reports else self._summing.phase.held_up()
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
@@ -300,46 +324,52 @@ class Reducer:
             self.activity.end("backward pass")
         current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
-    def _held_up(self) -> AbstractContextManager[None]:
-        """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
-        return nullcontext() if self.defers_reports else self._summing.phase.held_up()
-
     def _conclude(self, current: BackwardPass) -> None:
-        terms, broke_off = current.terms, current.phase is Phase.BROKEN_OFF
+        asks_for_use, broke_off = current.asks_for_use, current.phase is Phase.BROKEN_OFF
         current.end()
         lost = self._inbox.swapped(current.calls)
         for index in lost:
             current.note(SWAPPED, index)
-        if not (any(current.calls) or terms.asks_for_use or broke_off or lost):
+        if not (any(current.calls) or asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()
-        defers = self.defers_reports and not self._upcoming.in_join and terms.kind != "learning"
-        self._upcoming.divisor = None
+        defers = self.defers_reports and not self.in_join and current.kind != "learning"
+        self._divisor = None
         current.launch_rest()
-        self._slot.await_all(current.reductions)
+        self._await_hook(current)
         report = current.report(self.group)
-        checks_first = not defers and (self.checks_first or terms.asks_for_use)
+        checks_first = not defers and (self.checks_first or asks_for_use)
         if checks_first:
             current.check(report)
-        unused = [not used for used in report.used()] if terms.asks_for_use else self.history.unused
+        unused = [not used for used in report.used()] if asks_for_use else self.history.unused
         with self._slot.minding():
             if broke_off and defers:
                 current.drop(report)  # the next iteration has begun, and nobody is told yet
             else:
                 current.give(unused, report)
-        futures, self._upcoming.futures = self._upcoming.futures, []
+        futures, self._futures = self._futures, []
         for future in futures:
             future.wait()
-        self.history.num_buckets_reduced = current.reductions.num_launched
+        self.history.num_buckets_reduced = current.num_launched
         self.history.conclude(current.calls, current.order, unused, self.options)
         if defers:
             report.put_off()
-            self._upcoming.unread.append(report)
+            self._unread.append(report)
         elif not checks_first:
             report.check()
         if current.keeps_graph and any(current.calls):
-            warn_of_graph()
+            warnings.warn(
+                "a backward pass with create_graph=True reduces the gradients, not the graph that "
+                "computes them: gradients of higher order are those of this rank alone",
+                stacklevel=2,
+            )
+
+    def _await_hook(self, current: BackwardPass) -> None:
+        """Wait for the hook's collectives; on gloo PowerSGD issues some later, from other threads."""
+        if not self._slot.is_empty:
+            with self._slot.minding():
+                current.drain()
 
     @torch.no_grad()
     def shadow(self) -> None:
@@ -349,23 +379,24 @@ class Reducer:
         """
         self.check_finished()
         self.rebuild()
-        self._upcoming.divisor = None
-        terms, last_used = self._terms(1), frozenset(self.history.last_order)
-        if terms.skips_unused and not last_used:
+        self._divisor = None
+        last_used = frozenset(self.history.last_order)
+        assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
+        current = self._pass(assignment, self._open(), 1.0)
+        if current.skips_unused and not last_used:
             raise ReductionError(
                 "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
                 "parameters are used: give every rank a batch, or leave the option out inside Join"
             )
-        buckets = [bucket.shadow() for bucket in self.assignment.buckets]
-        reductions = BucketReductions(buckets, self._open())
-        for bucket in buckets:  # the others use what this rank used in its last pass
-            if terms.skips_unused and last_used.isdisjoint(bucket.indices):
-                reductions.leave_out_next()
+        for bucket in assignment.buckets:  # the others use what this rank used in its last pass
+            if current.skips_unused and last_used.isdisjoint(bucket.indices):
+                current.num_passed += 1
             else:
-                reductions.launch_next()
-        self._slot.await_all(reductions)
-        report = terms.report(self.group, None, [False] * len(self.params))
-        results = list(reductions.results(report))
+                current.reduce_next()
+        self._await_hook(current)
+        none_used = [False] * len(self.params) if current.asks_for_use else []
+        report = FailureReport(self.group, None, none_used, in_last_bucket=current.has_word)
+        results = list(current.results(report))
         report.check()
         used = report.used()
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
@@ -374,5 +405,5 @@ class Reducer:
             if not bucket.is_shadow:
                 bucket.give(reduced, unused or self.history.unused)
                 bucket.give_back(drops=False)
-        self.history.num_buckets_reduced = reductions.num_launched
+        self.history.num_buckets_reduced = current.num_launched
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)

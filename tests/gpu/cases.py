@@ -17,6 +17,7 @@ import parity
 import test_ddp_mixed_precision as casts
 import test_fully_sharded as parameters
 import test_fully_sharded_made as made
+import test_fully_sharded_odd as odd
 import test_fully_sharded_precision as precision
 import test_hooks_training as hooks
 import test_mesh as mesh
@@ -139,10 +140,15 @@ ANYWHERE: Tests = {
     **table("fully", "gpt", "no_sync", "masters"),
     **table("fully", "reentrant checkpoints", "GradScaler"),
     "mixed precision: every policy": (casts.test_training_gives_the_bits_of_a_run_by_hand, {}),
-    "parameters: units kept": (parameters.keeps_units, "", False),
-    "parameters: LoRA": (parameters.trains_adapters, True),
-    "parameters: LoRA, checkpointing": (parameters.trains_adapters, True, "not reentrant"),
-    "parameters: LoRA, base on every rank": (parameters.trains_adapters, False),
+    "parameters: units kept": (parameters.test_units_that_stay_have_the_bits_of_whole_parameters, "", False),
+    **{
+        f"parameters: LoRA{name}": (parameters.test_adapters_of_a_frozen_base_train_alike, *of_base)
+        for name, of_base in {
+            "": (True, ""),
+            ", checkpointing": (True, "not reentrant"),
+            ", base on every rank": (False, ""),
+        }.items()
+    },
     "parameters: optimizer built later": (
         made.test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before,
         True,
@@ -151,7 +157,10 @@ ANYWHERE: Tests = {
     "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
     "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
     "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
-    **{f"parameters: {kind}": (parameters.uses_blocks, kind) for kind in parameters.CASES},
+    **{
+        f"parameters: {kind}": (odd.test_odd_models_and_losses_have_the_bits_of_whole_parameters, kind)
+        for kind in list(odd.ODD)[:3]
+    },
     **{
         f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
         for how in ("reentrant", "not reentrant")

@@ -98,7 +98,8 @@ class Flow:
                 entry = self._entries.popleft()  # if the wait raises, the rest stays
                 entry.wait()
                 self._entries.append(entry)
-            self._forget()
+            if self._entries:
+                self._forget()
 
     def abandon(self) -> None:
         """Drop all work; the backend keeps its memory until it is done."""

@@ -11,7 +11,6 @@ Note [Rows that are cut]
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,13 +27,15 @@ from zero_optim.probe.trials import (
     Cut,
     Feed,
     Shape,
+    Take,
     TrialRecord,
+    Variant,
     anywhere,
     below_vectors,
     by_rows,
+    first_record,
     isolated,
     recorded,
-    start,
 )
 
 _BLOCK = 256  # elements; a multiple of what classes take for a block
@@ -44,6 +45,9 @@ _SMALL = 2**18  # parameters with so many elements are tried as they are: some 1
 _NUM_STEPS = 3
 # Many vectors of any processor; cut, no piece fills one.
 _SHORT = (63, 7)
+# With sparse gradients. The second has more entries than elements: some code coalesces then.
+_SPARSE = ((64, 8), (64, 1))
+_SPARSE_SIZES = (16, 32, 16)
 # Numbers that scripts often change between runs.
 _OFTEN_CHANGED = frozenset({"lr", "weight_decay"})
 
@@ -95,27 +99,22 @@ def _try_class(subject: OptimizerUnderTest, dtype: torch.dtype) -> str | None:
         trial = recorded(answer.subject, feed.with_rows())
         if trial is None:
             return f"parameters of {dtype} could not be tried"
-        return _why_rows_differ(answer.subject, feed, trial) or _why_rows_differ_awake(answer.subject, feed)
+        return _why_rows_differ(trial, feed) or _why_rows_differ_awake(answer.subject, feed)
 
 
-def _why_rows_differ(
-    subject: OptimizerUnderTest, feed: Feed, trial: TrialRecord, cut_long: Cut = by_rows
-) -> str | None:
+def _why_rows_differ(trial: TrialRecord, feed: Feed, cut_long: Cut = by_rows) -> str | None:
     """Cut parameters between rows, as a plan does, into pieces that fill no vector, and compare."""
-    one = replace(feed, num_groups=1, num_in_group=1, gaps=False)
-    large = replace(one, shapes=LARGE, num_steps=STEPS_OF_LARGE).with_groups(subject)
-    short = replace(one, shapes=(_SHORT,) if len(feed.shapes[0]) > 1 else ((_SHORT[0] * _SHORT[1],),))
-    tried: list[tuple[Feed, Cut]] = [(trial.feed, cut_long), (large, cut_long)]
+    subject = trial.subject
+    short = _SHORT if len(feed.shapes[0]) > 1 else (math.prod(_SHORT),)
+    tried: list[tuple[Feed, Cut]] = [(trial.feed, cut_long)]
+    tried.append((feed.of_one(LARGE, num_steps=STEPS_OF_LARGE), cut_long))
     if not subject.is_fused:
-        tried.append((short.with_groups(subject), below_vectors))
+        tried.append((feed.of_one(short), below_vectors))
     for each, cut in tried:
         whole = trial if each is trial.feed else recorded(subject, each)
         if whole is None:
             return f"parameters of shape {each.shapes[0]} and {each.dtype} could not be tried"
-        if whole.run.global_state():
-            return "it keeps state that belongs to no parameter"
-        begin = partial(start, subject, each, whole.starts, cut=cut)
-        reason = _why_not_joined(whole) or difference(subject, whole, "cut between rows", begin)
+        reason = _why_not_joined(whole, Variant("cut between rows", cut=cut))
         if reason is not None:
             return reason
     return None
@@ -127,25 +126,30 @@ def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | Non
         awake = subject.awake(feed.shapes[0], names)
         if awake is None:
             return None
-        trial = recorded(awake, feed.with_rows())
+        other, changes = awake
+        trial = recorded(other, feed.with_rows())
         if trial is not None and trial.finite:
             # Cut anywhere for kernels that are not fused: more elements change their place in a vector.
-            cut_long = by_rows if awake.is_fused else anywhere
-            reason = _why_rows_differ(awake, feed, trial, cut_long)
-            return None if reason is None else f"{reason}, with {awake.woken(subject)}"
+            reason = _why_rows_differ(trial, feed, by_rows if other.is_fused else anywhere)
+            return None if reason is None else f"{reason}, with {changes}"
     return None
 
 
-def _why_not_joined(trial: TrialRecord) -> str | None:
-    """Return why state cannot be joined: containers of tensors, tensor subclasses."""
-    for index, (leaf,) in trial.run.leaves.items():
-        (state,) = trial.run.state_of(index)
+def _why_not_joined(whole: TrialRecord, variant: Variant) -> str | None:
+    """Return why pieces differ from the whole, or why their state cannot be joined."""
+    if whole.run.global_state():
+        return "it keeps state that belongs to no parameter"
+    for index, (leaf,) in whole.run.leaves.items():
+        (state,) = whole.run.state_of(index)
         for entry in state.values() if isinstance(state, Mapping) else ():
-            if not isinstance(entry, Tensor) and inner_tensors(entry):
+            inside = [entry] if isinstance(entry, Tensor) else inner_tensors(entry)
+            if any(tensor.layout is not torch.strided for tensor in inside):
+                return "its state is sparse then"
+            if not isinstance(entry, Tensor) and inside:
                 return "it keeps tensors in lists or dicts of its state, whose rows would not be joined"
             if type(entry) not in (Tensor, Parameter) and getattr(entry, "shape", None) == leaf.shape:
                 return f"it keeps a {type(entry).__name__} in its state, whose rows would not be joined"
-    return None
+    return difference(whole, variant)
 
 
 # ---------------------------------------------------------------------- the rows of a plan
@@ -196,19 +200,44 @@ def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int,
 def _try_rows(
     subject: OptimizerUnderTest, dtype: torch.dtype, shape: Shape, sizes: tuple[int, ...]
 ) -> str | None:
-    feed = Feed(
-        (shape,), gaps=False, num_groups=1, num_in_group=1, num_steps=_NUM_STEPS, dtype=dtype, huge=1.0
-    )
+    feed = Feed((shape,), num_steps=_NUM_STEPS, dtype=dtype, huge=1.0).of_one(shape)
     with isolated():
-        for candidate in subject.candidates():
-            trial = recorded(candidate, feed)
-            if trial is not None:
-                break
-        else:
+        trial = first_record(subject, feed)
+        if not isinstance(trial, TrialRecord):
             return "it could not be tried"
         if not trial.moved:
             return f"no element changed in {_NUM_STEPS} steps"
-        begin = partial(
-            start, candidate, feed, trial.starts, cut=lambda _, value: list(torch.split(value, list(sizes)))
-        )
-        return difference(candidate, trial, "cut between rows", begin)
+        return difference(trial, _between_rows(sizes))
+
+
+def _between_rows(sizes: Sequence[int], take: Take | None = None) -> Variant:
+    return Variant("cut between rows", cut=lambda _, value: torch.split(value, list(sizes)), take=take)
+
+
+def why_not_sparse_rows(
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    take: Take,
+) -> str | None:
+    """Return why a class steps rows of sparse gradients with other bits, or None.
+
+    Coalescing, as in Adagrad, adds a row's entries in an order that depends on other rows. SGD with momentum
+    keeps a gradient as state, which cannot be joined. Plain SGD adds entry by entry, with equal bits. About
+    10 ms on the CPU; cached. (Accelerator kernels that add in any order have no certain bits, cut or not.)
+    ``take`` returns a piece's rows of a gradient.
+    """
+    return _try_sparse(OptimizerUnderTest.of(optimizer_class, options, [group]), dtype, take)
+
+
+@remembered
+def _try_sparse(subject: OptimizerUnderTest, dtype: torch.dtype, take: Take) -> str | None:
+    feed = replace(Feed(_SPARSE, sparse="many entries", dtype=dtype).of_one(*_SPARSE), num_steps=4)
+    with isolated():
+        trial = first_record(subject, feed)
+        if not isinstance(trial, TrialRecord):
+            return f"with sparse gradients it raises {trial[-1]}"
+        if not trial.moved:
+            return f"no parameter moved in {feed.num_steps} steps"
+        return _why_not_joined(trial, _between_rows(_SPARSE_SIZES, take))

@@ -4,37 +4,60 @@ Sharding must not change the algorithm. So `probe` runs the class on small tenso
 what gives equal bits.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.probe.acceptance import first_accepted
 from zero_optim.probe.comparison import difference, state_difference
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
-from zero_optim.probe.traits import Traits
+from zero_optim.probe.traits import NEEDS_CLOSURE, NEEDS_SECOND_ORDER, Traits
 from zero_optim.probe.trials import (
+    TOGETHER,
     Feed,
     TrialRecord,
+    TrialRun,
+    Variant,
     anywhere,
+    first_line_of,
+    first_record,
     isolated,
     record,
     recorded,
     start,
-    step_in_parts,
-    step_whole,
 )
 
+_MIXED = ((9, 13), (67,), (40,), (2, 3, 3, 3), (9, 13), (12, 5))
+_NO_KERNELS = ((9, 13), (67,), (40,), (6, 11), (9, 13), (12, 5))
+_MATRICES = ((9, 13), (6, 11), (8, 5), (8, 8), (9, 13), (12, 5))
+_VECTORS = ((117,), (67,), (40,), (54,), (117,), (60,))
+
+# Tried in this order; the first accepted one is used.
+_FEEDS = (
+    Feed(_MIXED),
+    Feed(_MIXED, gaps=False),
+    Feed(_NO_KERNELS),
+    Feed(_MATRICES),
+    Feed(_VECTORS),
+    Feed(_MATRICES, sparse="one row"),
+    Feed(_MIXED, num_groups=1),
+    Feed(_MATRICES, num_groups=1),
+)
 # Some classes factor or quantize state from some size on: 128 rows, or 4096 elements that fill blocks. What
 # they rounded shows from the second step on.
-LARGE = ((256, 176),)
+LARGE = (256, 176)
 STEPS_OF_LARGE = 3
 # Enough for the same, if several are stepped apart.
 _SEVERAL_LARGE = ((128, 32), (64, 128))
-_WITHOUT_GRADIENT = "it changes parameters that have no gradient, and these are not stepped then"
+
+# Of the trials for the shapes of state. Distinct sizes, so that no other tensor has the shape by chance.
+_SIZES = (5, 3, 7, 2, 4, 6)
+_LARGE_SIZES = (128, 34, 3, 2, 5, 7)
+_LARGE_VECTOR = (4352,)
 
 
 def probe(
@@ -52,6 +75,35 @@ def probe(
     return trial_of(OptimizerUnderTest.of(optimizer_class, options, groups)).traits
 
 
+def state_entries(
+    optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], num_dims: int
+) -> dict[str, bool]:
+    """Return whether each state entry of parameters with so many dimensions has their shape.
+
+    Steps a temporary optimizer for two sizes. Empty if the class cannot be tried. A vector is long only if
+    the size makes a difference: Shampoo squares the length, which takes a minute.
+    """
+    if not 0 < num_dims <= len(_SIZES):
+        return {}
+    subject = OptimizerUnderTest.of(optimizer_class, options, ())
+
+    def entries_of(shape: tuple[int, ...]) -> dict[str, bool]:
+        feed = Feed((shape,), gaps=False, num_groups=1, num_steps=1)
+        with isolated():
+            trial = first_record(subject, feed, replace(feed, sparse="one row"))
+        if not isinstance(trial, TrialRecord):
+            return {}
+        (entries,) = trial.run.state_of(0)
+        return {key: isinstance(entry, Tensor) and entry.shape == shape for key, entry in entries.items()}
+
+    shapes = [_SIZES[:num_dims], _LARGE_SIZES[:num_dims]]
+    if num_dims == 1:
+        differs = entries_of(_SIZES[:2]) != entries_of(_LARGE_SIZES[:2])
+        shapes[1:] = [_LARGE_VECTOR] if differs else []
+    tried = [entries for shape in shapes if (entries := entries_of(shape))]
+    return {name: all(entries.get(name) for entries in tried) for entries in tried for name in entries}
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The result of a class's trials, and the options and feed that it accepted."""
@@ -65,96 +117,131 @@ class Answer:
 def trial_of(subject: OptimizerUnderTest) -> Answer:
     """Try a class; see `probe`."""
     with isolated():
-        accepted = first_accepted(subject)
-        if isinstance(accepted, str):
-            return Answer(Traits(untried=accepted))
-        subject, trial = accepted
-        return Answer(_traits(subject, trial), subject, trial.feed)
+        trial = first_record(subject, *_FEEDS)
+        if isinstance(trial, TrialRecord):
+            return Answer(_traits(trial), trial.subject, trial.feed)
+        return Answer(Traits(untried=_why_untried(subject.candidates()[-1], trial)))
 
 
-def _traits(subject: OptimizerUnderTest, trial: TrialRecord) -> Traits:
+def _traits(trial: TrialRecord) -> Traits:
     if not trial.moved:
         return Traits(untried=f"no parameter moved in {trial.feed.num_steps} steps")
-    coupling = _why_coupled(subject, trial)
+    coupling = _why_coupled(trial)
     if coupling is not None:
         return Traits(coupling, coupling, coupling)
-    moves_frozen = _moves_frozen(subject, trial)
-    counting: str | None = _WITHOUT_GRADIENT
-    if not moves_frozen:
-        begin = partial(start, subject, trial.feed, trial.starts)
-        counting = difference(subject, trial, "stepped in parts", begin, step_in_parts)
-    return Traits(None, counting, _why_shape_used(subject, trial), moves_frozen=moves_frozen)
+    moves_frozen = _moves_frozen(trial)
+    if moves_frozen:
+        counting: str | None = "it changes parameters that have no gradient, and these are not stepped then"
+    else:
+        counting = difference(trial, Variant("stepped in parts", in_parts=True))
+    return Traits(None, counting, _why_shape_used(trial), moves_frozen=moves_frozen)
 
 
-def _why_coupled(subject: OptimizerUnderTest, trial: TrialRecord, *, with_state: bool = True) -> str | None:
+def _why_coupled(trial: TrialRecord, *, with_state: bool = True) -> str | None:
     """Step each parameter with its own optimizer, and compare; another optimizer has none."""
     if trial.drew:
         return "it draws random numbers, and each rank would draw others"
-    for indices in (*([index] for index in trial.starts), []):
-        values = {index: trial.starts[index] for index in indices}
-        how = "stepped alone" if indices else "stepped without parameters"
-        begin = partial(start, subject, trial.feed, values)
-        reason = difference(subject, trial, how, begin, with_state=with_state)
+    alone = (Variant("stepped alone", only=(index,)) for index in trial.starts)
+    for variant in (*alone, Variant("stepped without parameters", only=())):
+        reason = difference(trial, variant, with_state=with_state)
         if reason is not None:
-            repeats = record(subject, trial.feed).values == trial.values
+            repeats = record(trial.subject, trial.feed).values == trial.values
             return reason if repeats else "two equal runs of it give different results"
-    return _why_coupled_otherwise(subject, trial)
+    return _why_coupled_otherwise(trial)
 
 
-def _why_coupled_otherwise(subject: OptimizerUnderTest, trial: TrialRecord) -> str | None:
+def _why_coupled_otherwise(trial: TrialRecord) -> str | None:
     """Try again: NaN, single precision or a small size may hide a difference."""
-    if trial.feed.dtype != torch.float32 or trial.feed.shapes == _SEVERAL_LARGE:
+    subject, feed = trial.subject, trial.feed
+    if feed.dtype != torch.float32 or feed.shapes == _SEVERAL_LARGE:
         return None
-    tamer = [] if trial.finite or trial.feed.huge == 1 else [replace(trial.feed, huge=1.0)]
-    half = replace(trial.feed, dtype=torch.bfloat16, num_steps=2)
-    large = replace(trial.feed, shapes=_SEVERAL_LARGE, num_in_group=1, num_steps=STEPS_OF_LARGE, gaps=False)
-    for feed in (*tamer, half, large.with_groups(subject)):
-        again = recorded(subject, feed)
-        if again is None:
-            continue
-        reason = _why_coupled(subject, again)
-        if reason is not None and _holds_leftovers(subject, again):
-            reason = _why_coupled(subject, again, with_state=False)
+    tamer = [] if trial.finite or feed.huge == 1 else [replace(feed, huge=1.0)]
+    half = replace(feed, dtype=torch.bfloat16, num_steps=2)
+    large = replace(feed, shapes=_SEVERAL_LARGE, num_in_group=1, num_steps=STEPS_OF_LARGE, gaps=False)
+    for again in filter(None, (recorded(subject, each) for each in (*tamer, half, large))):
+        reason = _why_coupled(again)
+        if reason is not None:
+            # Equal trials may differ in state only, as those of fused SGD in bfloat16 do.
+            repeated = record(subject, again.feed)
+            if repeated.values == again.values and state_difference(again, repeated.run) is not None:
+                reason = _why_coupled(again, with_state=False)
         if reason is not None:
             return reason
     return None
 
 
-def _holds_leftovers(subject: OptimizerUnderTest, trial: TrialRecord) -> bool:
-    """Return whether equal trials differ in state only, as fused SGD in bfloat16 does."""
-    repeated = record(subject, trial.feed)
-    return repeated.values == trial.values and state_difference(trial, repeated.run) is not None
-
-
-def _why_shape_used(subject: OptimizerUnderTest, trial: TrialRecord) -> str | None:
+def _why_shape_used(trial: TrialRecord) -> str | None:
     """Compare with every parameter cut in pieces; without a difference cut a larger one too."""
     if trial.feed.sparse:
         return "it takes sparse gradients, which are not cut"
-    feed = replace(
-        trial.feed, shapes=LARGE, num_groups=1, num_in_group=1, num_steps=STEPS_OF_LARGE, gaps=False
-    )
-    large = recorded(subject, feed.with_groups(subject))
-    for whole in (trial, large):
-        if whole is not None:
-            begin = partial(start, subject, whole.feed, whole.starts, cut=anywhere)
-            reason = difference(subject, whole, "cut in pieces", begin)
-            if reason is not None:
-                return reason
-    return None
+    cut = Variant("cut in pieces", cut=anywhere)
+    reason = difference(trial, cut)
+    if reason is None:
+        large = recorded(trial.subject, trial.feed.of_one(LARGE, num_steps=STEPS_OF_LARGE))
+        reason = None if large is None else difference(large, cut)
+    return reason
 
 
-def _moves_frozen(subject: OptimizerUnderTest, trial: TrialRecord) -> bool:
+def _moves_frozen(trial: TrialRecord) -> bool:
     for kind in (0, 1):
         try:
-            run = start(subject, trial.feed, trial.starts)
+            run = trial.begin()
             still = [index for index in run.leaves if index % 4 // 2 == kind]  # some of each group
             for index in still:
                 run.leaves[index][0].requires_grad_(False)
             before = [run.bits(index) for index in still]
             for step, gradients in enumerate(trial.gradients):
-                step_whole(run, step, {**gradients, **dict.fromkeys(still)})
+                run.step(step, {**gradients, **dict.fromkeys(still)})
         except Exception:  # noqa: BLE001 - a class that needs every gradient also says so in a step
             continue
         if [run.bits(index) for index in still] != before:
             return True
     return False
+
+
+# ---------------------------------------------------------------------- classes that accept no feed
+
+
+def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
+    def begun(feed: Feed) -> TrialRun:
+        return start(subject, feed, feed.starts(feed.noise()), TOGETHER)
+
+    for feed in (_FEEDS[0], replace(_FEEDS[0], num_groups=1), _FEEDS[3]):
+        for step, needs in ((_step_with_closure, NEEDS_CLOSURE), (_step_with_graph, NEEDS_SECOND_ORDER)):
+            try:
+                run = begun(feed)
+                step(run.optimizer, [leaf for (leaf,) in run.leaves.values()])
+            except Exception as error:  # noqa: BLE001
+                errors = [*errors, first_line_of(error)]
+            else:
+                return needs
+    try:
+        arguments = list(inspect.signature(begun(_FEEDS[0]).optimizer.step).parameters.values())
+    except Exception:  # noqa: BLE001 - the reason is not an argument of step()
+        arguments = []
+    extra = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = ", ".join(p.name for p in arguments if p.default is p.empty and p.kind not in extra)
+    if needed:
+        return f"its step() needs {needed}, which only your own call of step() gives"
+    return f"on small CPU tensors it raises {errors[0]}"
+
+
+def _step_with_closure(optimizer: Optimizer, leaves: Sequence[Tensor]) -> None:
+    def closure() -> Tensor:
+        for leaf in leaves:
+            leaf.grad = leaf.detach().clone()
+        return torch.ones(())
+
+    if "closure" not in inspect.signature(optimizer.step).parameters:
+        raise TypeError("step() takes no closure")
+    step: Callable[..., Any] = optimizer.step
+    step(closure=closure)  # by name: another argument may come before it
+
+
+def _step_with_graph(optimizer: Optimizer, leaves: Sequence[Tensor]) -> None:
+    loss = torch.stack([leaf.pow(4).sum() for leaf in leaves]).sum()
+    for leaf, grad in zip(leaves, torch.autograd.grad(loss, leaves, create_graph=True), strict=True):
+        leaf.grad = grad
+    optimizer.step()
+    for leaf in leaves:
+        leaf.grad = None  # breaks the cycle through the graph

@@ -18,7 +18,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Options that choose an implementation; some need an accelerator.
 _SWITCHES = ("capturable", "fused", "differentiable")
-_NONE = (dict, ())  # `to_hashable` of no options
 _AWAKE = 0.05  # in the place of a number that is zero
 _NUM_EXACT_GROUPS = 4  # up to this many different groups are all tried; of more, one of each kind
 
@@ -70,7 +69,7 @@ def bits(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerUnderTest:
-    """A class, held weakly, and its options; hashable if they are."""
+    """A class, held weakly, its options, and those of at least one group; hashable if they are."""
 
     reference: Callable[[], Any]
     options: object
@@ -84,55 +83,55 @@ class OptimizerUnderTest:
         function = getattr(build, "func", None)
         if callable(function) and not getattr(build, "args", True):
             return cls.of(function, {**build.keywords, **options}, groups)  # type: ignore[attr-defined]
-        exact = {to_hashable(_awake(group)): None for group in groups}
-        if len(exact) <= _NUM_EXACT_GROUPS:
-            return cls(_reference(build), to_hashable(_awake(options)), tuple(exact))
-        distinct = {_kind_of(group): to_hashable(_awake(group)) for group in reversed(groups)}
-        return cls(_reference(build), to_hashable(_awake(options)), tuple(reversed(distinct.values())))
+        try:
+            reference: Callable[[], Any] = weakref.ref(build)
+        except TypeError:
+            reference = Held(build)
+        distinct = {to_hashable(_awake(group)): None for group in groups or [{}]}
+        if len(distinct) > _NUM_EXACT_GROUPS:
+            of_kind = {_kind_of(group): to_hashable(_awake(group)) for group in reversed(groups)}
+            distinct = dict.fromkeys(reversed(of_kind.values()))
+        return cls(reference, to_hashable(_awake(options)), tuple(distinct))
 
     @property
     def is_fused(self) -> bool:
         """Whether a kernel takes the whole step, split where plans cut; for subjects of `by_kernel`."""
-        return all(self._fused())
+        return all(map(self._is_fused, self.groups))
 
-    def _fused(self) -> list[bool]:
-        options = from_hashable(self.options)
-        return [bool({**options, **from_hashable(group)}.get("fused")) for group in self.groups or (_NONE,)]
+    def _is_fused(self, group: object) -> bool:
+        return bool({**from_hashable(self.options), **from_hashable(group)}.get("fused"))
 
-    def by_kernel(self) -> "tuple[OptimizerUnderTest, ...]":
+    def by_kernel(self) -> "list[OptimizerUnderTest]":
         """Split it into groups with a fused kernel and the others."""
-        found = list(zip(self.groups or (_NONE,), self._fused(), strict=True))
-        parts = (tuple(group for group, fused in found if fused is kind) for kind in (True, False))
-        held = [part for part in parts if part]
-        return (self,) if len(held) == 1 else tuple(replace(self, groups=part) for part in held)
+        parts = (tuple(g for g in self.groups if self._is_fused(g) is kind) for kind in (True, False))
+        return [replace(self, groups=part) for part in parts if part]
 
-    def awake(self, shape: tuple[int, ...], names: Collection[str] | None) -> "OptimizerUnderTest | None":
-        """Replace numbers that hide arithmetic; None if there are none.
+    def awake(
+        self, shape: tuple[int, ...], names: Collection[str] | None
+    ) -> "tuple[OptimizerUnderTest, str] | None":
+        """Replace numbers that hide arithmetic; return the changes as text too. None if there are none.
 
-        Adding nothing, or a multiple by a power of two, rounds nothing. The class's defaults count too.
-        ``shape``: a parameter that it takes; ``names``: the numbers that may change (None: all).
+        Adding nothing, or a multiple by a power of two, rounds nothing. So zeros change, and fractions and
+        rates that are powers of two. The class's defaults count too. ``shape``: a parameter that it takes;
+        ``names``: the numbers that may change (None: all).
         """
-        own = [from_hashable(group) for group in self.groups or (_NONE,)]
+        own = [from_hashable(group) for group in self.groups]
+        changes: set[str] = set()
         built = self.build([[torch.zeros(shape, requires_grad=True)] for _ in own]).param_groups
-        woken = [_woken(group, names) for group in built]
-        groups = dict.fromkeys(to_hashable({**group, **more}) for group, more in zip(own, woken, strict=True))
-        return replace(self, groups=tuple(groups)) if any(woken) else None
-
-    def woken(self, asleep: "OptimizerUnderTest") -> str:
-        """Return the names and values of numbers that `awake` changed."""
-        before = [from_hashable(group) for group in asleep.groups or (_NONE,)]
-        after = map(from_hashable, self.groups)
-        changed = {
-            f"{key}={value}"
-            for group in after
-            for key, value in group.items()
-            if any(old.get(key) != value for old in before)
-        }
-        return ", ".join(sorted(changed))
+        for options, group in zip(own, built, strict=True):
+            for key, value in group.items():
+                if type(value) not in (int, float) or not (names is None or key in names):
+                    continue
+                is_power = math.frexp(abs(value))[0] == 0.5 and (key == "lr" or type(value) is float)
+                if value == 0 or is_power:
+                    options[key] = value * 0.7 or _AWAKE
+                    changes.add(f"{key}={options[key]}")
+        groups = tuple(dict.fromkeys(map(to_hashable, own)))
+        return (replace(self, groups=groups), ", ".join(sorted(changes))) if changes else None
 
     def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
         """Build the optimizer. Empty groups stay, as on a rank that owns none of them."""
-        own = [from_hashable(group) for group in self.groups] or [{}]
+        own = [from_hashable(group) for group in self.groups]
         groups = [{**own[index % len(own)], "params": list(members)} for index, members in enumerate(params)]
         optimizer: Optimizer = self.reference()(groups, **from_hashable(self.options))
         switch_mode(optimizer, "train")
@@ -142,7 +141,7 @@ class OptimizerUnderTest:
         """Return it, and the same without implementation options, which the CPU may lack."""
         options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
         plain = replace(self, options=options, groups=tuple(groups))
-        return (self,) if (options, tuple(groups)) == (self.options, self.groups) else (self, plain)
+        return (self,) if plain == self else (self, plain)
 
 
 def remembered(function: F) -> F:
@@ -165,13 +164,6 @@ def _without_switches(held: object) -> object:
     return to_hashable({key: False if key in _SWITCHES and options[key] else options[key] for key in options})
 
 
-def _reference(build: Builder) -> Callable[[], Any]:
-    try:
-        return weakref.ref(build)
-    except TypeError:
-        return Held(build)
-
-
 def _awake(options: Mapping[str, Any]) -> ParamGroup:
     """Drop the parameters, and replace a zero rate, which hides differences."""
     kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
@@ -181,19 +173,6 @@ def _awake(options: Mapping[str, Any]) -> ParamGroup:
     elif isinstance(rate, Tensor) and not rate.any():
         kept["lr"] = torch.full_like(rate, 0.01, device="cpu")
     return kept
-
-
-def _woken(options: Mapping[str, Any], names: Collection[str] | None) -> ParamGroup:
-    """Return other values for zeros, and for fractions and rates that are powers of two."""
-    changed: ParamGroup = {}
-    for key, value in options.items():
-        if type(value) not in (int, float) or not (names is None or key in names):
-            continue
-        if value == 0:
-            changed[key] = _AWAKE
-        elif math.frexp(abs(value))[0] == 0.5 and (key == "lr" or type(value) is float):
-            changed[key] = value * 0.7
-    return changed
 
 
 def _kind_of(group: Mapping[str, Any]) -> object:

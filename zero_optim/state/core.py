@@ -13,7 +13,14 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names, params_of
+from zero_optim.plan.groups import (
+    ParamGroup,
+    describe_options,
+    member_ids,
+    options_of,
+    param_names,
+    params_of,
+)
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
@@ -73,9 +80,17 @@ class Core:
             raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
 
     def check_weights(self) -> None:
-        """Raise if the model holds averaged weights, or whole ones of units."""
+        """Raise if the model holds averaged weights, or somebody needs rows whole."""
         self.owned.average.check_out()
         self.sharding.check_unpinned()
+
+    def refresh(self) -> None:
+        """Take over what the user changed in parameters and groups, as `Sharding.refresh`."""
+        self.sharding.refresh()
+        members = member_ids(self.groups)
+        if members != self.owned.local.members:
+            self.sharding.check_owned(self.groups)
+            self.owned.local.follow_members(self.groups, members)
 
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse group options with which a class cannot step cut parameters.

@@ -1,4 +1,4 @@
-"""Going to another process group, or to units: plan anew, and move the state to its new owners.
+"""Going to another process group, or to rows alone: plan anew, and move the state to its new owners.
 
 Note [Detached]
     `detach` does not communicate, so it works after a failure too. It leaves this rank's parameters, their
@@ -100,21 +100,20 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
 
 
 def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
-    """Keep the parameters of units on their owners alone, and plan anew; all ranks call.
+    """Keep a store's parameters on their owners alone, and plan anew; all ranks call.
 
     ``store`` is equal on all ranks. Before, every rank has all values. Memory is released bucket by bucket,
-    so there is no second copy. If it raises, on every rank, nothing has changed. Returns the units' buckets,
-    freed.
+    so there is no second copy. If it raises, on every rank, nothing has changed. Returns the freed buckets.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
         with failing_together(group):
-            if inputs.store.units:
+            if inputs.store.params:
                 raise RuntimeError(
                     "the optimizer has the parameters of a fully sharded model already: put all modules "
                     "into one, or give each an optimizer"
                 )
-            inputs.options.check_units()
+            inputs.options.check_rows()
         agree(group, [f"offload={store.keeping.description}"], "where a rank keeps what it owns")
         core.sharding.under_way.wait()
         before, inputs.store = inputs.store, store
@@ -244,7 +243,7 @@ def _built(
 
 
 def _keep_rows(core: Core, former: list[Bucket]) -> None:
-    """Move this rank's rows into the units' buckets and free these, one former bucket after the other.
+    """Move this rank's rows into buckets of rows and free these, one former bucket after the other.
 
     A former bucket's flat tensor is released with its last parameter; until then, the pages of parameters
     that left are given back.
