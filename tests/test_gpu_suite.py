@@ -31,6 +31,7 @@ QUICK = (
     "table: overlap | tower | ordinary | plain",
     "table: lazy | tower | GradScaler | plain, autocast",
     "parameters: checkpointing, not reentrant, bf16",
+    "table: fully | tied | ordinary | static graph",
     "table: fully | tower | ordinary | mesh",
     "memory: gradients",  # the others import FSDP2, which takes seconds
     "hooks: on both DDPs",
