@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.utils.checkpoint import checkpoint
 
 from cuts import cutting
 from overlap import Net, adamw, inputs, loss_of
@@ -132,21 +131,6 @@ def test_an_owner_of_rows_has_their_gradient_and_their_norms() -> None:
             dist.all_gather(norms, got)
             assert all(torch.equal(norm, got) for norm in norms)
         assert torch.allclose(got, torch.tensor(0.01), rtol=1e-3)
-
-
-class Checkpointed(Net):
-    """Computes some activations twice."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
-        hidden = self.norm(self.conv(x)).relu().flatten(1)
-        hidden = checkpoint(self.layers, hidden, use_reentrant=self.use_reentrant)
-        hidden = checkpoint(self.spare, hidden, use_reentrant=self.use_reentrant)
-        out: Tensor = self.head(hidden)
-        return out
 
 
 @on_ranks(1)
