@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from cuts import cutting
-from overlap import Net, adamw, inputs, loss_of
+from overlap import Net, adamw, loss_of
 from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
 from zero_optim import ZeroRedundancyOptimizer
@@ -33,28 +33,6 @@ def test_a_rank_has_the_gradients_of_what_it_owns_alone() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
-
-
-def summed_in_rank_order() -> None:
-    size, model = dist.get_world_size(), Net()
-    optimizer = adamw(model)
-    wrapped = ShardedDataParallel(model, optimizer)
-    loss_of(wrapped, 0).backward()
-    alone = Net()
-    expected: list[Tensor] = []
-    for rank in range(size):
-        alone.zero_grad()
-        alone(inputs(0, rank)).square().mean().backward()
-        grads = [param.grad * (1 / size) for param in alone.parameters() if param.grad is not None]
-        expected = [total + grad for total, grad in zip(expected, grads, strict=True)] if rank else grads
-    for param, want in zip(model.parameters(), expected, strict=True):
-        if not isinstance(param.grad, PartialGradient):
-            assert param.grad is not None
-            assert torch.equal(param.grad, want)
-
-
-def test_gradients_are_those_of_one_process_that_sums_in_the_order_of_ranks(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(summed_in_rank_order)
 
 
 class Unused(Net):
