@@ -102,7 +102,7 @@ def make_gathers(
     stamps: UnitStamps,
 ) -> UnitGathers:
     """Choose how units are gathered; all ranks call, and it communicates."""
-    ranks, params = optimizer.ranks, built.registration.units
+    ranks, params = optimizer.ranks, built.registration.params
     names = [f"unit {name}" if name else OUTERMOST for name in built.choice.names]
     units = list(zip(names, built.registration.buckets, strict=True))
     if mesh is None or not mesh.splits_state:

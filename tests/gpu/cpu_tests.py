@@ -16,6 +16,7 @@ from torch.nn.modules import module as every_module
 import test_ddp_mixed_precision as casts
 import test_fully_sharded as parameters
 import test_fully_sharded_made as made
+import test_fully_sharded_odd as odd
 import test_fully_sharded_precision as precision
 import test_mesh as mesh
 import test_overlap_training as overlap
@@ -77,10 +78,22 @@ ROWS_WITH_HOOKS = (
 ONE_OR_TWO_RANKS: dict[str, Run] = {
     **{f"table: {row}": (assert_row, row) for row in ROWS},
     "mixed precision: every policy": (casts.test_training_gives_the_bits_of_a_run_by_hand, {}),
-    "parameters: units kept": (parameters.keeps_units, "", False),
-    "parameters: LoRA": (parameters.trains_adapters, True),
-    "parameters: LoRA, checkpointing": (parameters.trains_adapters, True, "not reentrant"),
-    "parameters: LoRA, base on every rank": (parameters.trains_adapters, False),
+    "parameters: units kept": (
+        parameters.test_units_that_stay_have_the_bits_of_whole_parameters,
+        "",
+        False,
+    ),
+    "parameters: LoRA": (parameters.test_adapters_of_a_frozen_base_train_alike, True, ""),
+    "parameters: LoRA, checkpointing": (
+        parameters.test_adapters_of_a_frozen_base_train_alike,
+        True,
+        "not reentrant",
+    ),
+    "parameters: LoRA, base on every rank": (
+        parameters.test_adapters_of_a_frozen_base_train_alike,
+        False,
+        "",
+    ),
     "parameters: optimizer built later": (
         made.test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before,
         True,
@@ -89,7 +102,10 @@ ONE_OR_TWO_RANKS: dict[str, Run] = {
     "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
     "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
     "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
-    **{f"parameters: {kind}": (parameters.uses_blocks, kind) for kind in parameters.CASES},
+    **{
+        f"parameters: {kind}": (odd.test_odd_models_and_losses_have_the_bits_of_whole_parameters, kind)
+        for kind in list(odd.ODD)[:3]
+    },
     **{
         f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
         for how in ("reentrant", "not reentrant")
