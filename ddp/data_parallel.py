@@ -25,10 +25,10 @@ from zero_optim.ddp.precision.casting import Casting, Casts, cast_buffers
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
+from zero_optim.ddp.wrapper_checks import agree_on_model
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
 

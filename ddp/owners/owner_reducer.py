@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
 
-if TYPE_CHECKING:
-    from zero_optim.ddp.owners.launch_places import LaunchPlaces
-
 Accumulate = Literal["owner", "local"]
 
 
@@ -43,8 +40,8 @@ class OwnerReducer(Reducer):
 
     Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
     train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
-    units. ``places`` says where buckets are launched if ranks may use different parameters of units, see
-    `launch_places`.
+    units. ``holds`` is called when a pass begins, if ranks may use different parameters: whether full buckets
+    wait for a caller to launch them.
     """
 
     checks_first = True
@@ -62,7 +59,7 @@ class OwnerReducer(Reducer):
     ) -> None:
         self._optimizer = optimizer
         self._outermost = outermost
-        self.places: LaunchPlaces | None = None
+        self.holds: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
@@ -149,7 +146,7 @@ class OwnerReducer(Reducer):
         return self._inbox.current if self._inbox.is_running else None
 
     def _holds(self) -> bool:
-        return self.places is not None and self._may_differ and self.places.begin()
+        return self.holds is not None and self._may_differ and self.holds()
 
     def set_static_graph(self) -> None:
         """See `Reducer.set_static_graph`."""
