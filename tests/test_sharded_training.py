@@ -79,15 +79,12 @@ def cut_sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
         return sgd(model)
 
 
-def trains_alike(setting: Setting) -> None:
-    assert_same_run(setting)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "setting", [Setting(optimizer=cut_adamw), Setting(Words, cut_sgd)], ids=["dense", "sparse"]
 )
-def test_cut_parameters_train_with_the_bits_of_whole_gradients(ranks2: Ranks, setting: Setting) -> None:
-    ranks2.run(trains_alike, setting)
+def test_cut_parameters_train_with_the_bits_of_whole_gradients(setting: Setting) -> None:
+    assert_same_run(setting)
 
 
 @on_ranks(2)
