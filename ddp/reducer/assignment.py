@@ -22,8 +22,8 @@ from torch import Tensor
 
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.health.watchdog import check_patience
-from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.groups import bucket_text
+from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
 
 # The parameters of each bucket, in its order. A parameter is in one bucket at most.
