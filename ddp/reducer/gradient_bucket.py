@@ -44,14 +44,18 @@ class ReducerBucket:
         self.indices = list(indices)
         self.params = list(params)
         self.is_sparse = is_sparse
-        dtype = params[0].dtype if dtype is None else dtype
+        self.dtype = dtype = params[0].dtype if dtype is None else dtype
         self.as_views = as_views and not is_sparse and dtype == params[0].dtype
         self._batched = batched
         self.pending: list[int] = []  # slots of gradients that have come and were not copied yet
-        self.batch_length, self.large_slots = _batches(
-            [param.nbytes for param in params], all_at_once=batched or is_sparse
-        )
-        self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
+        self.batch_length = len(params)  # how many small gradients are copied at a time
+        self.large_slots: frozenset[int] = frozenset()
+        if not (batched or is_sparse):
+            nbytes = [param.nbytes for param in params]
+            self.large_slots = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
+            small = [size for size in nbytes if size < LARGE_NBYTES]
+            self.batch_length = max(1, BATCH_NBYTES * len(small) // max(1, sum(small)))
+        self.misfits: list[int] = []  # slots of gradients of the wrong layout, which were dropped
         self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
         self.flat = _no_gradient(params[0], dtype) if is_sparse else self._allocate(dtype)
 
@@ -66,11 +70,6 @@ class ReducerBucket:
         like = ReducerBucket(self.indices, self.params, is_sparse=self.is_sparse, dtype=self.dtype)
         like.is_shadow = True
         return like
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which the gradients are reduced."""
-        return self.flat.dtype
 
     @property
     def nbytes(self) -> int:
@@ -181,14 +180,9 @@ class ReducerBucket:
         """Return a parameter's gradient; note and drop one of the wrong layout."""
         param = self.params[slot]
         if param.grad is not None and param.grad.is_sparse != self.is_sparse:
-            self._misfits.append(slot)
+            self.misfits.append(slot)
             param.grad = None
         return param.grad
-
-    def pop_misfits(self) -> list[int]:
-        """Return, once, the slots whose gradient had the wrong layout and was dropped."""
-        misfits, self._misfits = self._misfits, []
-        return misfits
 
     # ------------------------------------------------------------------ results go
 
@@ -211,9 +205,6 @@ class ReducerBucket:
             self.flat.copy_(result.reshape(-1))
         elif result is not self.flat:
             views = self.views_of(result.reshape(-1))
-        self._give_views(views, skipped)
-
-    def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
         grads = list(map(_grad_of, self.params))
         if self.as_views and all(map(is_, grads, views)):
             return
@@ -239,15 +230,6 @@ def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
     indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
     values = param.new_empty(0, *param.shape[1:], dtype=dtype)
     return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
-
-
-def _batches(nbytes: Sequence[int], *, all_at_once: bool) -> tuple[int, frozenset[int]]:
-    """Return how many small gradients to copy at a time, and the slots of large ones."""
-    if all_at_once:
-        return len(nbytes), frozenset()
-    large = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
-    small = [size for slot, size in enumerate(nbytes) if slot not in large]
-    return max(1, BATCH_NBYTES * len(small) // max(1, sum(small))), large
 
 
 def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> bool:
