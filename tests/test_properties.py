@@ -23,9 +23,8 @@ from zero_optim.checkpoint.data import DTYPES as KNOWN_DTYPES
 from zero_optim.checkpoint.data import Box, lay_out
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
 from zero_optim.comm import encoding, wire
-from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import whole
-from zero_optim.plan.partition import assign_owners
+from zero_optim.plan.partition import assign_buckets, assign_owners
 from zero_optim.plan.pieces import Piece
 from zero_optim.state.moving import CutState, Joined
 
