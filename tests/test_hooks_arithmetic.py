@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap import BUCKET_CAP_MB, Net, adamw, assert_same_params, loss_of
+from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, assert_same_params, loss_of
 from pool import on_ranks
 from test_ddp_hooks import renamed
 from zero_optim.hooks import (
@@ -210,9 +210,9 @@ PAIRS = (
 )
 
 
-def trained(hook: Any, options: dict[str, Any]) -> nn.Module:
-    """A model that PyTorch's DDP has trained; None for no hook."""
-    model = DistributedDataParallel(Net(), bucket_cap_mb=BUCKET_CAP_MB, **options)
+def trained(wrapper: str, hook: Any, options: dict[str, Any]) -> nn.Module:
+    """A model that was trained with a hook; None for no hook."""
+    model = WRAPPERS[wrapper](Net(), bucket_cap_mb=BUCKET_CAP_MB, **options)
     if hook is not None:
         model.register_comm_hook(None, hook)
     optimizer = adamw(model)
@@ -227,7 +227,9 @@ def trained(hook: Any, options: dict[str, Any]) -> nn.Module:
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
 def test_training_has_the_bits_of_pytorchs_hooks(options: dict[str, Any]) -> None:
     for ours, theirs in PAIRS:
-        assert_same_params(trained(ours, options), trained(theirs, options), ours)
+        expected = trained("torch", theirs, options)
+        for wrapper in WRAPPERS:
+            assert_same_params(trained(wrapper, ours, options), expected, (wrapper, ours))
 
 
 def test_hooks_have_the_signature_that_ddp_asks_for() -> None:

@@ -1,13 +1,7 @@
-"""State dicts of the whole state: made, checked, and loaded.
+"""State dicts of the whole state: collected, checked, and loaded.
 
 Keys are those of ``torch.optim``: the parameter's index over all groups. A class's global entries have their
 own keys.
-
-Note [Whole state]
-    Before any step, every rank knows the whole state: the class's constructor makes it, equal on every rank.
-    Frameworks ask for a state dict then. After a step or a load, each rank knows only its own part, and
-    `consolidate` brings a snapshot of the whole to some ranks, valid until the next step, load or added
-    group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +19,16 @@ from zero_optim.plan.groups import describe_options, param_names
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.run.progress import progress
 from zero_optim.state.core import Core
-from zero_optim.state.moving import Held, move, told_by
+from zero_optim.state.moving import Held, move, sent_by
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
-    """Return the whole state by parameter; NotConsolidatedError if this rank lacks it. No communication."""
+    """Return the whole state by parameter: Note [Whole state] in `zero_optim.state.core`.
+
+    NotConsolidatedError if this rank lacks it. No communication.
+    """
     params = core.params
     if core.snapshot.untouched:
         return core.owned.local.initial_state(core.groups)
@@ -97,7 +94,7 @@ def load(
         pieces = [tuple(filter(None, (piece_of(each, group.rank),))) for each in pieces]
     else:
         # On the CPU, as on the ranks that receive it: descriptions of options name devices.
-        beside = map_tensors(told_by(group, src, beside, "the state dict"), copied_to_cpu)
+        beside = map_tensors(sent_by(group, src, beside, "the state dict"), copied_to_cpu)
     rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
     got = move(group, rows, held, copy_with=copied if src is None else copied_to_cpu, about="the state dict")
     with failing_together(group):
