@@ -18,6 +18,7 @@ import test_fully_sharded as parameters
 import test_fully_sharded_made as made
 import test_fully_sharded_odd as odd
 import test_fully_sharded_precision as precision
+import test_fully_sharded_state as state
 import test_mesh as mesh
 import test_overlap_training as overlap
 import test_sharded_accumulation as accumulation
@@ -30,7 +31,6 @@ from parity_runs import Row
 from sharded import Setting, cut_adamw
 from sync_calls import cpu_as_accelerator
 from test_fully_sharded_forms import trains_as_optimizer_first
-from test_fully_sharded_state import trains_alone
 from zero_optim.ddp import PrecisionPolicy
 
 Run = tuple[Any, ...]  # the function of a test, and its arguments
@@ -78,36 +78,30 @@ ROWS_WITH_HOOKS = (
 ONE_OR_TWO_RANKS: dict[str, Run] = {
     **{f"table: {row}": (assert_row, row) for row in ROWS},
     "mixed precision: every policy": (casts.test_training_gives_the_bits_of_a_run_by_hand, {}),
-    "parameters: units kept": (
-        parameters.test_units_that_stay_have_the_bits_of_whole_parameters,
-        "",
-        False,
-    ),
-    "parameters: LoRA": (parameters.test_adapters_of_a_frozen_base_train_alike, True, ""),
-    "parameters: LoRA, checkpointing": (
-        parameters.test_adapters_of_a_frozen_base_train_alike,
-        True,
-        "not reentrant",
-    ),
-    "parameters: LoRA, base on every rank": (
-        parameters.test_adapters_of_a_frozen_base_train_alike,
-        False,
-        "",
-    ),
+    "parameters: units kept": (parameters.test_units_that_stay_have_the_bits_of_whole_parameters, "", False),
+    "parameters: LoRA": (parameters.test_adapters_train_alike, True, ""),
+    "parameters: LoRA, checkpointing": (parameters.test_adapters_train_alike, True, "not reentrant"),
+    "parameters: LoRA, base on every rank": (parameters.test_adapters_train_alike, False, ""),
     "parameters: optimizer built later": (
         made.test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before,
         True,
     ),
     "parameters: odd ones": (made.test_parameters_of_any_form_become_units, False),
     "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
-    "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
+    "parameters: bf16, several passes": (precision.test_bits_are_those_of_masters, NARROW, "", 3, False),
     "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
     **{
         f"parameters: {kind}": (odd.test_odd_models_and_losses_have_the_bits_of_whole_parameters, kind)
         for kind in list(odd.ODD)[:3]
     },
     **{
-        f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
+        f"parameters: checkpointing, {how}, bf16": (
+            precision.test_bits_are_those_of_masters,
+            NARROW,
+            how,
+            1,
+            False,
+        )
         for how in ("reentrant", "not reentrant")
     },
 }
@@ -117,7 +111,7 @@ WITH_FUTURES: dict[str, Run] = {
     "overlap: step() never called": (overlap.check_no_step, "ours", True),
 }
 
-ONE_RANK: dict[str, Run] = {"parameters: save, load, evaluate": (trains_alone, FOLDER)}
+ONE_RANK: dict[str, Run] = {"parameters: save, load, evaluate": (state.test_one_rank_alone, FOLDER)}
 
 TWO_RANKS: dict[str, Run] = {
     "gradients: cut": (gradients.trains_alike, Setting(optimizer=cut_adamw)),
@@ -130,8 +124,14 @@ MORE_RANKS: dict[str, Run] = {  # the sums of the reference are made in the orde
     "gradients: order of sums": (gradients.summed_in_rank_order,),
     "gradients: order of sums, passes on owners": (accumulation.adds_up, "owner"),
     "gradients: order of sums, passes on ranks": (accumulation.adds_up, "local"),
-    "parameters: order of sums, float32": (precision.follows, WIDE, "not reentrant", 2),
-    "parameters: order of sums, bf16": (precision.follows, NARROW, "", 2),
+    "parameters: order of sums, float32": (
+        precision.test_bits_are_those_of_masters,
+        WIDE,
+        "not reentrant",
+        2,
+        False,
+    ),
+    "parameters: order of sums, bf16": (precision.test_bits_are_those_of_masters, NARROW, "", 2, False),
 }
 
 MESHES: dict[str, Run] = {  # of two replicas of two ranks
