@@ -17,10 +17,9 @@ import torch
 from harness import Shape, arguments, gpt_shapes, record, show
 from torch import Tensor
 
-from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.cuts import Planned, choose_rows, cut_step
 from zero_optim.plan.layout import whole
-from zero_optim.plan.partition import RankLoads, assign_owners
+from zero_optim.plan.partition import RankLoads, assign_buckets, assign_owners
 from zero_optim.plan.plan import Plan, make_plan
 
 CAP_NBYTES = 32 * 2**20
@@ -73,7 +72,7 @@ def balance(numels: Sequence[int], num_ranks: int) -> tuple[float, float]:
     the smallest of them.
     """
     ranks = RankLoads([0] * num_ranks)
-    ranks.assign_group(numels)
+    ranks.assign(numels)
     fullest = ranks.fullest()
     mean = sum(numels) / num_ranks
     smallest = sorted(numels, reverse=True)[::num_ranks]

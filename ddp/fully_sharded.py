@@ -39,8 +39,8 @@ from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
-from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.report import names_text
+from zero_optim.ddp.wrapper_checks import agree_on_model
 from zero_optim.health.watchdog import unwatch
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.shard.keeping import Offload
@@ -197,7 +197,8 @@ class FullyShardedDataParallel(nn.Module):
             hook_up(built.choice, self.units)
             built.policy.hook_up(built.choice.modules)
         self.units.use(optimizer.ranks, gathers, stamps)
-        self.units.places = reducer.places = make_places(self.units, built.choice.unit_of, reducer)
+        self.units.places = places = make_places(self.units, built.choice.unit_of, reducer)
+        reducer.holds = places.begin
         reducer.follow(weakly(self.units.gradient_came))
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from training import twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan import cuts as plan_of_cuts
-from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import Extent, Layout, Row
+from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.pieces import Piece, num_rows
 from zero_optim.plan.plan import BucketPlan, Plan
 from zero_optim.plan.strides import dense_strides

@@ -51,7 +51,7 @@ def test_a_bucket_goes_to_whom_has_least_of_it_and_then_least_of_all(
 ) -> None:
     ranks, loads = RankLoads([0] * num_ranks), [0] * num_ranks
     for sizes in buckets:
-        owners = ranks.assign_bucket(sizes, sizes)
+        owners = ranks.assign(sizes, sizes)
         rows = [0] * num_ranks
         for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
             expected = min(range(num_ranks), key=lambda rank: (rows[rank], loads[rank], rank))

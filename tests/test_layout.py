@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import (
     Extent,
     Layout,
@@ -15,7 +14,7 @@ from zero_optim.plan.layout import (
     with_rooms,
     with_rooms_behind,
 )
-from zero_optim.plan.partition import RankLoads, assign_owners
+from zero_optim.plan.partition import RankLoads, assign_buckets, assign_owners
 
 
 def test_one_group_is_within_four_thirds_of_the_mean_when_no_item_is_large() -> None:
@@ -23,7 +22,7 @@ def test_one_group_is_within_four_thirds_of_the_mean_when_no_item_is_large() -> 
     for num_ranks in (2, 3, 8, 64):
         costs = [rng.randint(50, 100) for _ in range(num_ranks * 4)]
         ranks = RankLoads([0] * num_ranks)
-        ranks.assign_group(costs)
+        ranks.assign(costs)
         assert ranks.fullest() <= 4 / 3 * sum(costs) / num_ranks
 
 

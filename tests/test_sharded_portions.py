@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from pool import Ranks
-from sharded import Setting
+from sharded import Setting, assert_same_run
+from test_sharded_accumulation import adds_up
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
-from test_sharded_training import epochs_alike, summed_in_rank_order, trains_alike
+from test_sharded_training import epochs_alike
 from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
 from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
 from zero_optim.ddp.owners.owner_rows import OwnerRows, most_portions, num_portions
@@ -154,13 +155,13 @@ def runs_in_portions(check: Callable[..., object], *args: object) -> None:
 
 
 def test_portions_are_summed_in_the_order_of_ranks(ranks4: Ranks) -> None:
-    ranks4.run(runs_in_portions, summed_in_rank_order)
+    ranks4.run(runs_in_portions, adds_up, "owner")
 
 
 @pytest.mark.parametrize(
     ("check", "args"),
     [
-        (trains_alike, (Setting(),)),
+        (assert_same_run, (Setting(),)),
         (goes_on_after_a_failure, ()),
         (keeps_sums, (Setting(),)),
         (epochs_alike, (Setting(),)),

@@ -17,7 +17,7 @@ from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
-from zero_optim.compat.kinship import make_known
+from zero_optim.compat.engine import register_with_pytorch
 from zero_optim.explain import Explanation, explain
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration import Iteration
@@ -670,7 +670,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         views.sync_options(source, target)
 
 
-make_known(ZeroRedundancyOptimizer)
+register_with_pytorch(ZeroRedundancyOptimizer)
 
 
 def require_ours(optimizer: object) -> None:

@@ -34,14 +34,14 @@ from zero_optim.ddp.full.filling import (
     take_values_of_first,
 )
 from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.ddp.owners.wrapper_checks import (
+from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
+from zero_optim.ddp.wrapper_checks import (
     REFUSED,
     check_arguments,
     check_group,
     check_module,
     check_optimizer,
 )
-from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.keeping import Offload, keeping_for
 from zero_optim.shard.registration import Registration, is_registered

@@ -39,7 +39,7 @@ from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
 from zero_optim.shard.row_gathers import UnitGathers
 
 if TYPE_CHECKING:
-    from zero_optim.ddp.owners.launch_places import LaunchPlaces
+    from zero_optim.ddp.full.launch_places import LaunchPlaces
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "

@@ -13,8 +13,8 @@ from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat import private
 from zero_optim.ddp.full.construction import UnitConstruction, ignored_names
 from zero_optim.ddp.full.in_use import UnitsInUse
+from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.unit import OUTERMOST, Unit
-from zero_optim.ddp.owners.launch_places import LaunchPlaces
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.precision.precision import sparse_names
 from zero_optim.ddp.reducer.assignment import ReducerOptions

@@ -92,7 +92,7 @@ class OwnerLine:
 
     def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Wait:
         """Start a bucket; see `Launch`. The result is its word of a failure."""
-        assert isinstance(bucket, OwnerBucket)  # see `assign_to_owners`
+        assert isinstance(bucket, OwnerBucket)  # see `OwnerReducer`
         self._end()
         before, self._before = self._last, self._last
         if before is not None:

@@ -100,11 +100,6 @@ class BackwardPass:
         self._failures[report.BROKE_OFF] = []
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
-    def end(self) -> None:
-        """Note that no more gradients come; `launch_rest`, `report` and `give` follow, in this order."""
-        assert self.phase is not Phase.ENDING, f"{Phase.ENDING} cannot follow {self.phase}"
-        self.phase = Phase.ENDING
-
     def give_back(self, *, drops: bool) -> None:
         """See `ReducerBucket.give_back`."""
         for bucket in self._assignment.buckets:
@@ -215,7 +210,8 @@ class BackwardPass:
         if self._streams is not None and self._streams.join(number):
             bucket.record_use(range(len(bucket.params)))
         self._take_rest(bucket, used)
-        for slot in bucket.pop_misfits():
+        misfits, bucket.misfits = bucket.misfits, []
+        for slot in misfits:
             self.note(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
         if number == self._num_early and self._failures:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
@@ -252,8 +248,10 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ the end
 
-    def launch_rest(self) -> None:
-        """Launch every other bucket, with the gradients that have come."""
+    def end(self) -> None:
+        """Take no more gradients, and launch every other bucket; then `report` and `give` follow."""
+        assert self.phase is not Phase.ENDING, "a pass ends once"
+        self.phase = Phase.ENDING
         if self.kind in ("every", "learnt") and self.calls != self._expected:
             for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
                 if calls < expected and not self._carried[index]:
@@ -283,43 +281,38 @@ class BackwardPass:
         """How many buckets were launched."""
         return len(self._waits)
 
-    def results(self, read_by: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
+    def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each launched bucket, and yield it with its gradients; a report reads the last one."""
         buckets = self._assignment.buckets
         for number, wait in self._waits:
             reduced = wait()
-            if read_by is not None and read_by.in_last_bucket and number == len(buckets) - 1:
-                read_by.read_word(reduced)
+            if report is not None and report.in_last_bucket and number == len(buckets) - 1:
+                report.read_word(reduced)
             yield buckets[number], reduced
 
-    def drain(self, read_by: FailureReport | None = None) -> None:
+    def drain(self, report: FailureReport | None = None) -> None:
         """Wait for every launched bucket, and drop the results."""
-        for _ in self.results(read_by):
+        for _ in self.results(report):
             pass
 
-    def check(self, report_to_come: FailureReport) -> None:
+    def check(self, report: FailureReport) -> None:
         """Raise ReductionError on every rank if one failed, before results are handed out; all ranks call."""
         try:
-            if report_to_come.in_last_bucket:
-                self.drain(report_to_come)
-            report_to_come.check()
+            if report.in_last_bucket:
+                self.drain(report)
+            report.check()
         except ReductionError:
             self.drain()
             raise
 
-    def give(self, unused: Sequence[bool], report_to_come: FailureReport) -> None:
+    def give(self, unused: Sequence[bool], report: FailureReport) -> None:
         """Wait for every bucket, and hand out the reduced gradients, except for unused parameters."""
-        for bucket, reduced in self.results(report_to_come):
+        for bucket, reduced in self.results(report):
             bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
                 if unused[index] and index in self._set_aside:
                     bucket.views[slot].copy_(self._set_aside[index])
                     record_use(self._set_aside[index])
-
-    def drop(self, report_to_come: FailureReport) -> None:
-        """Wait for every bucket, but leave the parameters' gradients alone, or zero."""
-        for bucket, _ in self.results(report_to_come):
-            bucket.clear()
 
 
 class PassWithGraph(BackwardPass):

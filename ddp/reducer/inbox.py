@@ -33,12 +33,25 @@ class Inbox:
         self.current: BackwardPass | None = None
         self.handles: list[RemovableHandle] = []
         self.follower: Callable[[int], None] | None = None
-        self._take_first = take_first
         self._params = params
         self._tensors = [_tensor_of(param) for param in params]
+        running = Phase.RUNNING  # found faster here
+
+        def hook_of(index: int) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                current = self.current
+                if current is not None and current.phase is running:
+                    current.arrived(index)
+                else:
+                    take_first(index)
+                if self.follower is not None:
+                    self.follower(index)
+
+            return hook
+
         for index, param in enumerate(params):
             untyped: Any = param
-            self.handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
+            self.handles.append(untyped.register_post_accumulate_grad_hook(hook_of(index)))
 
     def announce(self, coming: Callable[[int], None]) -> None:
         """Call ``coming``, made by `weakly`, before autograd adds or computes a pass's first gradient."""
@@ -65,20 +78,6 @@ class Inbox:
     def is_running(self) -> bool:
         """Whether a backward pass is running."""
         return self.current is not None and self.current.phase is Phase.RUNNING
-
-    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
-        running = Phase.RUNNING  # found faster here
-
-        def hook(_: Tensor) -> None:
-            current = self.current
-            if current is not None and current.phase is running:
-                current.arrived(index)
-            else:
-                self._take_first(index)
-            if self.follower is not None:
-                self.follower(index)
-
-        return hook
 
 
 def _tensor_of(param: Tensor) -> int:

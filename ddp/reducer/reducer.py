@@ -16,11 +16,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
@@ -37,6 +37,9 @@ from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import SWAPPED, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
+
+if TYPE_CHECKING:
+    from torch.futures import Future
 
 
 class Reducer:
@@ -57,8 +60,12 @@ class Reducer:
 
     Attributes:
         group: the ranks.
+        names, params: of the parameters.
         history: facts learnt from the passes so far.
         assignment: the current buckets.
+        slot: the comm hook.
+        divisor: called when the next pass begins, to divide its gradients by; None for the number of ranks.
+        futures: waited for when the next pass ends.
         defers_reports: read other ranks' failures one pass later, where the CPU would have to wait for the
             device: Note [Late reports] in `report`.
 
@@ -83,17 +90,17 @@ class Reducer:
         params = held(params)
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
         with failing_together(self.group) if checks else nullcontext():
-            self._reduced = ReducedParams.of(params, sparse)
+            self._reduced = reduced = ReducedParams.of(params, sparse)
             if checks:
-                self.group.check_serves(self._reduced.params)
+                self.group.check_serves(reduced.params)
         if checks:
-            agree(self.group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
+            agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
+        self.names, self.params = reduced.names, reduced.params
         self.defers_reports = is_asynchronous(self.params[0].device)
+        self.slot = HookSlot()
         self._wanted = wanted
         self._is_expected = False  # the last forward pass was one whose backward pass is to be reduced
-        self._slot = HookSlot()
         self._begin_anew()
-        self.assignment = self._assigned(None)
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
         if checks:  # then all ranks have got here
@@ -102,21 +109,21 @@ class Reducer:
     def reset(self) -> None:
         """Start over: first buckets, nothing learnt. All ranks call, between iterations."""
         self._inbox.current = None
-        self._slot.failure = None
+        self.slot.failure = None
         self._begin_anew()
-        self._assign(None)
 
     def _begin_anew(self) -> None:
         self.history = History(len(self.params))
-        self._divisor: Callable[[], float] | None = None  # of the next pass; None for the number of ranks
+        self.divisor: Callable[[], float] | None = None
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
-        self._futures: list[Future[object]] = []  # waited for when the next pass ends
+        self.futures: list[Future[object]] = []
+        self._assign(None)
 
     @property
     def in_join(self) -> bool:
         """Whether the last forward pass was inside ``Join``."""
-        return self._divisor is not None
+        return self.divisor is not None
 
     @property
     def activity(self) -> Activity:
@@ -124,27 +131,12 @@ class Reducer:
         return self.group.works.log.activity
 
     @property
-    def names(self) -> Sequence[str]:
-        """Names of the parameters."""
-        return self._reduced.names
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The parameters."""
-        return self._reduced.params
-
-    @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks."""
         return self.group.process_group
 
-    @property
-    def hook_name(self) -> str:
-        """Name of the comm hook; empty without one."""
-        return self._slot.name
-
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
-        """Average over other ranks from now on. All of these call, between iterations; call `reset` too."""
+        """Average over other ranks from now on; all of these call, between iterations, then `reset`."""
         self._use(replace(RankGroup.of(process_group, self.params), phase=self.group.phase))
 
     def _use(self, group: RankGroup) -> None:
@@ -161,7 +153,7 @@ class Reducer:
         self.assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        return assign(self._reduced, self.options, order, self._slot.members())
+        return assign(self._reduced, self.options, order, self.slot.members())
 
     @torch.no_grad()
     def rebuild(self) -> bool:
@@ -188,9 +180,9 @@ class Reducer:
 
     def _name_buckets(self) -> None:
         """Take over new buckets of the hook: at once, or at the next pass if gradients have an order."""
-        if self._slot.members_changed and self.history.has_rebuilt:
+        if self.slot.members_changed and self.history.has_rebuilt:
             self.history.rebuild_is_due = True
-        elif self._slot.members_changed:
+        elif self.slot.members_changed:
             self._assign(None)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -200,12 +192,8 @@ class Reducer:
         """
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
-        self._slot.register(state, hook)
+        self.slot.register(state, hook)
         self._name_buckets()
-
-    def divide_by(self, divisor: Callable[[], float]) -> None:
-        """Divide the next pass's gradients by another number than the number of ranks."""
-        self._divisor = divisor
 
     def expect(self, is_expected: bool) -> None:
         """Set whether backward passes are expected from now on, for ``wanted``."""
@@ -216,12 +204,8 @@ class Reducer:
         return self._wanted is None or self._wanted(was_prepared or self._is_expected)
 
     def set_static_graph(self) -> None:
-        """Expect every pass to be like the next. All ranks call, before their first backward pass."""
+        """Expect every pass to be like the next; all ranks call, before their first backward pass."""
         self.options = replace(self.options, static_graph=True)
-
-    def wait_also(self, future: Future[object]) -> None:
-        """Wait for the caller's future when the next backward pass ends."""
-        self._futures.append(future)
 
     def close(self) -> None:
         """Remove the hooks; a second call does nothing."""
@@ -251,8 +235,8 @@ class Reducer:
         `report`): call it after the last pass, or before writing a checkpoint. ``waits=False`` leaves out the
         last pass, which may still run on the device.
         """
-        if self._slot.failure is not None:
-            raise ReductionError(self._slot.failure)
+        if self.slot.failure is not None:
+            raise ReductionError(self.slot.failure)
         current, unread = self._inbox.current, self._unread
         if current is not None and not in_backward():
             current.break_off()  # a thread of the engine may not have let go of it yet
@@ -272,9 +256,9 @@ class Reducer:
         self.check_finished(waits=False)
         self.rebuild()
         divisor = 1.0
-        if self._slot.is_empty:
-            divisor = self.group.size if self._divisor is None else self._divisor()
-        current = self._pass(self.assignment, self._open(), divisor, keeps_graph=torch.is_grad_enabled())
+        if self.slot.is_empty:
+            divisor = self.group.size if self.divisor is None else self.divisor()
+        current = self._new_pass(self.assignment, self._open(), divisor, keeps_graph=torch.is_grad_enabled())
         self.activity.begin("backward pass")
         current.is_held = self._holds()
         self._inbox.current = current
@@ -285,7 +269,7 @@ class Reducer:
             current.presume_unused(self._search.pop_unused(self.params) if learnt is None else unused)
         return current
 
-    def _pass(
+    def _new_pass(
         self, assignment: BucketAssignment, launch: Launch, divisor: float, *, keeps_graph: bool = False
     ) -> BackwardPass:
         return (PassWithGraph if keeps_graph else BackwardPass)(
@@ -294,14 +278,14 @@ class Reducer:
             self.options,
             launch,
             divisor=divisor,
-            can_carry_word=self._slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
+            can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
             held_up=self._held_up(),
         )
 
     def _open(self) -> Launch:
         """Prepare the buckets for a pass; returns their launch function."""
-        all_used = self.options.wants_all_used
-        return self._slot.launching(self._summing, self.assignment.labels, all_used=all_used)
+        may_be_unused = self.options.find_unused_parameters or self.options.static_graph
+        return self.slot.launching(self._summing, self.assignment.labels, all_used=not may_be_unused)
 
     def _holds(self) -> bool:
         """Whether full buckets wait for a caller to launch them."""
@@ -326,7 +310,6 @@ class Reducer:
 
     def _conclude(self, current: BackwardPass) -> None:
         asks_for_use, broke_off = current.asks_for_use, current.phase is Phase.BROKEN_OFF
-        current.end()
         lost = self._inbox.swapped(current.calls)
         for index in lost:
             current.note(SWAPPED, index)
@@ -335,20 +318,21 @@ class Reducer:
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()
         defers = self.defers_reports and not self.in_join and current.kind != "learning"
-        self._divisor = None
-        current.launch_rest()
+        self.divisor = None
+        current.end()
         self._await_hook(current)
         report = current.report(self.group)
         checks_first = not defers and (self.checks_first or asks_for_use)
         if checks_first:
             current.check(report)
         unused = [not used for used in report.used()] if asks_for_use else self.history.unused
-        with self._slot.minding():
-            if broke_off and defers:
-                current.drop(report)  # the next iteration has begun, and nobody is told yet
+        with self.slot.minding():
+            if broke_off and defers:  # the next iteration has begun, and nobody is told yet
+                for bucket, _ in current.results(report):
+                    bucket.clear()  # gradients that are views; others are left alone
             else:
                 current.give(unused, report)
-        futures, self._futures = self._futures, []
+        futures, self.futures = self.futures, []
         for future in futures:
             future.wait()
         self.history.num_buckets_reduced = current.num_launched
@@ -367,8 +351,8 @@ class Reducer:
 
     def _await_hook(self, current: BackwardPass) -> None:
         """Wait for the hook's collectives; on gloo PowerSGD issues some later, from other threads."""
-        if not self._slot.is_empty:
-            with self._slot.minding():
+        if not self.slot.is_empty:
+            with self.slot.minding():
                 current.drain()
 
     @torch.no_grad()
@@ -379,10 +363,10 @@ class Reducer:
         """
         self.check_finished()
         self.rebuild()
-        self._divisor = None
+        self.divisor = None
         last_used = frozenset(self.history.last_order)
         assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
-        current = self._pass(assignment, self._open(), 1.0)
+        current = self._new_pass(assignment, self._open(), 1.0)
         if current.skips_unused and not last_used:
             raise ReductionError(
                 "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "

@@ -57,7 +57,7 @@ class Calls:
         """Check the parameters before a step, and apply the user's changes."""
         core = self._core
         core.check_weights()
-        if core.is_mirrored and core.mirror.tells_of != core.snapshot.age:
+        if core.is_mirrored and core.mirror.last_age != core.snapshot.age:
             core.mirror_state()
         core.snapshot.changed()
         core.refresh()

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from zero_optim.plan.layout import Layout, Row, aligned_offsets, rows_in_order, whole
 from zero_optim.plan.partition import RankLoads, fullest_row
@@ -55,23 +55,10 @@ class Planned:
         """Return the bytes of each parameter of a bucket."""
         return [self.numels[index] * self.item_nbytes[index] for index in bucket]
 
-    def numels_of(self, bucket: Sequence[int]) -> list[int]:
-        """Return the elements of each parameter of a bucket."""
-        return [self.numels[index] for index in bucket]
-
     def cost_of(self, index: int, numel: int) -> float:
         """Return the cost of some elements of a parameter."""
         every = self.numels[index]
         return self.costs[index] if numel == every else self.costs[index] * numel / every
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Owners of parameters (0 in cut buckets) and of cut rows, and the largest load."""
-
-    owners: list[int]
-    row_owners: dict[int, list[int]]
-    fullest: float
 
 
 def choose_rows(planned: Planned, loads: Sequence[float], *, even_buckets: bool = True) -> list[Layout]:
@@ -80,75 +67,72 @@ def choose_rows(planned: Planned, loads: Sequence[float], *, even_buckets: bool 
     Without ``even_buckets`` only the model is even.
     """
     cut = _cut_rows(planned, len(loads))
-    if even_buckets:
-        choice = _bucket_by_bucket(planned, cut, loads)
-        mean = (sum(loads) + sum(planned.costs)) / len(loads)
-    if not even_buckets or choice.fullest > TOLERATED * mean:
-        other = _group_by_group(planned, cut, loads)
-        choice = other if not even_buckets or other.fullest < choice.fullest else choice
+    owners, fullest = _choose(planned, cut, loads, by_bucket=even_buckets)
+    if even_buckets and fullest > TOLERATED * (sum(loads) + sum(planned.costs)) / len(loads):
+        of_model, fullest_of_model = _choose(planned, cut, loads, by_bucket=False)
+        owners = of_model if fullest_of_model < fullest else owners
     layouts = []
     for number, bucket in enumerate(planned.buckets):
-        numels = planned.numels_of(bucket)
+        numels = [planned.numels[index] for index in bucket]
         if number in cut:
-            owned = zip(cut[number], choice.row_owners[number], strict=True)
-            layouts.append(Layout(tuple(numels), tuple(row._replace(owner=owner) for row, owner in owned)))
+            of_rows = owners.of_rows[number]
+            rows = (row._replace(owner=owner) for row, owner in zip(cut[number], of_rows, strict=True))
+            layouts.append(Layout(tuple(numels), tuple(rows)))
         else:
-            owners = [choice.owners[index] for index in bucket]
-            layouts.append(whole(numels, owners, planned.alignments[number]))
+            chosen = [owners.of_params[index] for index in bucket]
+            layouts.append(whole(numels, chosen, planned.alignments[number]))
     return layouts
 
 
 def _cut_rows(planned: Planned, num_ranks: int) -> _CutRows:
+    """Cut a bucket if whole parameters make its fullest row much longer than the mean, and cuts do not."""
     if num_ranks == 1 or not any(planned.steps):
         return {}
     min_nbytes = min_row_nbytes(sum(planned.nbytes_of(range(len(planned.numels)))))
     cut: _CutRows = {}
     for number, bucket in enumerate(planned.buckets):
         nbytes, steps = planned.nbytes_of(bucket), [planned.steps[index] for index in bucket]
-        if not any(steps) or not is_uneven(nbytes, num_ranks, min_nbytes):
+        mean = sum(nbytes) / num_ranks
+        tolerated = max(min_nbytes, TOLERANCE * mean)
+        # Before its last parameter the fullest row was at most the mean: this settles most buckets.
+        if not any(steps) or max(nbytes) <= tolerated:
             continue
-        numels, alignment = planned.numels_of(bucket), planned.alignments[number]
-        ends = even_rows(numels, steps, min(num_ranks, sum(nbytes) // min_nbytes), alignment)
-        if is_worth_it(nbytes, num_ranks, longest_row(ends) * planned.item_nbytes[bucket[0]]):
+        excess = fullest_row(nbytes, num_ranks) - mean
+        if excess <= tolerated:
+            continue
+        numels, alignment = [planned.numels[index] for index in bucket], planned.alignments[number]
+        ends = _even_rows(numels, steps, min(num_ranks, sum(nbytes) // min_nbytes), alignment)
+        longest = max(stop - start for start, stop in pairwise([0, *ends]))
+        if longest * planned.item_nbytes[bucket[0]] - mean <= (1 - GAIN) * excess:
             cut[number] = rows_in_order(numels, range(len(ends)), ends, alignment)
     return cut
 
 
-def _bucket_by_bucket(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> _Choice:
-    ranks = RankLoads(loads)
-    owners = [0] * len(planned.numels)
-    for number, bucket in enumerate(planned.buckets):
-        if number not in cut:
-            costs = [planned.costs[index] for index in bucket]
-            chosen = ranks.assign_bucket(planned.nbytes_of(bucket), costs)
-            for index, owner in zip(bucket, chosen, strict=True):
-                owners[index] = owner
-    return _Choice(owners, _row_owners(planned, cut, ranks), ranks.fullest())
+class _Owners(NamedTuple):
+    of_params: list[int]  # 0 in cut buckets
+    of_rows: dict[int, list[int]]  # by number of the cut bucket
 
 
-def _group_by_group(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> _Choice:
+def _choose(
+    planned: Planned, cut: _CutRows, loads: Sequence[float], *, by_bucket: bool
+) -> tuple[_Owners, float]:
+    """Return owners, bucket by bucket or group by group, and the largest load. Cut rows come last."""
     in_cut = {index for number in cut for index in planned.buckets[number]}
     ranks = RankLoads(loads)
-    owners = [0] * len(planned.numels)
-    for group in planned.groups:
-        members = [index for index in group if index not in in_cut]
-        chosen = ranks.assign_group([planned.costs[index] for index in members])
-        for index, owner in zip(members, chosen, strict=True):
-            owners[index] = owner
-    return _Choice(owners, _row_owners(planned, cut, ranks), ranks.fullest())
-
-
-def _row_owners(planned: Planned, cut: _CutRows, ranks: RankLoads) -> dict[int, list[int]]:
-    owners: dict[int, list[int]] = {}
+    owners = _Owners([0] * len(planned.numels), {})
+    for members in planned.buckets if by_bucket else planned.groups:
+        whole_params = [index for index in members if index not in in_cut]
+        costs = [planned.costs[index] for index in whole_params]
+        chosen = ranks.assign(costs, planned.nbytes_of(whole_params) if by_bucket else None)
+        for index, owner in zip(whole_params, chosen, strict=True):
+            owners.of_params[index] = owner
     for number, rows in cut.items():
-        bucket, taken = planned.buckets[number], ranks.take(len(rows))
-        owners[number] = [rank for _, rank in taken]
-        costs = [
-            sum(planned.cost_of(bucket[extent.param], extent.stop - extent.start) for extent in row.extents)
-            for row in rows
-        ]
-        ranks.give_back((load + cost, rank) for (load, rank), cost in zip(taken, costs, strict=True))
-    return owners
+        bucket, least = planned.buckets[number], ranks.pop_least(len(rows))
+        owners.of_rows[number] = [rank for _, rank in least]
+        for (load, rank), row in zip(least, rows, strict=True):
+            cost = sum(planned.cost_of(bucket[e.param], e.stop - e.start) for e in row.extents)
+            ranks.push(load + cost, rank)
+    return owners, ranks.fullest()
 
 
 def min_row_nbytes(nbytes: int) -> int:
@@ -161,15 +145,7 @@ def cut_step(numel: int, num_rows: int, alignment: int) -> int:
     return math.lcm(numel // num_rows, alignment)
 
 
-def is_uneven(nbytes: Sequence[int], num_ranks: int, min_nbytes: int) -> bool:
-    """Whether whole parameters make a bucket's fullest row much longer than the mean."""
-    mean = sum(nbytes) / num_ranks
-    tolerated = max(min_nbytes, TOLERANCE * mean)
-    # Before its last parameter the fullest row was at most the mean: this settles most buckets.
-    return max(nbytes, default=0) > tolerated and fullest_row(nbytes, num_ranks) > mean + tolerated
-
-
-def even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:
+def _even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:
     """Return the ascending end offsets of a bucket's rows, in elements.
 
     A row exceeds the mean by at most one step and one padding. ``steps`` are elements between possible cuts,
@@ -194,14 +170,3 @@ def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
     if below >= start + numel:
         below = after
     return below if target - below <= above - target else above
-
-
-def is_worth_it(nbytes: Sequence[int], num_ranks: int, longest: int) -> bool:
-    """Whether cut rows are clearly more even than whole parameters."""
-    mean = sum(nbytes) / num_ranks
-    return longest - mean <= (1 - GAIN) * (fullest_row(nbytes, num_ranks) - mean)
-
-
-def longest_row(ends: Sequence[int]) -> int:
-    """Return the elements of the longest row."""
-    return max((stop - start for start, stop in pairwise([0, *ends])), default=0)

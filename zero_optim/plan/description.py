@@ -74,7 +74,7 @@ class _Describer:
         if isinstance(value, functools.partial):
             return self._partial(value)
         if isinstance(value, type):
-            return _name(value) + self._code_of_class(value)
+            return self._class(value)
         if isinstance(value, FunctionType | MethodType | BuiltinFunctionType):
             return self._function(value)
         if isinstance(value, _PLAIN):  # of a class derived from one
@@ -97,9 +97,9 @@ class _Describer:
     # ------------------------------------------------------------------ functions and classes
 
     def _partial(self, value: "functools.partial[Any]") -> str:
-        given = [*map(self._bound_value, value.args)]
-        given += [f"{key}={self._bound_value(item)}" for key, item in sorted(value.keywords.items())]
-        return f"partial({', '.join([self.describe(value.func), *filter(None, given)])})"
+        arguments = [*map(self._bound_value, value.args)]
+        arguments += [f"{key}={self._bound_value(item)}" for key, item in sorted(value.keywords.items())]
+        return f"partial({', '.join([self.describe(value.func), *filter(None, arguments)])})"
 
     def _bound_value(self, value: object) -> str:
         return self.describe(value) if self._bound or callable(value) else ""
@@ -126,25 +126,22 @@ class _Describer:
             except ValueError:  # not filled yet
                 yield f"{name} is nothing yet"
 
-    def _code_of_class(self, given: type) -> str:
-        """Digest the user's methods in a class and its bases, without attributes."""
+    def _class(self, cls: type) -> str:
+        """Name a class; digest the user's methods in it and its bases, without attributes."""
+        if _is_library(cls.__module__):
+            return _name(cls)
         parts: list[str] = []
-        for cls in given.__mro__:
-            parts.append(_name(cls))
-            if not _is_library(cls.__module__):
-                parts += [
-                    f"{key} = {code}"
-                    for key, item in sorted(vars(cls).items())
-                    for code in self._method(item)
-                ]
-        return "" if _is_library(given.__module__) else f" (code {_digest(parts)})"
-
-    def _method(self, entry: Any) -> Iterable[str]:  # noqa: ANN401 - whatever a class holds
-        if isinstance(entry, property):
-            parts = (entry.fget, entry.fset, entry.fdel)
-        else:
-            parts = (entry.__func__ if isinstance(entry, staticmethod | classmethod) else entry, None, None)
-        return [self.describe(part) for part in parts if isinstance(part, FunctionType)]
+        for base in cls.__mro__:
+            parts.append(_name(base))
+            entries = {} if _is_library(base.__module__) else vars(base)
+            for key, entry in sorted(entries.items()):
+                functions: tuple[object, ...] = (entry,)
+                if isinstance(entry, staticmethod | classmethod):
+                    functions = (entry.__func__,)
+                elif isinstance(entry, property):
+                    functions = (entry.fget, entry.fset, entry.fdel)
+                parts += [f"{key} = {self.describe(f)}" for f in functions if isinstance(f, FunctionType)]
+        return f"{_name(cls)} (code {_digest(parts)})"
 
     def _instance(self, value: object) -> str:
         kind = f"{_name(type(value))} {getattr(value, '__qualname__', '')}".rstrip()

@@ -7,8 +7,8 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
@@ -65,22 +65,26 @@ class Layout:
     numels: tuple[int, ...]
     rows: tuple[Row, ...]
     rooms: tuple[Span, ...] = ()
-    is_cut: bool = field(init=False)
-    rooms_behind: tuple[Span, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Check the layout."""
-        num_extents = sum(len(row.extents) for row in self.rows)
-        object.__setattr__(self, "is_cut", num_extents > len(self.numels))
-        behind = tuple(room for room in self.rooms if room.start >= self.end_of_rows)
-        object.__setattr__(self, "rooms_behind", behind)
         self._prove_rows()
         self._prove_rooms()
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a parameter has several extents."""
+        return sum(len(row.extents) for row in self.rows) > len(self.numels)
+
+    @property
+    def rooms_behind(self) -> tuple[Span, ...]:
+        """The header spaces behind all rows."""
+        return tuple(room for room in self.rooms if room.start >= self.end_of_rows)
+
+    @property
     def numel(self) -> int:
         """Elements of the flat tensor with padding and header space."""
-        return self.rooms_behind[-1].stop if self.rooms_behind else self.end_of_rows
+        return max([self.end_of_rows, *(room.stop for room in self.rooms[-1:])])
 
     @property
     def end_of_rows(self) -> int:
@@ -113,8 +117,7 @@ class Layout:
 
     def _prove_rows(self) -> None:
         end, owner = 0, -1
-        covered = [0] * len(self.numels)
-        ends: dict[int, int] = {}  # of each parameter's last extent, in the flat tensor
+        covered: dict[int, tuple[int, int]] = {}  # elements of a parameter, and where the last one lies
         for row in self.rows:
             if row.start != end or row.stop < row.start:
                 raise ValueError(
@@ -126,9 +129,17 @@ class Layout:
             for extent in row.extents:
                 if extent.offset < at or extent.stop < extent.start:
                     raise ValueError(f"{extent} overlaps what lies before it in the row of rank {row.owner}")
-                self._prove_next(extent, covered[extent.param], ends.get(extent.param))
-                at = ends[extent.param] = extent.end
-                covered[extent.param] = extent.stop
+                expected = f"parameter {extent.param} of the bucket: expected its"
+                start, offset = covered.get(extent.param, (0, extent.offset))
+                if extent.start != start:
+                    raise ValueError(f"{expected} next extent to start at {start}, got {extent.start}")
+                if extent.offset != offset:
+                    raise ValueError(
+                        f"{expected} extents to follow each other, but one ends at {offset} and the next "
+                        f"begins at {extent.offset}"
+                    )
+                at = extent.end
+                covered[extent.param] = extent.stop, at
             if at > row.stop:
                 raise ValueError(
                     f"the extents of rank {row.owner} end at {at}, behind its row's end {row.stop}"
@@ -136,23 +147,12 @@ class Layout:
             if len({extent.param for extent in row.extents}) < len(row.extents):
                 raise ValueError(f"rank {row.owner} has two extents of one parameter")
             end, owner = row.stop, row.owner
-        for param, (got, numel) in enumerate(zip(covered, self.numels, strict=True)):
+        for param, numel in enumerate(self.numels):
+            got, _ = covered.get(param, (0, 0))
             if got != numel:
                 raise ValueError(
                     f"parameter {param} of the bucket: {got} of its {numel} elements have a place"
                 )
-
-    def _prove_next(self, extent: Extent, start: int, offset: int | None) -> None:
-        if extent.start != start:
-            raise ValueError(
-                f"parameter {extent.param} of the bucket: expected its next extent to start at {start}, got "
-                f"{extent.start}"
-            )
-        if offset is not None and extent.offset != offset:
-            raise ValueError(
-                f"parameter {extent.param} of the bucket: expected its extents to follow each other, but one "
-                f"ends at {offset} and the next begins at {extent.offset}"
-            )
 
     def _prove_rooms(self) -> None:
         rows = {row.owner: row for row in self.rows}
@@ -173,23 +173,45 @@ def aligned(count: int, alignment: int) -> int:
     return -(-count // alignment) * alignment
 
 
+def aligned_offsets(numels: Iterable[int], alignment: int = 1) -> list[int]:
+    """Return the aligned offsets of consecutive parameters, then the end."""
+    return list(accumulate((aligned(numel, alignment) for numel in numels), initial=0))
+
+
 def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
     """Lay out a bucket without cuts, by the owner of each parameter.
 
     Parameters keep their order in a row; extents and rows start at multiples of ``alignment`` elements.
     """
-    by_owner: dict[int, list[int]] = {}
-    for param, (_, owner) in enumerate(zip(numels, owners, strict=True)):
-        by_owner.setdefault(owner, []).append(param)
-    rows: list[Row] = []
-    offset = 0
-    for owner in sorted(by_owner):
-        start, extents = offset, []
-        for param in by_owner[owner]:
-            extents.append(Extent(param, 0, numels[param], offset))
-            offset += aligned(numels[param], alignment)
-        rows.append(Row(owner, start, offset, tuple(extents)))
+    order = sorted(range(len(numels)), key=owners.__getitem__)
+    offsets = aligned_offsets((numels[param] for param in order), alignment)
+    rows, places = [], zip(order, pairwise(offsets), strict=True)
+    for owner, of_owner in groupby(places, key=lambda place: owners[place[0]]):
+        members = list(of_owner)
+        extents = tuple(Extent(param, 0, numels[param], start) for param, (start, _) in members)
+        rows.append(Row(owner, extents[0].offset, members[-1][1][1], extents))
     return Layout(tuple(numels), tuple(rows))
+
+
+def rows_in_order(
+    numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1
+) -> tuple[Row, ...]:
+    """Make rows of consecutive parameters, which may end inside one; owners and end offsets rise."""
+    offsets = aligned_offsets(numels, alignment)
+    rows: list[Row] = []
+    param, start = 0, 0
+    for owner, stop in zip(owners, ends, strict=True):
+        extents = []
+        while param < len(numels) and (offsets[param] < stop or stop == ends[-1]):
+            first = max(start - offsets[param], 0)
+            last = min(numels[param], stop - offsets[param])
+            extents.append(Extent(param, first, last, offsets[param] + first))
+            if last < numels[param]:
+                break  # the next row goes on with it
+            param += 1
+        rows.append(Row(owner, start, stop, tuple(extents)))
+        start = stop
+    return tuple(rows)
 
 
 def spans_of(pieces: Pieces, numel: int) -> list[Span]:
@@ -209,55 +231,25 @@ def rows_apart(spans: Iterable[Sequence[Span]], num_ranks: int, alignment: int =
     return [Row(rank, 0, row[-1].end if row else 0, tuple(row)) for rank, row in enumerate(by_rank)]
 
 
-def aligned_offsets(numels: Iterable[int], alignment: int = 1) -> list[int]:
-    """Return the aligned offsets of consecutive parameters, then the end."""
-    return list(accumulate((aligned(numel, alignment) for numel in numels), initial=0))
-
-
-def rows_in_order(
-    numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1
-) -> tuple[Row, ...]:
-    """Make rows of consecutive parameters, which may end inside one; owners and end offsets rise."""
-    offsets = aligned_offsets(numels, alignment)
-    rows: list[Row] = []
-    param, start = 0, 0
-    for number, (owner, stop) in enumerate(zip(owners, ends, strict=True)):
-        extents = []
-        is_last = number == len(ends) - 1
-        while param < len(numels) and (offsets[param] < stop or is_last):
-            first = max(start - offsets[param], 0)
-            last = min(numels[param], stop - offsets[param])
-            extents.append(Extent(param, first, last, offsets[param] + first))
-            if last < numels[param]:
-                break  # the next row goes on with it
-            param += 1
-        rows.append(Row(owner, start, stop, tuple(extents)))
-        start = stop
-    return tuple(rows)
-
-
 def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
     """Add header space of ``length`` elements to rows, except empty rows and those within one parameter.
 
     It uses padding if enough; else the row grows by multiples of the alignment.
     """
-    rows: list[Row] = []
-    rooms: list[Span] = []
-    shift = 0
+    rows, rooms, shift = [], list[Span](), 0
     for row in layout.rows:
-        number, is_behind = _place_for_room(row, layout.numels, length)
-        start, extents = row.start + shift, []
-        for index, extent in enumerate(row.extents):
-            if index == number and not is_behind:
-                begin = extent.offset + shift
-                rooms.append(Span(row.owner, begin, begin + length))
-                shift += aligned(length, alignment)
-            extents.append(extent._replace(offset=extent.offset + shift))
-            if index == number and is_behind:
-                end = extents[-1].end
-                rooms.append(Span(row.owner, end, end + length))
-                shift += aligned(max(0, length - _gap_behind(row, index)), alignment)
-        rows.append(Row(row.owner, start, row.stop + shift, tuple(extents)))
+        behind = [*(extent.offset for extent in row.extents[1:]), row.stop]
+        filled = [pair for pair in zip(row.extents, behind, strict=True) if pair[0].stop > pair[0].start]
+        # (padding, begin) behind extents that end their parameter, or else before the first that begins one
+        places = [(end - e.end, e.end) for e, end in filled if e.stop == layout.numels[e.param]]
+        places = [place for place in places if place[0] >= length] or places[-1:]
+        places = places or [(0, e.offset) for e, _ in filled if e.start == 0][:1]
+        padding, begin = places[-1] if places else (length, row.stop)
+        growth = aligned(max(0, length - padding), alignment)
+        rooms += [Span(row.owner, begin + shift, begin + shift + length)] if places else []
+        extents = (e._replace(offset=e.offset + shift + growth * (e.offset >= begin)) for e in row.extents)
+        rows.append(Row(row.owner, row.start + shift, row.stop + shift + growth, tuple(extents)))
+        shift += growth
     return Layout(layout.numels, tuple(rows), tuple(rooms))
 
 
@@ -267,18 +259,3 @@ def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignm
     starts = (layout.end_of_rows + size * number for number in range(len(owners)))
     behind = [Span(owner, start, start + length) for owner, start in zip(owners, starts, strict=True)]
     return Layout(layout.numels, layout.rows, (*layout.rooms, *behind))
-
-
-def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, bool]:
-    """Return the extent next to the header space (-1: none), and whether the space follows it."""
-    filled = [(number, extent) for number, extent in enumerate(row.extents) if extent.stop > extent.start]
-    behind = [number for number, extent in filled if extent.stop == numels[extent.param]]
-    if behind:
-        padded = [number for number in behind if _gap_behind(row, number) >= length]
-        return (padded or behind)[-1], True
-    return next((number for number, extent in filled if extent.start == 0), -1), False
-
-
-def _gap_behind(row: Row, number: int) -> int:
-    behind = row.extents[number + 1].offset if number + 1 < len(row.extents) else row.stop
-    return behind - row.extents[number].end

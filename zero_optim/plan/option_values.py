@@ -23,9 +23,9 @@ OptionKey: TypeAlias = tuple[int, str]  # number of the group, name of the optio
 CLOSE = 1e-6  # numbers count as equal if they differ by no more than that, relative to the larger one
 _READ_NUMEL = 16  # of larger tensors and containers only the size counts
 _DEPTH = 4
+_ABSENT = "nothing"
 _DIGITS = 6  # of a number in a digest: what differs less seldom has another digest
 _STABLE = frozenset([bool, int, float, complex, str, type(None)])
-_STABLE_OR_TUPLE = _STABLE | {tuple}
 DIGEST_NBYTES = 8
 
 
@@ -71,7 +71,7 @@ def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
     return {
         name: plain(value)
         for name, value in options.items()
-        if type(value) not in _STABLE_OR_TUPLE and name not in PARAM_KEYS
+        if not _is_stable(value) and name not in PARAM_KEYS
     }
 
 
@@ -86,12 +86,16 @@ def are_close(one: Plain, other: Plain) -> bool:
     return bool(one == other)
 
 
-def text_of(value: Plain) -> str:
-    """Format a plain value for a message."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return str(int(value))
+def text_of(value: Plain, digits: int | None = None) -> str:
+    """Format a plain value, for a message or with its numbers rounded."""
+    if isinstance(value, float):
+        if digits is not None:
+            return format(value, f".{digits}g")
+        return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
     if isinstance(value, list):
-        return f"[{', '.join(map(text_of, value))}]"
+        return f"[{', '.join(text_of(item, digits) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {text_of(item, digits)}' for key, item in sorted(value.items()))}}}"
     return repr(value)
 
 
@@ -130,8 +134,6 @@ class OptionValues:
         ]
         is_stable = all(entry.is_stable for group in self._groups for entry in group.values())
         self._options = list(map(dict, groups)) if is_stable else []
-        if all(map(_are_same, self._groups, before)) and before:
-            return
         self.by_group = [{name: entry.plain for name, entry in group.items()} for group in self._groups]
         texts = ["\0".join([group[name].text for name in sorted(group)]) for group in self._groups]
         self.digest = hashlib.blake2b("\1".join(texts).encode(), digest_size=DIGEST_NBYTES).digest()
@@ -156,39 +158,15 @@ def _entries_of(
         entry = before.get(name)
         if entry is None or entry.value is not value or not entry.is_stable:
             now = plain(value)
-            text = "" if (number, name) in left_out else _text_of_option(name, now)
+            text = "" if (number, name) in left_out else f"{name}={text_of(now, _DIGITS)}"
             entry = _Entry(value, now, text, _is_stable(value))
         entries[name] = entry
     return entries
 
 
-def _are_same(one: Mapping[str, _Entry], other: Mapping[str, _Entry]) -> bool:
-    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
-
-
 def _is_stable(value: object) -> bool:
     kind = type(value)
     return kind in _STABLE or (kind is tuple and all(type(item) in _STABLE for item in value))  # type: ignore[attr-defined]
-
-
-def _text_of_option(name: str, value: Plain) -> str:
-    """Encode an option for the digest; close numbers mostly have equal texts."""
-    if type(value) is float:  # schedulers change many of them in each step
-        return f"{name}={value:.{_DIGITS}g}"
-    return f"{name}:{_rounded(value)!r}"
-
-
-def _rounded(value: Plain) -> Plain:
-    if isinstance(value, float):
-        return format(value, f".{_DIGITS}g")
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in sorted(value.items())}
-    return [value]  # a text is no number
-
-
-_ABSENT = "nothing"
 
 
 def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionKey]:

@@ -1,10 +1,10 @@
-"""Greedy balanced assignment of owners, over the model and bucket by bucket. Pure arithmetic, no torch.
+"""Greedy balanced assignment of owners, and of parameters to buckets. Pure arithmetic, no torch.
 
 Each rank computes it, so nothing depends on hashing, floating-point order or the rank.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 
 def assign_owners(
@@ -23,7 +23,7 @@ def assign_owners(
     if len(loads) != num_ranks:
         raise ValueError(f"expected one load for each of {num_ranks} ranks, got {len(loads)}")
     ranks = RankLoads(loads)
-    return [ranks.assign_group(costs) for costs in groups]
+    return [ranks.assign(costs) for costs in groups]
 
 
 class RankLoads:
@@ -37,54 +37,82 @@ class RankLoads:
         """Return the largest load."""
         return max(self._heap)[0]
 
-    def take(self, count: int) -> list[tuple[float, int]]:
-        """Remove the least loaded ranks; return (load, rank) pairs by rank; `give_back` must follow."""
-        return sorted((heapq.heappop(self._heap) for _ in range(count)), key=lambda taken: taken[1])
+    def pop_least(self, count: int) -> list[tuple[float, int]]:
+        """Remove the least loaded ranks; return (load, rank) pairs by rank; `push` must follow for each."""
+        return sorted((heapq.heappop(self._heap) for _ in range(count)), key=lambda pair: pair[1])
 
-    def give_back(self, ranks: Iterable[tuple[float, int]]) -> None:
-        """Insert (load, rank) pairs again."""
-        for load, rank in ranks:
-            heapq.heappush(self._heap, (load, rank))
+    def push(self, load: float, rank: int) -> None:
+        """Insert a rank again."""
+        heapq.heappush(self._heap, (load, rank))
 
-    def assign_group(self, costs: Sequence[float]) -> list[int]:
-        """Return an owner for each item, as `assign_owners`, and add the costs to the loads."""
+    def assign(self, costs: Sequence[float], nbytes: Sequence[int] | None = None) -> list[int]:
+        """Return an owner for each item, and add the costs to the loads.
+
+        The costliest goes first, to the least loaded rank. With ``nbytes`` of a bucket's parameters the
+        largest goes first, to the rank with the fewest bytes of the bucket, then the least load. Ties go to
+        the lower index and rank.
+        """
         for index, cost in enumerate(costs):
             if not 0 <= cost < float("inf"):
                 raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
         owners = [0] * len(costs)
-        # sorted() is stable, even reversed: equal costs keep their order.
-        for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-            load, owner = self._heap[0]
-            owners[index] = owner
-            heapq.heapreplace(self._heap, (load + costs[index], owner))
-        return owners
-
-    def assign_bucket(self, sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
-        """Return an owner for each parameter of a bucket, and add the costs to the loads.
-
-        The largest goes first, to the rank with the fewest bytes of the bucket, then the least load. Ties go
-        to the lower index and rank.
-        """
-        owners = [0] * len(sizes)
-        touched: list[tuple[int, float, int]] = []  # a heap of (bytes of the bucket, load, rank)
-        for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-            size, cost = sizes[index], costs[index]
-            if self._heap and (not touched or (0, *self._heap[0]) < touched[0]):
+        sizes = [0] * len(costs) if nbytes is None else nbytes
+        chosen: list[tuple[int, float, int]] = []  # a heap of (bytes of the bucket, load, rank)
+        # sorted() is stable, even reversed: equal items keep their order.
+        for index in sorted(range(len(costs)), key=(nbytes or costs).__getitem__, reverse=True):
+            if self._heap and (not chosen or (0, *self._heap[0]) < chosen[0]):
                 load, owner = heapq.heappop(self._heap)
-                heapq.heappush(touched, (size, load + cost, owner))
+                heapq.heappush(chosen, (sizes[index], load + costs[index], owner))
             else:
-                held, load, owner = touched[0]
-                heapq.heapreplace(touched, (held + size, load + cost, owner))
+                size, load, owner = chosen[0]
+                heapq.heapreplace(chosen, (size + sizes[index], load + costs[index], owner))
             owners[index] = owner
-        self.give_back((load, rank) for _, load, rank in touched)
+        for _, load, owner in chosen:
+            self.push(load, owner)
         return owners
 
 
 def fullest_row(sizes: Sequence[int], num_ranks: int) -> int:
-    """Return the bytes of `RankLoads.assign_bucket`'s fullest row, whatever the loads."""
+    """Return the bytes of a bucket's fullest row as `RankLoads.assign` chooses owners, whatever the loads."""
     if len(sizes) <= num_ranks:
         return max(sizes, default=0)
     rows = [0] * num_ranks
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(rows, rows[0] + size)
     return max(rows)
+
+
+def assign_buckets(
+    keys: Sequence[Hashable],
+    nbytes: Sequence[int],
+    cap_nbytes: int | Sequence[int],
+    order: Sequence[int] | None = None,
+    *,
+    overflow: bool = False,
+) -> list[list[int]]:
+    """Fill buckets with neighbouring parameters of equal key; return the parameter indices of each.
+
+    ``cap_nbytes`` limits buckets of several parameters; a list has caps for the first, second, … bucket of a
+    key. ``order`` is by default the last registered first, roughly as in backward. ``overflow`` includes the
+    parameter that reaches the cap, as PyTorch's reducer does. Incomplete buckets come last. ValueError for a
+    cap below 1.
+    """
+    caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
+    if not caps or min(caps) < 1:
+        raise ValueError(f"expected a bucket capacity of at least 1 byte, got {cap_nbytes}")
+    if len(keys) != len(nbytes):
+        raise ValueError(f"expected a key and a size for each parameter, got {len(keys)} and {len(nbytes)}")
+    full: list[list[int]] = []
+    num_full: dict[Hashable, int] = {}
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    for index in reversed(range(len(keys))) if order is None else order:
+        key = keys[index]
+        bucket, size = open_buckets.get(key, ([], 0))
+        cap = caps[min(num_full.get(key, 0), len(caps) - 1)]
+        if bucket and (size >= cap if overflow else size + nbytes[index] > cap):
+            full.append(bucket)
+            num_full[key] = num_full.get(key, 0) + 1
+            bucket, size = [], 0
+        bucket.append(index)
+        open_buckets[key] = (bucket, size + nbytes[index])
+    return full + [bucket for bucket, _ in open_buckets.values()]

@@ -7,17 +7,17 @@ Note [Order of gathers]
 """
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
 
-from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.cuts import Planned, choose_rows, cut_step
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout
+from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.strides import dense_strides, kept_dtype
 
@@ -85,36 +85,39 @@ def make_plan(
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
+    units = units or [None] * len(params)
     numels, item_nbytes = [p.numel() for p in params], [kept_dtype(p).itemsize for p in params]
     nbytes = [numel * size for numel, size in zip(numels, item_nbytes, strict=True)]
-    buckets = _buckets(_travel_keys(params, bears), nbytes, cap_nbytes, units or [None] * len(params))
-    alignments = [alignment_of(params[bucket[0]]) for bucket in buckets]
-    if used is not None:
-        narrow = [item_nbytes[bucket[0]] // used[bucket[0]].itemsize for bucket in buckets]
-        alignments = [count * max(1, times) for count, times in zip(alignments, narrow, strict=True)]
-    all_costs = tuple(chain.from_iterable(costs))
-    steps = [0] * len(params)
-    for bucket, alignment in zip(buckets, alignments, strict=True):
-        for i in bucket:
-            steps[i] = _cut_step(params[i], alignment) if bears[i] else 0
+    slots = _device_slots(params)
+    # A bucket has one key. Frozen parameters need no gather; those that may be cut can have equal rows.
+    keys = [
+        (kept_dtype(p), slots[p.device], p.requires_grad, bear, unit)
+        for p, bear, unit in zip(params, bears, units, strict=True)
+    ]
+    last_first = range(len(params) - 1, -1, -1)
+    inside = [index for index in last_first if units[index] is not None]
+    outside = [index for index in last_first if units[index] is None]
+    buckets = sorted(assign_buckets(keys, nbytes, sys.maxsize, inside), key=max, reverse=True)
+    buckets += assign_buckets(keys, nbytes, cap_nbytes, outside)
+    alignments, steps = [], [0] * len(params)
+    for bucket in buckets:
+        narrow = 1 if used is None else max(1, item_nbytes[bucket[0]] // used[bucket[0]].itemsize)
+        alignments.append(alignment_of(params[bucket[0]]) * narrow)
+        for index in bucket:
+            steps[index] = _cut_step(params[index], alignments[-1]) if bears[index] else 0
+    every_cost = tuple(chain.from_iterable(costs))
     members = [range(*ends) for ends in pairwise(accumulate(map(len, groups), initial=0))]
-    planned = Planned(numels, item_nbytes, all_costs, steps, members, buckets, alignments)
+    planned = Planned(numels, item_nbytes, every_cost, steps, members, buckets, alignments)
     layouts = choose_rows(planned, loads or [0] * num_ranks, even_buckets=bears_cuts is not None)
     plans = [BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     needed = [place / len(group) for group in groups for place in range(len(group))]
     plans.sort(key=lambda plan: min(needed[index] for index in plan.params))
-    return Plan(all_costs, _pieces(params, plans), tuple(plans))
-
-
-def _buckets(
-    keys: Sequence[Hashable], nbytes: Sequence[int], cap_nbytes: int, units: Sequence[int | None]
-) -> list[list[int]]:
-    keys = list(zip(keys, units, strict=True))
-    last_first = range(len(keys) - 1, -1, -1)
-    inside = [index for index in last_first if units[index] is not None]
-    outside = [index for index in last_first if units[index] is None]
-    of_units = assign_buckets(keys, nbytes, sys.maxsize, inside)
-    return [*sorted(of_units, key=max, reverse=True), *assign_buckets(keys, nbytes, cap_nbytes, outside)]
+    pieces: list[Pieces] = [()] * len(params)
+    for plan in plans:
+        of_bucket = plan.layout.pieces([params[index].shape for index in plan.params])
+        for index, of_param in zip(plan.params, of_bucket, strict=True):
+            pieces[index] = of_param
+    return Plan(every_cost, tuple(pieces), tuple(plans))
 
 
 def alignment_of(param: Tensor) -> int:
@@ -132,26 +135,6 @@ def _cut_step(param: Tensor, alignment: int) -> int:
         return 0  # dimension 0 is not outermost, so a row is no contiguous memory
     step = cut_step(numel, param.shape[0], alignment)
     return step if step < numel else 0
-
-
-def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pieces, ...]:
-    pieces: list[Pieces] = [()] * len(params)
-    for bucket in buckets:
-        shapes = [params[index].shape for index in bucket.params]
-        for index, of_param in zip(bucket.params, bucket.layout.pieces(shapes), strict=True):
-            pieces[index] = of_param
-    return tuple(pieces)
-
-
-def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[Hashable]:
-    """Return each parameter's key; a bucket has one key.
-
-    Frozen parameters need no gather; parameters that may be cut can have equal rows.
-    """
-    slots = _device_slots(params)
-    return [
-        (kept_dtype(p), slots[p.device], p.requires_grad, b) for p, b in zip(params, bears_cuts, strict=True)
-    ]
 
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:

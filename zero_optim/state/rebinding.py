@@ -31,12 +31,11 @@ from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
-from zero_optim.state.core import Core
+from zero_optim.state.core import Core, Snapshot
 from zero_optim.state.dicts import check_targets
 from zero_optim.state.holders import Holders, find_holders, refuse_lost
 from zero_optim.state.moving import Held, move, told_by
 from zero_optim.state.options import KEPT_WHOLE
-from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
@@ -176,17 +175,13 @@ def go_over(
     _keep_rows(core, former)
     owned.keep()
     core.show_state()
-    _note_moment(core, holders)
-    return [params[index] for index in lost]
-
-
-def _note_moment(core: Core, holders: Holders | None) -> None:
     if holders is None:
         core.snapshot = Snapshot()
     elif core.snapshot.age != holders.age or holders.options is not None:
         core.snapshot = Snapshot(holders.age, holders.steps)
     else:
         core.snapshot.steps = holders.steps
+    return [params[index] for index in lost]
 
 
 def _told(
@@ -226,8 +221,7 @@ def _built(
     core: Core, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
 ) -> OwnedState:
     """Build the new owned state; all ranks call. The plan is not added yet."""
-    params = core.params
-    pieces = sharding.owned(params, plan)
+    params, (leaves, average) = core.params, new_leaves(core.inputs)
     cut = {param: each for param, each in zip(params, plan.pieces, strict=True) if len(each) > 1}
 
     def cuts_of(of: ParamGroup) -> list[CutRows]:
@@ -238,7 +232,7 @@ def _built(
         local.check_cuts(groups, cuts_of)  # options may have changed, and other parameters are cut
         return local
 
-    leaves, average = new_leaves(core.inputs)
+    pieces = sharding.owned(params, plan)
     return new_owned(core.inputs, group, leaves, average, groups, pieces, local_over)
 
 
