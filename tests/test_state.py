@@ -279,12 +279,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, patience: float)
         return stderr.getvalue()
 
 
-def test_a_bar_is_drawn_on_a_terminal_once_some_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_drawn_on_a_terminal_with_tqdm_once_some_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert "consolidating" in drawn(monkeypatch, Terminal(), patience=0)
     assert drawn(monkeypatch, Terminal(), patience=3600) == ""
     assert drawn(monkeypatch, io.StringIO(), patience=0) == ""
-
-
-def test_without_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert drawn(monkeypatch, Terminal(), patience=0) == ""
