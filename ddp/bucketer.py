@@ -11,8 +11,7 @@ Note [Not for gradients]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,24 +32,10 @@ from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 
 Callback: TypeAlias = Callable[[Tensor], None]
+_Kind: TypeAlias = tuple[dist.ProcessGroup | None, torch.dtype, torch.device]  # of inputs sent together
 
 # More would hide no more of the network's time, and each one holds a bucket.
 _NUM_UNDER_WAY = 2
-
-
-class _Kind(NamedTuple):
-    """What inputs that are sent together have in common."""
-
-    group: dist.ProcessGroup | None
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Call(NamedTuple):
-    """The shape of this rank's chunk in one call, and the callback for the sum."""
-
-    shape: torch.Size
-    callback: Callback | None
 
 
 @dataclass(slots=True, eq=False)
@@ -62,22 +47,14 @@ class _Bucket:
     """
 
     rows: list[list[Tensor]]
-    device: torch.device
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[tuple[torch.Size, Callback | None]] = field(default_factory=list)  # with this rank's shape
     nbytes: int = 0
     ready: dict[Stream | None, Event | None] = field(default_factory=dict)
 
-    def add(self, chunks: Sequence[Tensor], call: _Call) -> None:
-        for row, chunk in zip(self.rows, chunks, strict=True):
-            row.append(chunk.detach().reshape(-1))
-        self.ready[current_stream(self.device)] = recorded_event(self.device)
-        self.calls.append(call)
-        self.nbytes += _nbytes(chunks)
-
-    def packed(self) -> list[Tensor]:
+    def packed(self, device: torch.device) -> list[Tensor]:
         """Return the rows, each as one tensor, for the current stream."""
         for event in self.ready.values():
-            wait_for_event(self.device, event)
+            wait_for_event(device, event)
         packed = [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
         for row in self.rows:
             record_use(*row)  # perhaps made on other streams, and dropped before this one has got here
@@ -127,17 +104,22 @@ class ReduceScatterBucketer:
             TypeError: chunks differ in dtype or device, or are sparse.
         """
         _check(input_list, dist.get_world_size(group))
-        kind = _Kind(group, input_list[0].dtype, input_list[0].device)
-        ranks = self._ranks_for(kind)[0]
-        size = _nbytes(input_list)
+        device = input_list[0].device
+        kind = group, input_list[0].dtype, device
+        ranks, _ = self._ranks_for(group, device)
+        size = sum(chunk.numel() * chunk.itemsize for chunk in input_list)
         goes_at_once = size > self._cap_nbytes or self._cap_nbytes <= 0
         bucket = None if goes_at_once else self._buckets.get(kind)
         if bucket is not None and bucket.nbytes + size > self._cap_nbytes:
             self._send(kind, self._buckets.pop(kind))
             bucket = None
         if bucket is None:
-            bucket = _Bucket([[] for _ in range(ranks.size)], kind.device)
-        bucket.add(input_list, _Call(input_list[ranks.rank].shape, callback_fn))
+            bucket = _Bucket([[] for _ in range(ranks.size)])
+        for row, chunk in zip(bucket.rows, input_list, strict=True):
+            row.append(chunk.detach().reshape(-1))
+        bucket.ready[current_stream(device)] = recorded_event(device)
+        bucket.calls.append((input_list[ranks.rank].shape, callback_fn))
+        bucket.nbytes += size
         if goes_at_once:
             self._send(kind, bucket)
         else:
@@ -162,32 +144,29 @@ class ReduceScatterBucketer:
             self._calls_back = True
         self._ranks = {}
 
-    def _ranks_for(self, kind: _Kind) -> tuple[RankGroup, Lease]:
+    def _ranks_for(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[RankGroup, Lease]:
         """Return the ranks, and the groups beside them that send such inputs, whatever the dtype."""
-        place = kind.group, kind.device
-        if place not in self._ranks:
-            ranks = RankGroup.of(kind.group, kind.device)
-            self._ranks[place] = ranks, lanes_beside(ranks)
-        return self._ranks[place]
+        if (group, device) not in self._ranks:
+            ranks = RankGroup.of(group, device)
+            self._ranks[group, device] = ranks, lanes_beside(ranks)
+        return self._ranks[group, device]
 
     def _send(self, kind: _Kind, bucket: _Bucket) -> None:
-        ranks, lease = self._ranks_for(kind)
+        group, _, device = kind
+        ranks, lease = self._ranks_for(group, device)
+
+        def answer(totals: Sequence[Tensor]) -> None:
+            parts = torch.split(totals[0], [shape.numel() for shape, _ in bucket.calls])
+            for (shape, callback), part in zip(bucket.calls, parts, strict=True):
+                if callback is not None and self._calls_back:
+                    callback(part.view(shape))
 
         def begin() -> Then:
-            return Then([RowSum(ranks, lease.groups, bucket.packed())], partial(self._answer, bucket.calls))
+            packed = bucket.packed(device)
+            bucket.rows = []
+            return Then([RowSum(ranks, lease.groups, packed)], answer)
 
         self._sent.start(begin)
-
-    def _answer(self, calls: Sequence[_Call], totals: Sequence[Tensor]) -> None:
-        """Hand each call its part of a sum."""
-        parts = torch.split(totals[0], [call.shape.numel() for call in calls])
-        for call, part in zip(calls, parts, strict=True):
-            if call.callback is not None and self._calls_back:
-                call.callback(part.view(call.shape))
-
-
-def _nbytes(chunks: Sequence[Tensor]) -> int:
-    return sum(chunk.numel() * chunk.itemsize for chunk in chunks)
 
 
 def _check(chunks: Sequence[Tensor], size: int) -> None:

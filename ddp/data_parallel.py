@@ -21,14 +21,14 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
 from zero_optim.compat.engine import after_backward, eager, eager_itself
-from zero_optim.ddp.precision.casting import Casting, cast_buffers
+from zero_optim.ddp.precision.casting import Casting, Casts, cast_buffers
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
+from zero_optim.ddp.wrapper_checks import agree_on_model
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
 
@@ -131,7 +131,7 @@ class DistributedDataParallel(RebindableWrapper):
         )
         reducer = self._make_reducer(pairs, options, sparse)
         self.reducer: Any = TorchReducerAdapter(reducer)
-        self.logger: Any = TorchLoggerAdapter(reducer)
+        self.logger: Any = TorchLoggerAdapter()
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
@@ -213,7 +213,7 @@ class DistributedDataParallel(RebindableWrapper):
     @eager_itself
     def _run_cast(self, *inputs: object, **kwargs: object) -> object:
         assert self._casting is not None  # asked for by the caller
-        casts = self._casting.casts()
+        casts = Casts(self._casting)
         with casts.in_place():
             output: object = super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         casts.return_in_backward(output)
@@ -325,6 +325,8 @@ class DistributedDataParallel(RebindableWrapper):
         That is the comm hook, sizes of buckets in bytes, counts, and flags as 0 and 1. No times.
         """
         return logging_data(self._own())
+
+    _get_ddp_logging_data = get_ddp_logging_data
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Return what the reductions on this rank communicated since the last call. No communication.

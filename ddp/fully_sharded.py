@@ -27,7 +27,6 @@ from zero_optim.ddp.full.filling import Init, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
-from zero_optim.ddp.full.offload import Offload
 from zero_optim.ddp.full.parts import (
     check_sparse,
     make_gathers,
@@ -36,15 +35,15 @@ from zero_optim.ddp.full.parts import (
     make_units,
     send_buffers,
 )
-from zero_optim.ddp.full.unit import UnitSupply
 from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
-from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.report import names_text
+from zero_optim.ddp.wrapper_checks import agree_on_model
 from zero_optim.health.watchdog import unwatch
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+from zero_optim.shard.keeping import Offload
 from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
 
 
@@ -177,7 +176,7 @@ class FullyShardedDataParallel(nn.Module):
         self._optimizer.begin_averages_anew()  # from the weights that the ranks have by now
         built.registration.is_open = built.stands_in
         built.registration.everyone = None if self._mesh is None else everyone
-        refuse_conversions(module, built.registration.units)
+        refuse_conversions(module, built.registration.params)
         PassHooks(self).hang_on(module)
 
     def _make_reducer(self) -> None:
@@ -190,14 +189,14 @@ class FullyShardedDataParallel(nn.Module):
         reducer = make_reducer(built, optimizer, mesh, self._options, _wanted(weakref.ref(self)))
         self._reducer, stamps = reducer, optimizer.iteration.calls.unit_stamps()
         gathers = make_gathers(built, optimizer, mesh, reducer, stamps)
-        if hasattr(self, "units"):
-            self.units.supply.use(optimizer.ranks, gathers, stamps)
-        else:
-            supply = UnitSupply(make_units(built, reducer.params), optimizer.ranks, gathers, stamps)
-            self.units = UnitsInUse(supply, self._asked.num_kept, guards_reads=self._asked.guards_reads)
+        if not hasattr(self, "units"):
+            units = make_units(built, reducer.params)
+            self.units = UnitsInUse(units, self._asked.num_kept, guards_reads=self._asked.guards_reads)
             hook_up(built.choice, self.units)
             built.policy.hook_up(built.choice.modules)
-        self.units.places = reducer.places = make_places(self.units, built.choice.unit_of, reducer)
+        self.units.use(optimizer.ranks, gathers, stamps)
+        self.units.places = places = make_places(self.units, built.choice.unit_of, reducer)
+        reducer.holds = places.begin
         reducer.follow(weakly(self.units.gradient_came))
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -323,3 +322,50 @@ def _wanted(wrapper: "weakref.ref[FullyShardedDataParallel]") -> Callable[[bool]
         return was_expected and own is not None and own.require_backward_grad_sync
 
     return wanted
+
+
+def fully_shard(
+    module: nn.Module,
+    optimizer: ZeroRedundancyOptimizer | None = None,
+    **options: Any,  # noqa: ANN401 - those of the wrapper
+) -> nn.Module:
+    """Keep each parameter of a module on its owners alone, as `FullyShardedDataParallel` does, in place.
+
+    The module keeps its class, and the names in its state dict. Call it as before; all ranks do::
+
+        fully_shard(model, units=[*model.blocks])
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    What the wrapper has beside the forward pass (``no_sync()``, ``metrics()``, ``units``,
+    ``check_finished()``), `fully_sharded` gives. All ranks of the group call with the same arguments; it
+    communicates.
+
+    Args:
+        module: what to train, the whole of it.
+        optimizer: as in `FullyShardedDataParallel`.
+        **options: likewise.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: on every rank: the module, or a part of it, is fully sharded already.
+        Exception: likewise, as `FullyShardedDataParallel`.
+    """
+    wrapper = FullyShardedDataParallel(module, optimizer, **options)
+    hooks = PassHooks.of(module)
+    assert hooks is not None  # of the wrapper
+    hooks.kept = wrapper
+    return module
+
+
+def fully_sharded(module: nn.Module) -> FullyShardedDataParallel:
+    """Give the wrapper that a module was sharded by with `fully_shard`; does not communicate.
+
+    Raises:
+        ValueError: it was not.
+    """
+    hooks = PassHooks.of(module)
+    if hooks is None or hooks.kept is None:
+        raise ValueError(f"this {type(module).__name__} was not given to fully_shard()")
+    return hooks.kept

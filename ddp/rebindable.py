@@ -10,7 +10,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
 from zero_optim.compat.engine import eager
-from zero_optim.ddp.reducer.model_agreement import agree_on_model
+from zero_optim.ddp.wrapper_checks import agree_on_model
 from zero_optim.health.watchdog import unwatch, watch
 
 
@@ -69,10 +69,34 @@ class RebindableWrapper(TorchDistributedDataParallel):
         group = RankGroup.of(process_group, self._module_parameters).within(self._timeout)
         watch(self, group, self._on_stall)
         try:
-            self._bind(group)
+            with failing_together(group):
+                if not self._is_detached:
+                    raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
+                if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
+                    raise RuntimeError(
+                        "delay_all_reduce_named_params belongs to one process group: wrap the module anew"
+                    )
+            options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+            arguments = {name: getattr(self, name) for name in options}
+            arguments |= {"module": self.module, "process_group": group.process_group}
+            agree_on_model(arguments, self, self._timeout, self._on_stall)
+            self.process_group = group.process_group
+            private.sync_module_states(
+                module=self.module,
+                process_group=self.process_group,
+                broadcast_bucket_size=self.broadcast_bucket_size,
+                src=0,
+                params_and_buffers_to_ignore=self.parameters_to_ignore,
+            )
+            parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+            names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+            self._ddp_init_helper(parameters, sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
         finally:
             if self._is_detached:  # as before
                 unwatch(self)
+        self.require_forward_param_sync = True
+        if self.static_graph:
+            self.reducer._set_static_graph()
 
     @eager
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
@@ -89,30 +113,3 @@ class RebindableWrapper(TorchDistributedDataParallel):
     @property
     def _is_detached(self) -> bool:
         return isinstance(getattr(self, "reducer", None), _Detached)
-
-    def _bind(self, group: RankGroup) -> None:
-        with failing_together(group):
-            if not self._is_detached:
-                raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
-            if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
-                raise RuntimeError(
-                    "delay_all_reduce_named_params belongs to one process group: wrap the module anew"
-                )
-        options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        given = {name: getattr(self, name) for name in options}
-        given |= {"module": self.module, "process_group": group.process_group}
-        agree_on_model(given, self, self._timeout, self._on_stall)
-        self.process_group = group.process_group
-        private.sync_module_states(
-            module=self.module,
-            process_group=self.process_group,
-            broadcast_bucket_size=self.broadcast_bucket_size,
-            src=0,
-            params_and_buffers_to_ignore=self.parameters_to_ignore,
-        )
-        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-        self._ddp_init_helper(parameters, sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
-        self.require_forward_param_sync = True
-        if self.static_graph:
-            self.reducer._set_static_graph()

@@ -1,7 +1,6 @@
 """Our reducer behind the method names by which PyTorch's class knows its own, and its logger."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -61,7 +60,7 @@ class TorchReducerAdapter:
                 return size
             return float((count() if copied is None else copied).read().item())
 
-        self.own.divide_by(divisor)
+        self.own.divisor = divisor
 
     def _set_static_graph(self) -> None:
         self.own.set_static_graph()
@@ -77,8 +76,7 @@ class TorchReducerAdapter:
             raise ValueError(f"expected a sample rate of at least 1, got {rate}")
 
     def _install_post_backward_futures(self, futures: list[Future[object]]) -> None:
-        for future in futures:
-            self.own.wait_also(future)
+        self.own.futures += futures
 
     def _remove_autograd_hooks(self) -> None:
         self.own.close()
@@ -93,19 +91,16 @@ class TorchReducerAdapter:
         self.own.use_group(process_group)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class TorchLoggerAdapter:
-    """Our reducer under the method names by which PyTorch's class knows its logger; it takes no times."""
+    """The methods of PyTorch's logger that its class calls; it does nothing.
 
-    own: Reducer
+    Errors are raised, no times are taken, and the rest is asked of the reducer.
+    """
 
     def _ignore(self, *_: object) -> None:
-        """Do nothing: errors are raised, and the rest is asked of the reducer."""
+        """Do nothing."""
 
     set_runtime_stats_and_log = set_error_and_log = _set_static_graph = _set_uneven_input_join = _ignore
-
-    def _get_ddp_logging_data(self) -> SimpleNamespace:
-        return SimpleNamespace(strs_map=logging_data(self.own), ints_map={})
 
 
 def logging_data(reducer: Reducer) -> dict[str, int | str]:
@@ -113,7 +108,7 @@ def logging_data(reducer: Reducer) -> dict[str, int | str]:
     history = reducer.history
     sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
     rebuilt = {"rebuilt_bucket_sizes": sizes} if history.has_rebuilt else {}
-    hook = {"comm_hook": reducer.hook_name} if reducer.hook_name else {}
+    hook = {"comm_hook": reducer.slot.name} if reducer.slot.name else {}
     return {
         "world_size": reducer.group.size,
         "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],

@@ -15,16 +15,16 @@ from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
-from zero_optim.ddp.owners.wrapper_checks import (
+from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.report import names_text
+from zero_optim.ddp.wrapper_checks import (
     REFUSED,
     check_arguments,
     check_group,
     check_module,
     check_optimizer,
+    refuse_freed,
 )
-from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.model_agreement import refuse_freed
-from zero_optim.ddp.reducer.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.step.unreduced import NOT_REDUCED
 

@@ -10,10 +10,38 @@ Note [Gradients that are all zero]
     bucket with an all-zero gradient waits, alike on all ranks, until `param.grad` tells at the end of
     backward. The search takes time, on an accelerator the CPU's; it is omitted where some rank is known to
     have used every parameter.
+
+Note [A thread or none]
+    On gloo, whose groups have own threads, a thread waits for each reduction, steps, and gathers on its own
+    groups beside the backward pass. With NCCL two threads could issue kernels in another order on another
+    rank, and deadlock. An accelerator needs no thread: each hook starts its reduction, then steps and gathers
+    the bucket before on a side stream and the optimizer's group (reduce 0, reduce 1, gather 0, reduce 2,
+    gather 1, …). gloo with accelerator tensors, and other CPU backends, have no thread either, and delay the
+    backward pass. `Overlap.takes_thread` decides; either way buckets are in one flow, `Overlap.under_way`.
+
+Note [Streams of a step]
+    B is the backward stream, which calls hooks; S the side stream; N that of collectives; C the caller's,
+    which the engine makes wait for B before the final callbacks. Memory returns to the stream it came from.
+
+    ==========================  =====  ================  ==================================================
+    tensor                      made   used              ordered or kept by
+    ==========================  =====  ================  ==================================================
+    bucket, owners' parcels     B      N, S              S waits for the reduction; `record_use` on S
+    reduced by a hook           B, N   S, C (DDP)        likewise; ``done`` is set on S, and DDP waits for it
+    parameters, read            C      B, S              S waits in each hook for what B was given before
+    parameters, written         S, N   C (next forward)  C waits for S when backward ends, and for the gather
+    moved into their bucket     B      S, N, C           the first hook does it, on B, and S waits for B
+    optimizer's state           S      S, C (step())     C waits for S when backward ends; S for B in hooks
+    flat tensor of a gather     S      N, C              `Pending` marks it on each stream that waits first
+    what steps take and drop    S      S                 nothing else uses it
+    late gradients              C      C                 stepped when C has waited for S
+    ==========================  =====  ================  ==================================================
+
+    S reads the reduced bucket, not ``param.grad``; C waits for S before anybody can change it.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +90,8 @@ class SteppedPass:
             yield
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
             self.error = self.error or error
-            self.abandon()
+            with suppress(Exception):  # DDP waits for the future, whatever fails
+                self.abandon()
 
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
         """Store reduced gradients, and step the optimizer's full buckets."""
@@ -103,9 +132,13 @@ class SteppedPass:
             self.overlap.step(gradients if self.error is None else dict.fromkeys(gradients), self.error)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Task:
-    """A bucket of DDP being reduced; ``done`` is DDP's future, ``buffer`` has the unreduced gradients."""
+    """A bucket of DDP being reduced, then stepped: one work of `Overlap.under_way`.
+
+    ``buffer`` has the unreduced gradients. ``done`` is DDP's future. Without a thread it is completed before
+    the step, as a later hook, which steps, may not come; with NCCL only a stream waits there.
+    """
 
     of: SteppedPass
     params: Sequence[Tensor]
@@ -113,33 +146,48 @@ class Task:
     reduced: Work | OwnerReduction
     all_used: bool
     done: TensorFuture
+    _gradients: Sequence[Tensor] | None = field(default=None, init=False)  # None if the reduction failed
+    result: Tensor | None = field(default=None, init=False)
 
-    def receive(self) -> tuple[Tensor, Sequence[Tensor] | None]:
-        """Wait for the reduction; return DDP's result and the gradients, None if it failed."""
-        result, gradients = self.buffer, None
-        with self.of.storing_errors():
-            reduced = _tensor(self.reduced.wait())
-            record_use(reduced)  # made on another stream; Note [Streams of a step] in `queues`
-            gradients = _gradients(reduced, self.params)
-            result = reduced
-        return result, gradients
+    @torch.no_grad()
+    def begin(self) -> "Task":
+        """Wait for the reduction, with the side stream."""
+        with self.of.overlap.streams.behind(self.buffer.device):
+            with self.of.storing_errors():
+                self.receive()
+            if not self.of.overlap.takes_thread:
+                self.complete()
+        return self
 
-    def step(self, gradients: Sequence[Tensor] | None) -> None:
-        """Step full buckets with the gradients that `receive` returned."""
+    def receive(self) -> None:
+        """Take what the reduction has summed."""
+        reduced = _tensor(self.reduced.wait())
+        record_use(reduced)  # made on another stream
+        self._gradients = _gradients(reduced, self.params)
+        self.result = reduced
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Step the buckets of the optimizer that are full now."""
         known: list[Tensor | None] = [None] * len(self.params)
         unsure: set[int] = set()
         with self.of.storing_errors():
-            if gradients is not None and isinstance(self.reduced, OwnerReduction):
+            if self._gradients is not None and isinstance(self.reduced, OwnerReduction):
                 used = self.reduced.used()
-                known = [gradient if place in used else None for place, gradient in enumerate(gradients)]
-            elif gradients is not None:
-                unsure = set() if self.all_used else _all_zero(gradients)
-                known = list(gradients)
-        self.of.take(self.params, known, unsure)
+                known = [
+                    gradient if place in used else None for place, gradient in enumerate(self._gradients)
+                ]
+            elif self._gradients is not None:
+                unsure = set() if self.all_used else _all_zero(self._gradients)
+                known = list(self._gradients)
+        with self.of.storing_errors():
+            self.of.take(self.params, known, unsure)
+        if self.of.overlap.takes_thread:
+            self.complete()
 
-    def complete(self, result: Tensor) -> None:
+    def complete(self) -> None:
         """Give DDP the reduced gradients, else the unreduced; never raises, as DDP waits."""
-        for value in (result, self.buffer):
+        for value in (self.buffer if self.result is None else self.result, self.buffer):
             try:
                 self.done.set_result(value)
             except BaseException as error:  # noqa: BLE001 - raised when backward has ended

@@ -1,8 +1,8 @@
 """`zero_step`, a comm hook that steps a sharded optimizer during the backward pass.
 
 Note [Who does what]
-    The hook of a full bucket starts its reduction and queues it (`queues`). A thread, or the next hook, waits
-    for it, then steps and gathers the optimizer's full buckets. Collectives have one order on every rank. The
+    The hook of a full bucket starts its reduction. A thread, or the next hook, waits for it, then steps and
+    gathers the optimizer's full buckets (`passes`). Collectives have one order on every rank. The
     first hook begins the step and takes over the user's changes, while nothing else reads parameters. DDP
     waits for the futures at the end of backward; a callback behind DDP's does the rest.
 
@@ -37,7 +37,6 @@ from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, name_of
 from zero_optim.hooks.owners import NamedBuckets, OwnerGradients, OwnerReduction
 from zero_optim.hooks.passes import SteppedPass, Task
-from zero_optim.hooks.queues import InlineQueue, ThreadQueue
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.description import describe
 
@@ -209,7 +208,6 @@ class ZeroStep:
         self._pass: SteppedPass | None = None
         self._held: list[Task] = []  # came, and are not queued yet
         self._ending: set[int] = set()  # the engine's numbers of the passes that will call `_end`
-        self._queue = ThreadQueue(overlap) if overlap.takes_thread else InlineQueue(overlap)
 
     def __deepcopy__(self, memo: object) -> "ZeroStep":
         """Return the hook itself, like a function: a copied DDP has the hook of the original."""
@@ -271,7 +269,7 @@ class ZeroStep:
         return Work(reduced, watched.phase, record)
 
     def _put_held(self, of: SteppedPass) -> None:
-        """Queue the buckets that came."""
+        """Give the flow the buckets that came."""
         if not of.has_begun:
             self._begin(of)
         tasks, self._held = self._held, []
@@ -280,7 +278,12 @@ class ZeroStep:
             # thread it does so whatever the timing.
             known = [param for param in task.params if self._overlap.bucket_of(param) is not None]
             torch.autograd.graph.increment_version(known)
-        self._queue.put(tasks)
+        under_way = self._overlap.under_way
+        for task in tasks:
+            under_way.start(task.begin, device=task.buffer.device)
+        if of.is_complete and not self._overlap.takes_thread:
+            while under_way:  # no later hook steps the last bucket
+                under_way.finish_first()
 
     def _begin(self, of: SteppedPass) -> None:
         """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.bucket`."""

@@ -1,13 +1,12 @@
 """`reduce_to_owners`, a comm hook that reduces gradients to the parameters' owners alone."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import LET_GO
-from zero_optim.comm.lanes import lanes_for_rows
+from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.compat.engine import (
     after_backward,
     backward_number,
@@ -66,21 +65,18 @@ class _Started:
 
     reduction: OwnerReduction
     done: TensorFuture
-    device: torch.device
-    gradients: OwnerGradients
-    streams: StreamBeside
+    lanes: Lease
 
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for the sum, on a side stream, and give it to DDP."""
-        with self.streams.behind(self.device):
-            try:
-                result = self.reduction.wait()
-            except BaseException:
-                self.gradients.lanes.abandon()
-                raise
-            record_use(result)
-            self.done.set_result(result)
+        try:
+            result = self.reduction.wait()
+        except BaseException:
+            self.lanes.abandon()
+            raise
+        record_use(result)
+        self.done.set_result(result)
 
 
 class ReduceToOwners:
@@ -98,8 +94,7 @@ class ReduceToOwners:
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         agree_on_infinity = optimizer.iteration.agree_on_infinity
         self._gradients = OwnerGradients(optimizer, lanes, _NO_OWNER, agree_on_infinity)
-        self._streams = StreamBeside()
-        self._under_way = Flow(_NUM_UNDER_WAY)
+        self._under_way = Flow(_NUM_UNDER_WAY, streams=StreamBeside())
         self._ending: set[int] = set()  # numbers of the engine's passes that will call `_end`
 
     def __deepcopy__(self, memo: object) -> "ReduceToOwners":
@@ -120,13 +115,19 @@ class ReduceToOwners:
         if self._gradients.has_one_owner:
             group.during("reduce").count_sum(bucket.buffer())
             return mean_hook(group.process_group, bucket)
-        started = self._under_way.start(partial(self._started, bucket, joined))
+        device = bucket.buffer().device
+        done: TensorFuture = future_on(device)
+
+        def begin() -> _Started:  # DDP itself finds out which parameters no rank used
+            reduction = self._gradients.start(group, bucket, joined=joined, all_used=True)
+            return _Started(reduction, done, self._gradients.lanes)
+
+        self._under_way.start(begin, device=device)
         if bucket.is_last() or has_computed_all():  # perhaps no later hook comes, and DDP waits
             self._under_way.wait()
-            self._streams.join()
             if joined:  # no backward pass will end
                 self._give_joined()
-        return started.done
+        return done
 
     def _begin(self, joined: bool) -> None:
         """Begin a pass, after one that may have broken off.
@@ -139,12 +140,6 @@ class ReduceToOwners:
         self._under_way.wait()
         self._ending = set()
         self._gradients.begin(joined=joined)
-
-    def _started(self, bucket: GradBucket, joined: bool) -> _Started:
-        device = bucket.buffer().device
-        # DDP itself finds out which parameters no rank used.
-        reduction = self._gradients.start(self._ranks, bucket, joined=joined, all_used=True)
-        return _Started(reduction, future_on(device), device, self._gradients, self._streams)
 
     def _give_joined(self) -> None:
         """Set this rank's own gradients after its inputs ended, as nobody else has them."""

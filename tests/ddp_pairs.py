@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +36,13 @@ def mlp_loss(net: nn.Module, number: int, rank: int | None = None) -> Tensor:
     x, device = batch(number, 5, 8, rank=rank), next(net.parameters()).device
     loss: Tensor = net(x if x.device == device else x.to(device)).square().mean()
     return loss
+
+
+def settled(value: Any) -> Future[Any]:
+    """A future that is done."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 class WithBuffers(nn.Module):

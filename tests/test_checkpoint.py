@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cuts import ONE_A_BUCKET, cutting
 from pool import Pool, on_ranks
 from training import assert_same_bits, make_params, set_grads
-from zero_optim import RankMismatchError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim import StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
@@ -296,14 +296,6 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(tmp_path: 
         checkpoint.load(path, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(StateMismatchError, match="give the model as well"):
         checkpoint.load(path, optimizer=run.optimizer)
-    with pytest.raises(TypeError, match="expected optimizer to be a ZeroRedundancyOptimizer, got SGD"):
-        checkpoint.save(path, optimizer=torch.optim.SGD([torch.zeros(1)]))  # type: ignore[arg-type]
-    with pytest.raises(RankMismatchError, match="what to save"):
-        checkpoint.save(path, extra=dist.get_rank())
-    with pytest.raises(TypeError, match="extra holds a object"):
-        checkpoint.save(path, extra=object())
-    with pytest.raises(ValueError, match="expected keep"):
-        checkpoint.save(path, keep=0)
     run.load(path)
     run.train(2)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import cuts
+from cuts import ONE_A_BUCKET, cutting
 from pool import Pool, Ranks, on_ranks
 from test_checkpoint import Run, flip
 from test_checkpoint_hostile import content_of, write
 from zero_optim import CheckpointError, ZeroRedundancyOptimizer, checkpoint, cli
-from zero_optim.checkpoint.data import Box, lay_out, whole
+from zero_optim.checkpoint.data import Box, box_of, lay_out
 from zero_optim.checkpoint.manifest import VERSION
 from zero_optim.step.averages import EMA
 
@@ -104,7 +107,7 @@ def test_tensors_that_dcp_cuts_are_named_with_their_boxes(tmp_path: Path) -> Non
 
 def test_no_two_things_in_a_file_have_one_name(tmp_path: Path) -> None:
     part = Box("w", torch.float32, (4,), (0,), (2,))
-    taken = [whole("w[0:2]", torch.float32, (2,)), whole("__metadata__", torch.float32, (2,))]
+    taken = [box_of("w[0:2]", torch.float32, (2,)), box_of("__metadata__", torch.float32, (2,))]
     head, placed = lay_out([part, *taken])
     header = json.loads(head[8:])
     assert list(header) == ["__metadata__", "w[0:2]", "w[0:2]'", "__metadata__'"]
@@ -145,9 +148,17 @@ def test_a_tensor_said_to_lie_in_the_header_is_refused(ranks1: Ranks, tmp_path: 
 DATA = Path(__file__).parent / "data"
 
 
-def make() -> tuple[nn.Module, ZeroRedundancyOptimizer, torch.optim.lr_scheduler.LRScheduler]:
+def make(
+    cut: bool = False,
+) -> tuple[nn.Module, ZeroRedundancyOptimizer, torch.optim.lr_scheduler.LRScheduler]:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.5, ema_decay=0.5)
+    with pytest.MonkeyPatch.context() as patch, cutting() if cut else nullcontext():
+        patch.setattr(cuts, "ALIGNMENT", 4)
+        capacity = {"bucket_cap_mb": ONE_A_BUCKET} if cut else {}
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=0.5, ema_decay=0.5, **capacity
+        )
+    assert len(optimizer.pieces()[model[0].weight]) == 1 + cut
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
@@ -168,29 +179,30 @@ def write_version(path: Path) -> None:
     )
 
 
-def check(path: Path) -> None:
-    model, optimizer, scheduler = make()
+def check(path: Path, cut: bool = False) -> None:
+    model, optimizer, scheduler = make(cut)
     assert checkpoint.load(path, model=model, optimizer=optimizer, scheduler=scheduler) == {
         "step": 7,
         "at": (1, 2.5),
     }
     assert scheduler.last_epoch == 1
     assert optimizer.param_groups[0]["lr"] == 0.5
-    owned = set(optimizer.owned_parameters())
+    optimizer.consolidate_state_dict(to=None)
+    state = optimizer.state_dict()["state"]
     for number, param in enumerate(model.parameters()):
         expected = torch.arange(param.numel(), dtype=torch.float32).view_as(param) + 10 * number
         assert torch.equal(param, expected)
-        if param in owned:
-            entries = optimizer.state[param]
-            assert entries["exp_avg"].unique().tolist() == [number + 0.5]
-            assert entries["step"].item() == 1.0
-            assert set(entries) == {"step", "exp_avg", "exp_avg_sq", EMA}
+        entries = state[number]
+        assert entries["exp_avg"].unique().tolist() == [number + 0.5]
+        assert entries["exp_avg"].shape == entries[EMA].shape == param.shape
+        assert entries["step"].item() == 1.0
+        assert set(entries) == {"step", "exp_avg", "exp_avg_sq", EMA}
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("world_size", "cut"), [(1, False), (2, True), (3, False)])
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
-def test_checkpoints_of_every_version_load(pool: Pool, version: int, world_size: int) -> None:
-    pool.run(world_size, check, DATA / f"checkpoint-{version}")
+def test_checkpoints_of_every_version_load(pool: Pool, version: int, world_size: int, cut: bool) -> None:
+    pool.run(world_size, check, DATA / f"checkpoint-{version}", cut)
 
 
 @pytest.mark.parametrize("version", range(1, VERSION + 1))

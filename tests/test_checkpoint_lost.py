@@ -251,11 +251,13 @@ def test_what_one_rank_is_given_wrong_raises_on_all(tmp_path: Path) -> None:
         ({"path": ""}, ValueError, "expected path"),
         ({"model": Other(2, 2), "optimizer": None}, RankMismatchError, "class Other|has"),
         ({"model": "model"}, TypeError, "expected model"),
-        ({"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, TypeError, "expected optimizer"),
+        ({"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, TypeError, "expected optimizer.*SGD"),
         ({"optimizer": None}, RankMismatchError, "what to save"),
         ({"scheduler": 3}, TypeError, "expected scheduler"),
         ({"process_group": "x"}, TypeError, "expected process_group"),
-        ({"keep": 1.5}, ValueError, "expected keep"),
+        *(({"keep": keep}, ValueError, "expected keep") for keep in (0, 1.5)),
+        ({"extra": 1}, RankMismatchError, "what to save"),
+        ({"extra": object()}, TypeError, "extra holds a object"),
     ]
     for call in (checkpoint.save, checkpoint.save_async):
         for wrong, kind, text in wrongs:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pool import Pool, Ranks, on_ranks
-from test_checkpoint import Run, disturb, flip, once
+from test_checkpoint import Resharded, Run, flip, once, resume, save_and_go_on
 from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
@@ -58,31 +58,17 @@ def test_a_checkpoint_becomes_a_file_of_torch_optim_and_of_weights(
     ]  # fmt: skip
 
 
-def resume(path: Path, positional: bool = False) -> list[torch.Tensor]:
-    run = Run()
-    disturb(run.model)
-    run.load(path)
-    run.train(6)
-    return run.bits()
-
-
-def straight() -> list[torch.Tensor]:
-    run = Run()
-    run.train(6)
-    return run.bits()
-
-
 def test_a_resharded_checkpoint_has_a_file_for_each_rank_and_goes_on_bit_for_bit(
     pool: Pool, tmp_path: Path
 ) -> None:
-    pool.run(2, saved, tmp_path / "two", True)
-    expected = pool.run(1, straight)[0]
+    case = Resharded(2, 1, cut=(True, False))
+    expected = pool.run(2, save_and_go_on, tmp_path / "two", case)[0]
     for world_size in (1, 3):
         out = tmp_path / str(world_size)
         assert cli.main(["reshard", str(tmp_path / "two"), str(out), "--world-size", str(world_size)]) == 0
         assert len(list(out.glob("data-*"))) == world_size
         assert all(len(entry.chunks) == 1 for entry in checkpoint.Reader(out).manifest.entries.values())
-        for got in pool.run(world_size, resume, out):
+        for got in pool.run(world_size, resume, out, case):
             assert_same_bits(got, expected)
 
 
@@ -254,7 +240,7 @@ def test_inspect_tells_what_is_in_it_by_whom_and_whether_it_is_whole(
 GROWTH = """
 import ctypes, sys, threading
 from pathlib import Path
-from zero_optim.checkpoint import inspection, offline
+from zero_optim.checkpoint import offline
 
 def anonymous():
     # Pages of mapped files are not counted: the system drops them when anybody needs memory.
@@ -283,7 +269,7 @@ def tour(source, out):
         growth(offline.consolidate, Path(out + "-r"), Path(out + ".pt")),
         growth(offline.consolidate, Path(out + "-r"), Path(out + ".safetensors")),
         growth(offline.reshard, Path(out + ".pt"), Path(out + "-i"), 2),
-        growth(inspection.inspect, Path(out + "-i")),
+        growth(offline.inspect, Path(out + "-i")),
     ]
 
 tour(sys.argv[1], sys.argv[1] + "-small")  # loads the code

@@ -11,18 +11,19 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from cuts import SHAPES, cut_over
-from pool import Ranks, on_ranks
+from pool import Pool, on_ranks
 from training import (
     assert_same_state,
     make_params,
     params_of,
     train_both,
     twin,
+    whole,
 )
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Piece
 from zero_optim.plan.strides import strides_of_rows
-from zero_optim.state.cut_state import CutState, Joined
+from zero_optim.state.moving import CutState, Joined
 
 TWO = CutState((5, 3), (Piece(0, 0, 2), Piece(1, 2, 5)), frozenset({"avg"}))
 
@@ -113,15 +114,11 @@ def sharded_over(params: list[Parameter], name: str, *, cut: bool, **more: Any) 
     return cut_over(params, optimizer_class, **more, **options)
 
 
-def whole_state(sharded: ZeroRedundancyOptimizer, to: int | None = 0) -> dict[str, Any] | None:
-    sharded.consolidate_state_dict(to=to)
-    return sharded.state_dict() if to in (None, dist.get_rank()) else None
-
-
-def everywhere(sharded: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    found = whole_state(sharded, None)
-    assert found is not None
-    return found
+@pytest.mark.parametrize(
+    ("size", "name"), [*((2, name) for name in CLASSES if name != "counting"), (4, "adamw")]
+)
+def test_the_whole_state_of_cut_parameters_is_that_of_torch_optim(pool: Pool, size: int, name: str) -> None:
+    pool.run(size, check_whole, name)
 
 
 def check_whole(name: str) -> None:
@@ -129,24 +126,15 @@ def check_whole(name: str) -> None:
     assert_same_state(sharded.state_dict(), plain.state_dict())
     train_both(plain, sharded, 3)
     for to in (0, dist.get_world_size() - 1, None):
-        found = whole_state(sharded, to)
-        if found is not None:
-            assert_same_state(found, plain.state_dict())
+        sharded.consolidate_state_dict(to=to)
+        if to in (None, dist.get_rank()):
+            assert_same_state(sharded.state_dict(), plain.state_dict())
     state = copy.deepcopy(plain.state_dict())
     for src in (None, 1):  # each owner loads its rows
         again = sharded_over(twin(params_of(plain)), name, cut=True)
         again.load_state_dict(state if src in (None, dist.get_rank()) else None, src=src)
-        assert_same_state(everywhere(again), state)
+        assert_same_state(whole(again), state)
     train_both(plain, again, 2, first=3)
-
-
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "counting"])
-def test_the_whole_state_of_cut_parameters_is_that_of_torch_optim(ranks2: Ranks, name: str) -> None:
-    ranks2.run(check_whole, name)
-
-
-def test_four_ranks_join_their_rows(ranks4: Ranks) -> None:
-    ranks4.run(check_whole, "adamw")
 
 
 def check_loaded_between(saved: dict[str, Any]) -> None:
@@ -155,21 +143,19 @@ def check_loaded_between(saved: dict[str, Any]) -> None:
         before = copy.deepcopy(saved)
         sharded.load_state_dict(saved)
         assert_same_state(saved, before)
-        assert_same_state(everywhere(sharded), saved)
+        assert_same_state(whole(sharded), saved)
 
 
 def made_by_two() -> dict[str, Any]:
     plain, sharded = pair()
     train_both(plain, sharded, 2)
-    return everywhere(sharded)
+    return whole(sharded)
 
 
-def test_whole_states_travel_between_numbers_of_ranks_and_cuts(
-    ranks1: Ranks, ranks2: Ranks, ranks4: Ranks
-) -> None:
-    saved = ranks2.run(made_by_two)[0]
-    for ranks in (ranks1, ranks2, ranks4):
-        ranks.run(check_loaded_between, saved)
+def test_whole_states_travel_between_numbers_of_ranks_and_cuts(pool: Pool) -> None:
+    saved = pool.run(2, made_by_two)[0]
+    for size in (1, 2, 4):
+        pool.run(size, check_loaded_between, saved)
 
 
 @on_ranks(2)
@@ -177,7 +163,7 @@ def test_global_entries_stay_what_they_are() -> None:
     """State of the class itself is held by every rank, and global once it is consolidated."""
     plain, sharded = pair("counting")
     train_both(plain, sharded, 2)
-    found = everywhere(sharded)
+    found = whole(sharded)
     assert found["state"]["count"] == 2
     assert found["state"].keys() == plain.state_dict()["state"].keys()
     _, again = pair("counting")
@@ -186,23 +172,16 @@ def test_global_entries_stay_what_they_are() -> None:
 
 
 @on_ranks(2)
-def test_state_of_a_piece_is_no_state_of_the_parameter() -> None:
+def test_state_of_a_piece_or_other_entries_on_one_owner_are_refused_on_every_rank() -> None:
     plain, sharded = pair()
     train_both(plain, sharded, 1)
     state = copy.deepcopy(plain.state_dict())
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:16]
-    before = everywhere(sharded)
+    before = whole(sharded)
     for src in (None, 0):
         with pytest.raises(StateMismatchError, match=r"'exp_avg' has shape \(16, 8\)"):
             sharded.load_state_dict(state if src is None or dist.get_rank() == 0 else None, src=src)
-    after = everywhere(sharded)
-    assert_same_state(after, before)
-
-
-@on_ranks(2)
-def test_owners_with_different_entries_are_refused_on_every_rank() -> None:
-    plain, sharded = pair()
-    train_both(plain, sharded, 1)
+    assert_same_state(whole(sharded), before)
     param = params_of(sharded)[0]
     if dist.get_rank() == 1:
         del sharded.optim.state[sharded.core.owned.leaves.leaf(param)]["exp_avg"]
@@ -217,9 +196,9 @@ def test_entries_that_come_with_an_option_are_joined_too() -> None:
     for optimizer in (plain, sharded):
         optimizer.param_groups[0]["momentum"] = 0.9
     train_both(plain, sharded, 2)
-    found = everywhere(sharded)
+    found = whole(sharded)
     assert_same_state(found, plain.state_dict())
     _, again = pair("sgd")
     again.load_state_dict(found)
-    again_found = everywhere(again)
+    again_found = whole(again)
     assert_same_state(again_found, found)

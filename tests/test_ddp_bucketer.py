@@ -55,18 +55,11 @@ def run(
         By send, the lengths of the rows; the numbers of the calls in the order in which they were called
         back; whether each call's sum is right, to the bit.
     """
-    sends: list[list[int]] = []
     order: list[int] = []
     right = [False] * len(calls)
     rank, size = dist.get_rank(), dist.get_world_size()
-
-    class Recorded(bucketer.RowSum):
-        def __init__(self, group: Any, lanes: Any, rows: Sequence[Tensor]) -> None:
-            sends.append([row.numel() for row in rows])
-            super().__init__(group, lanes, rows)
-
     collected = ReduceScatterBucketer(cap_kib / 1024)
-    with patch.object(bucketer, "RowSum", Recorded):
+    with patch.object(bucketer, "RowSum", wraps=bucketer.RowSum) as sums:
         for number, call in enumerate(calls):
 
             def take(total: Tensor, number: int = number, call: Call = call) -> None:
@@ -76,7 +69,7 @@ def run(
             collected.reduce_scatter_async(chunks_of(call, number, rank), group, take)
         collected.flush()
     collected.teardown()
-    return sends, order, right
+    return [[row.numel() for row in call.args[2]] for call in sums.call_args_list], order, right
 
 
 HALF = torch.bfloat16
@@ -124,25 +117,17 @@ def test_each_sum_is_right_and_is_sent_with_what_fits(pool: Pool, case: str) -> 
 
 @on_ranks(2)
 def test_dtypes_share_the_process_groups_on_which_they_are_sent() -> None:
-    leases: list[Any] = []
-    used: list[frozenset[int]] = []
-
-    def counted(ranks: Any) -> Any:
-        leases.append(lanes_beside(ranks))
-        return leases[-1]
-
-    class Recorded(bucketer.RowSum):
-        def __init__(self, group: Any, lanes: Any, rows: Sequence[Tensor]) -> None:
-            used.append(frozenset(map(id, lanes)))
-            super().__init__(group, lanes, rows)
-
     collected = ReduceScatterBucketer()
-    with patch.object(bucketer, "lanes_beside", counted), patch.object(bucketer, "RowSum", Recorded):
+    with (
+        patch.object(bucketer, "lanes_beside", wraps=lanes_beside) as leases,
+        patch.object(bucketer, "RowSum", wraps=bucketer.RowSum) as sums,
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             collected.reduce_scatter_async([torch.ones(3, dtype=dtype)] * 2)
         collected.flush()
     collected.teardown()
-    assert (len(leases), len(used), len(set(used))) == (1, 2, 1)
+    used = [frozenset(map(id, call.args[1])) for call in sums.call_args_list]
+    assert (leases.call_count, len(used), len(set(used))) == (1, 2, 1)
 
 
 @settings(SAME, max_examples=25)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from ddp_pairs import SMALL_MB, Recomputed, assert_averaged, batch, check_average, mlp, mlp_loss, of_batch
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat.engine import after_backward
 from zero_optim.ddp import (
@@ -412,7 +412,20 @@ def values(kind: str, net: Net) -> list[Tensor]:
         return [param.detach().clone() for param in net.parameters()]
 
 
-def goes_on(kind: str, fails_on: tuple[int, ...]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "fails_on"),
+    [
+        ("whole", (0,)),
+        ("whole", (0, 1)),
+        ("gradients", (0,)),
+        ("gradients", (0, 1)),
+        ("parameters", (0, 1)),  # on one rank alone marks of units differ
+    ],
+)
+def test_a_pass_that_broke_off_is_told_of_in_the_next_forward_pass_though_the_engine_still_keeps_it(
+    kind: str, fails_on: tuple[int, ...]
+) -> None:
     net, model, optimizer = build(kind)
     for number in range(3):
         step(model, optimizer, number)
@@ -442,19 +455,3 @@ def goes_on(kind: str, fails_on: tuple[int, ...]) -> None:
         net.in_backward = lambda: None
         step(model, optimizer, 2)
     assert all(map(torch.equal, values(kind, net), expected))
-
-
-@pytest.mark.parametrize(
-    ("kind", "fails_on"),
-    [
-        ("whole", (0,)),
-        ("whole", (0, 1)),
-        ("gradients", (0,)),
-        ("gradients", (0, 1)),
-        ("parameters", (0, 1)),  # on one rank alone marks of units differ
-    ],
-)
-def test_a_pass_that_broke_off_is_told_of_in_the_next_forward_pass_though_the_engine_still_keeps_it(
-    ranks2: Ranks, kind: str, fails_on: tuple[int, ...]
-) -> None:
-    ranks2.run(goes_on, kind, fails_on)

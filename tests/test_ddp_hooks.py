@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ddp_pairs import SMALL_MB, Pair, mlp, mlp_loss
+from ddp_pairs import SMALL_MB, Pair, mlp, mlp_loss, settled
 from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel, GradBucket
 from zero_optim.errors import ReductionError
@@ -211,9 +211,7 @@ def test_a_copy_of_the_wrapper_keeps_its_hook() -> None:
 
     def hook(state: dict[str, int], bucket: GradBucket) -> Future[Tensor]:
         state["calls"] += 1
-        future: Future[Tensor] = Future()
-        future.set_result(bucket.buffer() * 0)
-        return future
+        return settled(bucket.buffer() * 0)
 
     model.register_comm_hook(state, hook)
     twin = copy.deepcopy(model)
@@ -226,12 +224,6 @@ def test_a_copy_of_the_wrapper_keeps_its_hook() -> None:
 
 
 # ---------------------- hooks that fail, or are none
-
-
-def settled(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 def no_future(_: object, bucket: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
-from ddp_pairs import assert_averaged, assert_same, batch, check_average, mlp, mlp_loss
+from ddp_pairs import assert_averaged, assert_same, batch, check_average, mlp, mlp_loss, settled
 from fake_streams import fake_streams
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from zero_optim.ddp import GradBucket, Reducer, ReducerOptions
 from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import (
     BATCH_NBYTES,
     LARGE_NBYTES,
@@ -102,34 +103,28 @@ def test_prepare_looks_at_outputs() -> None:
     reducer.close()
 
 
-def check_launches(prepared: bool) -> list[tuple[int, int]]:
+@on_ranks(1)
+def test_unused_parameters_hold_up_nothing_once_outputs_were_seen() -> None:
     """Which bucket was launched when how many gradients had come."""
-    net, came, launched = Parts(), [0], []
-    for param in net.parameters():
-        param.register_post_accumulate_grad_hook(lambda _: came.__setitem__(0, came[0] + 1))
-    options = ReducerOptions(bucket_caps_nbytes=(1,), find_unused_parameters=True)  # a tensor a bucket
-    reducer = Reducer(net.named_parameters(), options=options)
+    for prepared in (True, False):
+        net, came, launched = Parts(), [0], []
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(lambda _, came=came: came.__setitem__(0, came[0] + 1))
+        options = ReducerOptions(bucket_caps_nbytes=(1,), find_unused_parameters=True)  # a tensor a bucket
+        reducer = Reducer(net.named_parameters(), options=options)
 
-    def hook(_: object, bucket: GradBucket) -> Future[Tensor]:
-        launched.append((bucket.index(), came[0]))
-        future: Future[Tensor] = Future()
-        future.set_result(bucket.buffer())
-        return future
+        def hook(_: object, bucket: GradBucket) -> Future[Tensor]:
+            launched.append((bucket.index(), came[0]))  # noqa: B023 - called in this round
+            return settled(bucket.buffer())
 
-    reducer.register_comm_hook(None, hook)
-    out = net.second(net.first(batch(0, 5, 8)))
-    if prepared:
-        reducer.prepare(out)
-    out.sum().backward()
-    reducer.close()
-    return launched
-
-
-def test_unused_parameters_hold_up_nothing_once_outputs_were_seen(ranks1: Ranks) -> None:
-    (with_outputs,) = ranks1.run(check_launches, True)
-    (without,) = ranks1.run(check_launches, False)
-    assert with_outputs == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
-    assert without == [(number, 4) for number in range(6)]
+        reducer.register_comm_hook(None, hook)
+        out = net.second(net.first(batch(0, 5, 8)))
+        if prepared:
+            reducer.prepare(out)
+        out.sum().backward()
+        reducer.close()
+        seen = [0, 0, 1, 2, 3, 4] if prepared else [4] * 6
+        assert launched == list(enumerate(seen))
 
 
 @on_ranks(2)
@@ -151,8 +146,8 @@ def test_what_users_set_has_effect() -> None:
     net.zero_grad()
     done: Future[object] = Future()
     done.then(lambda _: asked.append(True))
-    reducer.wait_also(done)
-    reducer.divide_by(lambda: 1.0)
+    reducer.futures.append(done)
+    reducer.divisor = lambda: 1.0
     done.set_result(None)
     mlp_loss(net, 1).backward()
     assert_averaged(net, clean, lambda net, rank: 2 * mlp_loss(net, 1, rank), tolerance=1e-6)
@@ -236,9 +231,8 @@ def arrivals(shapes: list[tuple[int, ...]], *, batched: bool) -> list[int]:
     count = len(params)
     options = ReducerOptions(bucket_caps_nbytes=(2**30,), batched_grad_copy=batched)
     assignment = assign(ReducedParams.of(params), options, range(count))
-    terms = History(count).terms(options, 2.0, can_carry_word=True)
     (bucket,) = assignment.buckets
-    current = BackwardPass(assignment, terms, landed)
+    current = BackwardPass(assignment, History(count), options, landed, divisor=2.0, can_carry_word=True)
     filled = []
     for index, param in enumerate(params):
         param.grad = torch.ones_like(param)
@@ -260,18 +254,9 @@ def sparse_grad(*rows: int) -> Tensor:
 # ---------------------------------------------------------------------- one pass
 
 
-class Landed:
-    """A reduction that leaves a bucket as it is."""
-
-    def __init__(self, bucket: ReducerBucket) -> None:
-        self._bucket = bucket
-
-    def wait(self) -> Tensor:
-        return self._bucket.flat
-
-
-def landed(bucket: ReducerBucket, number: int, is_last: bool) -> Landed:
-    return Landed(bucket)
+def landed(bucket: ReducerBucket, number: int, is_last: bool) -> Callable[[], Tensor]:
+    """Launch a reduction that leaves a bucket as it is."""
+    return lambda: bucket.flat
 
 
 def assigned(
@@ -283,19 +268,18 @@ def assigned(
 def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
     """In time it is reduced; too late it is reported."""
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    options = ReducerOptions(bucket_caps_nbytes=(16,))
+    options = ReducerOptions(bucket_caps_nbytes=(16,), find_unused_parameters=True)
     assignment = assigned(params, options, [2, 1, 0])  # c and b, then a
-    terms = PassTerms("some", [1, 1, 1], False, False, 1.0, [False] * 3)
     for presumed, is_late in (([1], False), ([1, 2], True)):
-        current = BackwardPass(assignment, terms, landed)
+        current = BackwardPass(assignment, History(3), options, landed)
         current.presume_unused(presumed)
         params[1].grad = torch.ones(2)
         current.arrived(1)
-        message = current._troubles.message() or ""
+        message = current.failure() or ""
         assert message.startswith("a gradient came for b after") == is_late
-        assert current.reductions.num_launched == int(is_late)
+        assert current.num_launched == int(is_late)
         current.arrived(1)
-        assert "only once. A second gradient came in one backward pass" in str(current._troubles.message())
+        assert "only once. A second gradient came in one backward pass" in str(current.failure())
 
 
 # ---------------------------------------------------------------------- texts

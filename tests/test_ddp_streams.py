@@ -22,7 +22,7 @@ from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, ass
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.history import History
-from zero_optim.ddp.reducer.reduction import Reduction
+from zero_optim.ddp.reducer.reduction import Wait
 from zero_optim.hooks import allreduce_hook
 
 
@@ -71,11 +71,6 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     return made
 
 
-class Nothing:
-    def wait(self) -> Tensor:
-        raise AssertionError
-
-
 class Watched:
     """A backward pass whose gradients come as they are told to, and who sees them read too early."""
 
@@ -87,13 +82,13 @@ class Watched:
         self.assignment = assign(ReducedParams.of(self.params), options)
         self.made: dict[int, Moment] = {}
         self.launched: list[int] = []
-        terms = History(len(numels)).terms(options, 2, can_carry_word=False)
-        self.current = BackwardPass(self.assignment, terms, self.launch)
+        history = History(len(numels))
+        self.current = BackwardPass(self.assignment, history, options, self.launch, divisor=2.0)
 
-    def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
+    def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Wait:
         self.read(bucket.indices)
         self.launched.append(number)
-        return Nothing()
+        return pytest.fail
 
     def read(self, indices: Sequence[int]) -> None:
         current = self.accelerator.clocks.current

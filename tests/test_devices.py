@@ -33,6 +33,7 @@ from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm import collectives
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.backends import (
+    TRANSPORTS,
     backend_for,
     backends_of,
     device_for_small_tensors,
@@ -188,6 +189,13 @@ def test_a_backend_whose_name_begins_with_gloo_is_another_one(name: str, takes_t
     with mock.patch.object(dist, "get_backend_config", return_value=f"cpu:{name}"):
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
         assert optimizer.iteration.overlap().takes_thread == takes_thread
+
+
+def test_only_tensors_on_the_cpu_let_a_thread_step() -> None:
+    lets = {
+        kind: TRANSPORTS["gloo"]("gloo", torch.device(kind)).lets_threads for kind in ("cpu", "mps", "cuda")
+    }
+    assert lets == {"cpu": True, "mps": False, "cuda": False}
 
 
 @on_ranks(1)

@@ -1,11 +1,17 @@
 """Recipes as data, and what is under way."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from zero_optim.flow.flow import Flow
+from fake_streams import fake_streams
+from zero_optim.comm import threads
+from zero_optim.compat.streams import StreamBeside
+from zero_optim.flow import flow as flow_module
+from zero_optim.flow.flow import Flow, Worker
 from zero_optim.flow.schedule import (
     LAZY,
     OVERLAP,
@@ -119,3 +125,77 @@ def test_work_that_fails_is_not_waited_for_again() -> None:
     flow.wait()
     flow.wait_for("ab")
     assert log[2:] == ["wait a", "wait b"]
+
+
+class Busy:
+    """Work that goes on when the test lets it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.has_begun, self.may_end, self.error = threading.Event(), threading.Event(), error
+        self.thread: threading.Thread | None = None
+
+    def begin(self) -> "Busy":
+        self.thread = threading.current_thread()
+        self.has_begun.set()
+        return self
+
+    def wait(self) -> None:
+        assert threading.current_thread() is self.thread
+        self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_thread_starts_and_waits_in_order_beside_the_caller_and_goes_on_after_an_error() -> None:
+    one, other = Busy(ConnectionError("planted")), Busy()
+    flow = Flow(thread=Worker("steps"))
+    for work in (one, other):
+        flow.start(work.begin)
+    one.has_begun.wait()
+    assert not other.has_begun.is_set()
+    assert (len(flow), one.thread and one.thread.name) == (2, "steps")
+    one.may_end.set()
+    other.may_end.set()
+    with pytest.raises(ConnectionError, match="planted"):
+        flow.wait()
+    flow.wait()
+    assert not flow
+    assert other.thread is one.thread is not None
+
+
+def test_a_flow_that_goes_while_its_thread_is_busy_does_not_wait_and_the_process_does() -> None:
+    busy, other = Busy(), Busy()
+    for work in (busy, other):
+        flow = Flow(thread=Worker("steps"))
+        flow.start(work.begin)
+        work.has_begun.wait()
+    assert {busy.thread, other.thread} <= threads._RUNNING  # one was dropped, one is there
+    busy.may_end.set()
+    assert busy.thread is not None
+    busy.thread.join()  # it ends, as its flow has gone
+    other.may_end.set()
+    flow_module._end_workers()
+    assert other.thread is not None
+    other.thread.join()
+    assert threads._RUNNING.isdisjoint({busy.thread, other.thread})
+    assert flow
+
+
+def test_work_waits_on_a_stream_behind_the_callers_which_waits_for_it_once() -> None:
+    log: list[str] = []
+    with fake_streams() as accelerator:
+        main = accelerator.stack[0]
+
+        class OnStream(Started):
+            def wait(self) -> None:
+                super().wait()
+                assert [event.stream for event in accelerator.stack[-1].awaited] == [main] * len(log[1::2])
+
+        flow = Flow(1, streams=StreamBeside())
+        for name in "ab":
+            flow.start(lambda name=name: OnStream(log, name), device=torch.device("cpu"))  # type: ignore[misc]
+        assert (log, main.awaited) == (["start a", "wait a", "start b"], [])
+        for _ in range(2):
+            flow.wait()
+        assert [event.stream.name for event in main.awaited] == ["beside"]
+    assert log[3:] == ["wait b"]

@@ -1,8 +1,7 @@
 """With parameters on their owners alone, a loop trains as with whole ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fully import (
-    Block,
     Tower,
     assert_alike,
     assert_equal,
@@ -19,26 +17,23 @@ from fully import (
     fully,
     state_of,
     train,
-    trains_alike,
 )
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
 
 
-def keeps_units(how: str, reshards: bool | int) -> None:
+# The table of `test_parity` has models that keep no unit.
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("how", "reshards"), [("", False), ("reentrant", 2), ("not reentrant", False), ("not reentrant", 1)]
+)
+def test_units_that_stay_have_the_bits_of_whole_parameters(how: str, reshards: bool | int) -> None:
     (whole, one), (sharded, other) = both(Tower(how=how), of_fully={"reshard_after_forward": reshards})
     for _ in range(2):
         assert all(param.isnan().all() for param in sharded.parameters())
         assert train(sharded, other, most=0.5) == train(whole, one, most=0.5)
     assert_alike(sharded, whole)
     assert sharded.units.nbytes_live() == 0
-
-
-# The table of `test_parity` has models that keep no unit.
-@on_ranks(2)
-def test_models_that_keep_units_until_the_backward_pass_have_the_bits_of_whole_parameters() -> None:
-    for how, reshards in (("", False), ("reentrant", 2), ("not reentrant", False), ("not reentrant", 1)):
-        keeps_units(how, reshards)
 
 
 @on_ranks(2)
@@ -141,59 +136,7 @@ def test_it_goes_on_after_a_forward_pass_that_raised() -> None:
     train(wrapped, optimizer)
 
 
-# ---------------------------------------------------------------------- models that the table does not have
-
-
-class Positions(nn.Module):
-    """Returns a view of its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 24))
-
-    def forward(self, count: int) -> Tensor:
-        return self.weight[:count]
-
-
-class Kinds(Tower):
-    """Has a tied weight, and reads positions."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        first, second, _ = self.blocks
-        if kind == "tied nested":
-            second.up.weight = first.up.weight
-        if kind == "positions":
-            first.place = Positions()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, first = self.first(x), self.blocks[0]
-        if hasattr(first, "place"):
-            x = x + first.place(4)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-def nested(model: Any) -> list[nn.Module]:
-    return [*model.blocks, *(block.up for block in model.blocks), model.first]
-
-
-CASES: dict[str, Callable[[Any], list[nn.Module]]] = {
-    "tied nested": nested,
-    "nested": nested,
-    "positions": lambda model: [*model.blocks, model.blocks[0].place],
-}
-
-
-def uses_blocks(kind: str) -> None:
-    trains_alike(Kinds(kind), units=CASES[kind])
-
-
-@on_ranks(2)
-def test_blocks_are_used_in_any_way() -> None:
-    for kind in CASES:
-        uses_blocks(kind)
+# ---------------------------------------------------------------------- adapters
 
 
 class Adapted(nn.Module):
@@ -213,7 +156,9 @@ def trained(model: nn.Module) -> Iterator[Tensor]:
     return (param for param in model.parameters() if param.requires_grad)
 
 
-def trains_adapters(inside: bool, how: str = "") -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("inside", "how"), [(True, "not reentrant"), (False, "")])
+def test_adapters_of_a_frozen_base_train_alike(inside: bool, how: str) -> None:
     """The optimizer has the frozen base or not; it stays as it was."""
     model = Tower(how=how).requires_grad_(False)
     for block in model.blocks:
@@ -226,47 +171,6 @@ def trains_adapters(inside: bool, how: str = "") -> None:
     for block, kept in zip(whole.module.blocks, model.blocks, strict=True):
         assert torch.equal(block.up.base.weight, kept.up.base.weight)
         assert not torch.equal(block.up.up.weight, kept.up.up.weight)
-
-
-@pytest.mark.parametrize(("inside", "how"), [(True, "not reentrant"), (False, "")])
-def test_adapters_of_a_frozen_base_train_alike(ranks2: Ranks, inside: bool, how: str) -> None:
-    ranks2.run(trains_adapters, inside, how)
-
-
-class Hidden:
-    def __init__(self, inside: Tensor) -> None:
-        self.inside = inside
-
-
-class Wrapping(Block):
-    """Gives its output in another form."""
-
-    def __init__(self, form: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.form = form
-
-    def forward(self, x: Tensor) -> Any:
-        return self.form(super().forward(x))
-
-
-class Forms(Tower):
-    def __init__(self) -> None:
-        super().__init__()
-        forms: list[Callable[[Tensor], Any]] = [lambda x: {"out": (x, None)}, lambda x: [3, (x,)], Hidden]
-        self.blocks = nn.ModuleList([Wrapping(form) for form in forms])
-
-    def __deepcopy__(self, memo: object) -> "Forms":
-        return Forms()
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, two, three = self.blocks
-        x = one(self.first(x))["out"][0]
-        return self.last(three(two(x)[1][0]).inside)
-
-
-@on_ranks(2)
-def test_modules_return_anything() -> None:
-    trains_alike(Forms())
 
 
 @on_ranks(2)

@@ -7,43 +7,92 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fully import Block, Tower, adamw, assert_alike, batch, both, fully, loss_of, train, trains_alike
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from waiting import wait_until
 from zero_optim.ddp import DistributedDataParallel, fully_shard, fully_sharded, unsharded
 
-CONTAINERS: list[Callable[[Any], nn.Module]] = [
-    nn.ModuleList,
-    lambda blocks: nn.Sequential(*blocks),
-    lambda blocks: nn.ModuleDict({f"block{number}": block for number, block in enumerate(blocks)}),
-]
+KEPT: dict[str, Tensor] = {}  # what modules below keep outside of themselves
 
 
-@on_ranks(1)
-def test_a_container_of_modules_stands_for_its_members() -> None:
-    for container in CONTAINERS:
-        model = Tower()
-        model.blocks = container(model.blocks)
-        wrapped, _ = fully(model, units=model.blocks)
-        assert [unit.name for unit in wrapped.units.units[1:]] == [
-            f"blocks.{name}" for name, _ in model.blocks.named_children()
-        ]
+def tower(*blocks: nn.Module) -> Any:
+    """A tower whose first blocks are replaced."""
     model = Tower()
-    with pytest.raises(TypeError, match="got one, Block: put it in a list"):
-        fully(model, units=model.blocks[0])
+    for number, block in enumerate(blocks):
+        model.blocks[number] = block
+    return model
 
 
-@on_ranks(1)
-def test_a_module_that_is_never_called_itself_is_no_unit() -> None:
-    model = nn.Sequential(nn.MultiheadAttention(16, 2))
-    with pytest.raises(ValueError, match=r"out_proj is never called itself: the MultiheadAttention"):
-        fully(model, units=[model[0].out_proj])
+# ---------------------------------------------------------------------- models
+
+
+class Positions(nn.Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 24))
+
+    def forward(self, count: int) -> Tensor:
+        return self.weight[:count]
+
+
+class Placed(Block):
+    """Reads positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = Positions()
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + self.place(4))
+
+
+def tied() -> Any:
+    model = Tower()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model
+
+
+def nested(model: Any) -> list[nn.Module]:
+    return [*model.blocks, *(block.up for block in model.blocks), model.first]
+
+
+class Returning(Block):
+    """Returns its output, or also a view of a parameter, in some form."""
+
+    def __init__(self, form: Callable[..., Any], *, weight: bool = False) -> None:
+        super().__init__()
+        self.form, self.weight = form, weight
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return self.form(out, self.up.weight[:3]) if self.weight else self.form(out)
+
+
+class Hidden:
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
+class Forms(Tower):
+    """Its blocks return anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        forms: list[Callable[[Tensor], Any]] = [lambda x: {"out": (x, None)}, lambda x: [3, (x,)], Hidden]
+        self.blocks = nn.ModuleList(map(Returning, forms))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.blocks
+        x = one(self.first(x))["out"][0]
+        return self.last(three(two(x)[1][0]).inside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +101,14 @@ class Parts:
     weight: Tensor
 
 
-class Returning(Block):
-    """Returns views of its parameters too, in some form."""
-
-    def __init__(self, form: Any) -> None:
-        super().__init__()
-        self.form = form
-
-    def forward(self, x: Tensor) -> Any:
-        return self.form(super().forward(x), self.up.weight[:3])
+def in_dict(out: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    return {"out": out, "weight": weight}
 
 
 class UsingViews(Tower):
-    def __init__(self, form: Any) -> None:
+    def __init__(self, form: Callable[..., Any]) -> None:
         super().__init__()
-        self.blocks, self.last = nn.ModuleList([Returning(form)]), nn.Identity()
-
-    def __deepcopy__(self, memo: object) -> "UsingViews":
-        return UsingViews(self.blocks[0].form)
+        self.blocks, self.last = nn.ModuleList([Returning(form, weight=True)]), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.blocks[0](self.first(x))
@@ -77,28 +116,14 @@ class UsingViews(Tower):
         return out @ weight.t()
 
 
-def in_dict(out: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    return {"out": out, "weight": weight}
-
-
-@on_ranks(2)
-def test_a_view_of_a_parameter_is_copied_out_of_any_container_or_refused() -> None:
-    for form in (Parts, in_dict):
-        trains_alike(UsingViews(form))
-    wrapped, _ = fully(UsingViews(lambda *parts: MappingProxyType(in_dict(*parts))))
-    with pytest.raises(RuntimeError, match=r"blocks.0 returned a view of a parameter in a mappingproxy"):
-        loss_of(wrapped, 0)
-    assert wrapped.units.nbytes_live() == 0
-
-
 class Adding(Block):
+    """Changes its input, and returns nothing."""
+
     def forward(self, x: Tensor) -> None:
         x += super().forward(x.clone())
 
 
 class InPlace(Tower):
-    """Its units return nothing, and change their input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Adding(), Adding()])
@@ -110,111 +135,12 @@ class InPlace(Tower):
         return self.last(x)
 
 
-@on_ranks(2)
-def test_units_may_change_their_input_and_return_nothing() -> None:
-    trains_alike(InPlace())
+class Detaching(Block):
+    """Reads a weight in the backward pass when all gradients of the unit have come."""
 
-
-def loss_in_unsharded(wrapped: Any, step: int) -> Tensor:
-    with nullcontext() if isinstance(wrapped, DistributedDataParallel) else unsharded(wrapped):
-        return loss_of(wrapped, step) + 0.1 * wrapped.module.blocks[1].up.weight.square().sum()
-
-
-@on_ranks(2)
-def test_a_loss_computed_in_unsharded_is_backpropagated_outside() -> None:
-    trains_alike(Tower(), loss_in_unsharded)
-
-
-@on_ranks(2)
-def test_inference_mode_leaves_nothing_behind() -> None:
-    (whole, one), (sharded, other) = both(Tower())
-    for _ in range(2):
-        with torch.inference_mode():
-            assert torch.equal(sharded(batch(5)), whole(batch(5)))
-        assert sharded.units.nbytes_live() == 0
-        assert train(sharded, other) == train(whole, one)
-
-
-class Interrupted(Tower):
-    stops = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](self.first(x))
-        if self.stops:
-            raise KeyboardInterrupt
-        return self.last(self.blocks[1](x))
-
-
-def is_interrupted(in_place: bool) -> None:
-    whole, model = Interrupted(), Interrupted()
-    wrapped = DistributedDataParallel(whole, find_unused_parameters=True)
-    if in_place:
-        called: Any = fully_shard(model, units=model.blocks, find_unused_parameters=True)
-        optimizer, controller = adamw(model), fully_sharded(model)
-    else:
-        called, optimizer = fully(model, find_unused_parameters=True)
-        controller = called
-    for each, module, steps in ((wrapped, whole, adamw(wrapped)), (called, model, optimizer)):
-        train(each, steps, 1)
-        module.stops = True
-        with pytest.raises(KeyboardInterrupt):
-            each(batch(3))
-        module.stops = False
-        train(each, steps, 2)
-    assert_alike(model, whole)
-    assert controller.units.nbytes_live() == 0
-    with torch.no_grad():
-        called(batch(1))
-    assert controller.units.nbytes_live() == 0
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_it_goes_on_after_an_interrupt(ranks2: Ranks, in_place: bool) -> None:
-    ranks2.run(is_interrupted, in_place)
-
-
-class Tied(Tower):
-    """The outermost module reads a unit's parameter by itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](self.first(x))
-        return x @ self.blocks[0].up.weight.t()
-
-
-@on_ranks(2)
-def test_a_training_pass_that_reads_a_freed_parameter_raises() -> None:
-    wrapped, _ = fully(Tied())
-    with pytest.raises(RuntimeError, match=r"blocks.0 of shape \(24, 96\) is used by another module while"):
-        loss_of(wrapped, 0)
-
-
-class Generating(Tower):
-    def generate(self, x: Tensor, count: int) -> Tensor:
-        for _ in range(count):
-            out = self(x)
-            x = torch.cat([x[:, 3:], out], 1)
-        for block in self.blocks:
-            block(self.first(x))
-        return x
-
-
-@on_ranks(2)
-def test_methods_call_the_model_in_a_loop() -> None:
-    (whole, one), (sharded, other) = both(Generating())
-    for _ in range(2):
-        for how in (torch.no_grad, torch.enable_grad):
-            with how():
-                got = sharded.module.generate(batch(0), 3)
-                assert torch.equal(got, whole.module.generate(batch(0), 3))
-            if how is torch.no_grad:
-                assert sharded.units.nbytes_live() == 0
-        assert train(sharded, other) == train(whole, one)
-
-
-# ---------------------- what modules keep aside, in attributes or anywhere else, may be used in the loss
-
-
-KEPT: dict[str, Tensor] = {}  # what the modules below keep outside of themselves
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(nn.functional.linear(x, self.down.weight.detach()[:, :24]))
+        return super().forward(x)
 
 
 class Keeping(Block):
@@ -226,7 +152,7 @@ class Keeping(Block):
         self.gate = nn.Linear(24, 2, bias=False)
         self.aux = torch.zeros(())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         out = super().forward(x)
         aux = self.gate(torch.tanh(self.down(torch.relu(self.up(x))))).square().mean()
         if self.where == "attribute":
@@ -236,13 +162,21 @@ class Keeping(Block):
         return out
 
 
-class Routed(Tower):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.blocks[1] = Keeping(where)
+def routed(where: str = "elsewhere") -> Any:
+    return tower(Block(), Keeping(where))
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def loss_in_unsharded(wrapped: Any, step: int) -> Tensor:
+    """Computed there, and backpropagated outside."""
+    with nullcontext() if isinstance(wrapped, DistributedDataParallel) else unsharded(wrapped):
+        return loss_of(wrapped, step) + 0.1 * wrapped.module.blocks[1].up.weight.square().sum()
 
 
 def kept(model: Any, step: int) -> Tensor:
+    """With what a unit kept aside."""
     out = model(batch(step))
     aux: Tensor = model.module.blocks[1].aux
     return out.square().mean() + (KEPT["aux"] if aux.grad_fn is None else aux)
@@ -253,55 +187,129 @@ def kept_alone(model: Any, step: int) -> Tensor:
     return KEPT["aux"] + 2
 
 
-CASES: dict[str, tuple[str, Callable[[Any, int], Tensor], dict[str, Any]]] = {
-    "in an attribute": ("attribute", kept, {}),
-    "elsewhere": ("elsewhere", kept, {}),
-    "as the whole loss": ("elsewhere", kept_alone, {"find_unused_parameters": True}),
-    "as the whole loss, units kept": (
-        "elsewhere",
-        kept_alone,
-        {"find_unused_parameters": True, "of_fully": {"reshard_after_forward": 1}},
-    ),
-}
-
-
-@on_ranks(2)
-def test_a_tensor_that_a_unit_kept_aside_is_used_in_the_loss() -> None:
-    for where, loss, options in CASES.values():
-        trains_alike(Routed(where), loss, **options)
-        KEPT.clear()
-
-
-class Detaching(Block):
-    """Reads a weight in the backward pass when all gradients of the unit have come."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(nn.functional.linear(x, self.down.weight.detach()[:, :24]))
-        return super().forward(x)
-
-
-class Stopping(Tower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Detaching() for _ in range(2)])
-
-
-@on_ranks(2)
-def test_a_unit_is_read_after_all_its_gradients_have_come() -> None:
-    trains_alike(Stopping())
+def kept_in_checkpoints(model: Any, step: int) -> Tensor:
+    model.module.how = "not reentrant"
+    return kept(model, step)
 
 
 def twice_by_what_is_kept(model: Any, step: int) -> Tensor:
+    """What was kept has a backward pass of its own."""
     loss = model(batch(step)).square().mean()
     loss.backward(retain_graph=True)
     return KEPT["aux"] + 0 * loss.detach()
 
 
+def with_hooks_of_others(model: nn.Module, step: int) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        return loss_of(model, step)
+
+
+class Odd(NamedTuple):
+    make: Callable[[], nn.Module] = Tower
+    loss: Callable[[Any, int], Tensor] = loss_of
+    options: Any = MappingProxyType({})
+
+
+UNUSED = {"find_unused_parameters": True}
+ODD = {
+    "a tied weight, nested units": Odd(tied, options={"units": nested}),
+    "nested units": Odd(options={"units": nested}),
+    "a unit returns a view of its parameter": Odd(
+        lambda: tower(Placed()), options={"units": lambda model: [*model.blocks, model.blocks[0].place]}
+    ),
+    "modules return anything": Odd(Forms),
+    "views in a dataclass": Odd(lambda: UsingViews(Parts)),
+    "views in a dict": Odd(lambda: UsingViews(in_dict)),
+    "units change their input and return nothing": Odd(InPlace),
+    "a weight is read after all gradients": Odd(lambda: tower(Detaching(), Detaching())),
+    "a loss computed in unsharded": Odd(loss=loss_in_unsharded),
+    "kept in an attribute": Odd(lambda: routed("attribute"), kept),
+    "kept elsewhere": Odd(routed, kept),
+    "kept, the whole loss": Odd(routed, kept_alone, UNUSED),
+    "kept, the whole loss, units stay": Odd(
+        routed, kept_alone, {**UNUSED, "of_fully": {"reshard_after_forward": 1}}
+    ),
+    "kept, with a pass of its own": Odd(
+        routed, twice_by_what_is_kept, {**UNUSED, "of_fully": {"accumulate": "owner"}}
+    ),
+    "kept in checkpoints": Odd(routed, kept_in_checkpoints),
+    "hooks of others": Odd(loss=with_hooks_of_others),
+}
+
+
 @on_ranks(2)
-def test_what_was_kept_has_a_backward_pass_of_its_own() -> None:
-    of_fully = {"accumulate": "owner"}
-    trains_alike(Routed("elsewhere"), twice_by_what_is_kept, find_unused_parameters=True, of_fully=of_fully)
+@pytest.mark.parametrize("name", ODD)
+def test_odd_models_and_losses_have_the_bits_of_whole_parameters(name: str) -> None:
+    make, loss, options = ODD[name]
+    trains_alike(make(), loss, **options)
     KEPT.clear()
+
+
+@on_ranks(2)
+def test_inference_and_methods_that_call_the_model_leave_nothing_behind() -> None:
+    (whole, one), (sharded, other) = both(Tower())
+
+    def generate(model: Any, x: Tensor) -> Tensor:
+        """Call the model in a loop, and its blocks by themselves."""
+        for _ in range(3):
+            x = torch.cat([x[:, 3:], model(x)], 1)
+        for block in model.blocks:
+            block(model.first(x))
+        return x
+
+    for how in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with how():
+            assert torch.equal(sharded(batch(5)), whole(batch(5)))
+            assert torch.equal(generate(sharded.module, batch(0)), generate(whole.module, batch(0)))
+        if how is not torch.enable_grad:
+            assert sharded.units.nbytes_live() == 0
+        assert train(sharded, other) == train(whole, one)
+
+
+# ---------------------------------------------------------------------- units that cannot be
+
+
+CONTAINERS: list[Callable[[Any], nn.Module]] = [
+    nn.ModuleList,
+    lambda blocks: nn.Sequential(*blocks),
+    lambda blocks: nn.ModuleDict({f"block{number}": block for number, block in enumerate(blocks)}),
+]
+
+
+@on_ranks(1)
+def test_a_container_stands_for_its_members_and_what_is_never_called_is_no_unit() -> None:
+    for container in CONTAINERS:
+        model = Tower()
+        model.blocks = container(model.blocks)
+        wrapped, _ = fully(model, units=model.blocks)
+        assert [unit.name for unit in wrapped.units.units[1:]] == [
+            f"blocks.{name}" for name, _ in model.blocks.named_children()
+        ]
+    model = Tower()
+    with pytest.raises(TypeError, match="got one, Block: put it in a list"):
+        fully(model, units=model.blocks[0])
+    attention = nn.Sequential(nn.MultiheadAttention(16, 2))
+    with pytest.raises(ValueError, match=r"out_proj is never called itself: the MultiheadAttention"):
+        fully(attention, units=[attention[0].out_proj])
+
+
+class ReadingUnits(Tower):
+    """The outermost module reads a unit's parameter by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        return x @ self.blocks[0].up.weight.t()
+
+
+@on_ranks(2)
+def test_views_that_cannot_be_copied_and_reads_of_freed_parameters_raise() -> None:
+    wrapped, _ = fully(UsingViews(lambda *parts: MappingProxyType(in_dict(*parts))))
+    with pytest.raises(RuntimeError, match=r"blocks.0 returned a view of a parameter in a mappingproxy"):
+        loss_of(wrapped, 0)
+    assert wrapped.units.nbytes_live() == 0
+    wrapped, _ = fully(ReadingUnits())
+    with pytest.raises(RuntimeError, match=r"blocks.0 of shape \(24, 96\) is used by another module while"):
+        loss_of(wrapped, 0)
 
 
 class Overwriting(Block):
@@ -316,11 +324,9 @@ class Overwriting(Block):
 
 @on_ranks(2)
 def test_writes_to_what_autograd_saved_are_noticed() -> None:
-    model = Tower()
-    model.blocks[0] = Overwriting()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        fully(model)[0](batch(0)).sum().backward()
-    wrapped, optimizer = fully(Routed("elsewhere"), find_unused_parameters=True)
+        fully(tower(Overwriting()))[0](batch(0)).sum().backward()
+    wrapped, optimizer = fully(routed(), **UNUSED)
     kept(wrapped, 0).backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*A step or a load counts"):
@@ -339,13 +345,49 @@ class Deriving(Block):
 
 @on_ranks(2)
 def test_without_the_guard_modules_use_torch_func() -> None:
-    model = Tower()
-    model.blocks[1] = Deriving()
+    model = tower(Deriving())
     want = (both(model)[0][0])(batch(0))
-    wrapped, _ = fully(model, guards_reads=False)
-    out = wrapped(batch(0))
+    out = fully(model, guards_reads=False)[0](batch(0))
     assert torch.equal(out, want)
     out.sum().backward()
+
+
+# ---------------------------------------------------------------------- interrupts, and the end
+
+
+class Interrupted(Tower):
+    stops = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        if self.stops:
+            raise KeyboardInterrupt
+        return self.last(self.blocks[1](x))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_it_goes_on_after_an_interrupt(in_place: bool) -> None:
+    whole, model = Interrupted(), Interrupted()
+    wrapped = DistributedDataParallel(whole, **UNUSED)
+    if in_place:
+        called: Any = fully_shard(model, units=model.blocks, **UNUSED)
+        optimizer, controller = adamw(model), fully_sharded(model)
+    else:
+        called, optimizer = fully(model, **UNUSED)
+        controller = called
+    for each, module, steps in ((wrapped, whole, adamw(wrapped)), (called, model, optimizer)):
+        train(each, steps, 1)
+        module.stops = True
+        with pytest.raises(KeyboardInterrupt):
+            each(batch(3))
+        module.stops = False
+        train(each, steps, 2)
+    assert_alike(model, whole)
+    assert controller.units.nbytes_live() == 0
+    with torch.no_grad():
+        called(batch(1))
+    assert controller.units.nbytes_live() == 0
 
 
 def are_gone(objects: Sequence[weakref.ref[Any]]) -> bool:
@@ -356,7 +398,7 @@ def are_gone(objects: Sequence[weakref.ref[Any]]) -> bool:
 @on_ranks(2)
 def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass() -> None:
     for goes_back in (True, False):
-        wrapped, optimizer = fully(Routed("attribute"))
+        wrapped, optimizer = fully(routed("attribute"))
         buckets = [weakref.ref(bucket) for unit in wrapped.units.units for bucket in unit.buckets]
         loss = kept(wrapped, 0)  # saves what operations have computed themselves, too
         if goes_back:
@@ -367,20 +409,3 @@ def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass() -> N
         # let go of what it has waited for.
         wait_until(partial(are_gone, buckets))
         assert [bucket() for bucket in buckets] == [None] * len(buckets)
-
-
-def with_hooks(model: nn.Module, step: int) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
-        return loss_of(model, step)
-
-
-def kept_in_checkpoints(model: Any, step: int) -> Tensor:
-    model.module.how = "not reentrant"
-    return kept(model, step)
-
-
-@on_ranks(2)
-def test_hooks_of_others_are_left_alone() -> None:
-    trains_alike(Tower(), with_hooks)
-    trains_alike(Routed("elsewhere"), kept_in_checkpoints)
-    KEPT.clear()

@@ -91,7 +91,7 @@ def shards_state(replicas: int) -> tuple[int, int, int]:
     assert 0.9 * reduced < sent < 1.1 * reduced, (sent, reduced, nbytes)
     gathered = optimizer.metrics()["sent_bytes/gather"]
     assert gathered < 2 * nbytes, gathered
-    held = wrapped.units.supply.gathers.nbytes_held
+    held = wrapped.units.gathers.nbytes_held
     return state, held, nbytes
 
 

@@ -206,42 +206,41 @@ def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(tmp_path: Path) 
 # ---------------------------------------------------------------------- ways of stepping
 
 
+def skip_the_last(optimizer: ZeroRedundancyOptimizer, _rank: int) -> int:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
+    for step in range(3):
+        set_grads(params_of(optimizer), step, scale=2.0)
+        scaler.scale(torch.ones(()))
+        if step == 2:
+            params_of(optimizer)[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+    assert (optimizer.num_steps, optimizer.core.snapshot.age) == (2, 2)
+    return 2
+
+
+def join_unevenly(optimizer: ZeroRedundancyOptimizer, rank: int) -> int:
+    with Join([optimizer]):
+        for step in range(3 - 2 * rank):
+            set_grads(params_of(optimizer), step)
+            optimizer.step()
+    return 3
+
+
 @on_ranks(2)
-def test_a_step_that_a_scaler_skips_changes_no_mirror(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [skip_the_last, join_unevenly])
+def test_a_skipped_step_changes_no_mirror_and_ranks_that_have_joined_mirror_too(
+    tmp_path: Path, steps: Callable[[ZeroRedundancyOptimizer, int], int]
+) -> None:
     rank = leave()
     with world(tmp_path, "two", rank, range(2)):
         optimizer = mirrored(adamw)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
-        for step in range(3):
-            set_grads(params_of(optimizer), step, scale=2.0)
-            scaler.scale(torch.ones(()))
-            if step == 2:
-                params_of(optimizer)[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
-            scaler.step(optimizer)
-            scaler.update()
-        assert (optimizer.num_steps, optimizer.core.snapshot.age) == (2, 2)
+        number = steps(optimizer, rank)
         expected = content(optimizer)
         optimizer.detach()
-    if rank == 1:
+    if rank == 1:  # which joined early
         with world(tmp_path, "one", rank, [1]):
-            assert optimizer.rebind() == 2
-            assert_content(optimizer, expected)
-
-
-@on_ranks(2)
-def test_ranks_that_have_joined_mirror_too(tmp_path: Path) -> None:
-    rank = leave()
-    with world(tmp_path, "two", rank, range(2)):
-        optimizer = mirrored(adamw)
-        with Join([optimizer]):
-            for step in range(1 + 2 * rank):
-                set_grads(params_of(optimizer), step)
-                optimizer.step()
-        expected = content(optimizer)
-        optimizer.detach()
-    if rank == 0:  # which joined early
-        with world(tmp_path, "one", rank, [0]):
-            assert optimizer.rebind() == 3
+            assert optimizer.rebind() == number
             assert_content(optimizer, expected)
 
 
@@ -317,9 +316,9 @@ def test_copies_are_mirrored_anew() -> None:
     train(plain, 0, 4)
     for each in (optimizer, other, loaded):
         if each is not optimizer:
-            assert each.core.mirror.tells_of == -1
+            assert each.core.mirror.last_age == -1
         train(each, 2, 4)
-        assert each.core.mirror.tells_of == each.core.snapshot.age
+        assert each.core.mirror.last_age == each.core.snapshot.age
         assert_same_bits(params_of(each), params_of(plain))
 
 

@@ -107,8 +107,8 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     is_there = private._is_there
 
     def hide_name(path: str) -> None:
-        monkeypatch.setattr(private, "_is_there", lambda asked: asked != path and is_there(asked))
         monkeypatch.delattr(private, last(path).removeprefix("_"), raising=False)
+        monkeypatch.setattr(private, "_is_there", lambda asked: asked != path and is_there(asked))
 
     return hide_name
 

@@ -45,9 +45,7 @@ def trains_alike(folder: Path) -> None:
     assert_alike(kept.module, plain.module)
     assert_same_state(one, other)
     assert_equal_everywhere(kept.module)
-    copies = [
-        each for column in kept.units.supply.gathers._columns.values() for each in column._copies.values()
-    ]
+    copies = [each for column in kept.units.gathers._columns.values() for each in column._copies.values()]
     large = [each for each in copies if each.nbytes >= PAGE]
     assert large
     assert all(other.core.inputs.store.files._memory.holds(each) for each in large)
@@ -75,7 +73,7 @@ def test_copies_are_on_the_host_where_rows_are() -> None:
             loss_of(kept, step).backward()
             other.step()
         state = state_of(kept)
-        columns = kept.units.supply.gathers._columns.values()
+        columns = kept.units.gathers._columns.values()
         places = {streams.kind_of(each) for column in columns for each in column._copies.values()}
         assert places == {"pinned"}, places
         streams.current_stream.synchronize()

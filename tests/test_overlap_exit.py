@@ -17,16 +17,16 @@ from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
 from zero_optim.hooks.passes import Task
 
-step = Task.step
+wait = Task.wait
 
 
-def step_on(task, gradients):  # inside PyTorch still, when the script has ended
-    step(task, gradients)
+def wait_on(task):  # inside PyTorch still, when the script has ended
+    wait(task)
     for _ in range(20_000):
         torch.zeros(1).add_(1)
 
 
-Task.step = step_on
+Task.wait = wait_on
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
 runs = []
 for _ in range(2):

@@ -1,20 +1,32 @@
 """The overlapped step as on an accelerator: without a thread, on the process group of the reductions."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fake_streams import fake_streams
-from overlap import Setting, adamw, assert_same_params, both_wrappers, loss_of, plain_step
+from fake_streams import FakeEvent, FakeStream, fake_streams
+from overlap import (
+    WRAPPERS,
+    Setting,
+    adamw,
+    assert_same_params,
+    both_wrappers,
+    either_way,
+    inputs,
+    loss_of,
+    plain_step,
+)
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.hooks import allreduce_hook
+from zero_optim.hooks import allreduce_hook, zero_step
 
 
 def lazily(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
@@ -94,3 +106,61 @@ def test_the_stream_that_steps_waits_for_that_of_backward_and_the_callers_for_it
             assert beside[-1] in main.awaited
             assert {event.stream for event in beside[-1].stream.awaited} == {main}
             optimizer.step()
+
+
+class Around(nn.Module):
+    """Its backward pass goes through the last layer, another model, then the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(18, 18), nn.Linear(18, 18)
+
+    def forward(self, x: Tensor, inner: nn.Module) -> Tensor:
+        x = x.flatten(1)
+        hidden: Tensor = self.first(x)
+        out: Tensor = self.last(hidden + inner(x))
+        return out
+
+
+@on_ranks(2)
+@either_way
+def test_two_hooks_of_one_optimizer_step_in_one_pass(inline: bool) -> None:
+    """The optimizer's bucket has layers of both models; the caller waits for what either hook steps."""
+    waits: list[tuple[FakeStream, FakeStream]] = []  # who waited for whom
+
+    def wait_event(stream: FakeStream, event: FakeEvent) -> None:
+        waits.append((stream, event.stream))
+
+    with (
+        fake_streams() if inline else nullcontext() as accelerator,
+        mock.patch.object(FakeStream, "wait_event", wait_event),
+    ):
+        runs = []
+        for overlap in (False, True):
+            pair = [WRAPPERS["ours"](net, bucket_cap_mb=0.0001) for net in (Around(), nn.Linear(18, 18))]
+            with torch.no_grad():
+                for param in pair[1].parameters():
+                    param.fill_(0.1)
+            params = [param for model in pair for param in model.parameters()]
+            optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+            for model in pair if overlap else ():
+                model.register_comm_hook(None, zero_step(optimizer))
+            runs.append((pair, optimizer))
+        for number in range(4):
+            for (outer, inner), optimizer in runs:
+                optimizer.zero_grad()
+                loss = outer(inputs(number), inner).square().mean()
+                waits.clear()
+                loss.backward()
+                if accelerator is not None and optimizer is runs[1][1]:
+                    main, extra = (
+                        accelerator.stack[0],
+                        {stream for stream, _ in waits} - {accelerator.stack[0]},
+                    )
+                    last = {stream: waits[::-1].index((stream, main)) for stream in extra}
+                    assert extra
+                    assert all(waits[::-1].index((main, stream)) < last[stream] for stream in extra), number
+                optimizer.step()
+            for plain, model in zip(runs[0][0], runs[1][0], strict=True):
+                assert_same_params(model, plain, number)

@@ -309,7 +309,8 @@ def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> N
     of = passes.SteppedPass(unused, (), False)
     buffer, future = torch.zeros(2), FailingFuture()
     bucket = passes.Task(of, (), buffer, unused, False, future)  # type: ignore[arg-type]
-    bucket.complete(torch.ones(2))
+    bucket.result = torch.ones(2)
+    bucket.complete()
     assert future.taken == [buffer]
     assert isinstance(of.error, ValueError)
 

@@ -26,7 +26,7 @@ from zero_optim.comm import encoding, wire
 from zero_optim.plan.layout import whole
 from zero_optim.plan.partition import assign_buckets, assign_owners
 from zero_optim.plan.pieces import Piece
-from zero_optim.state.cut_state import CutState, Joined
+from zero_optim.state.moving import CutState, Joined
 
 draw_the_same()
 
@@ -194,7 +194,8 @@ def test_joining_gives_back_the_state_that_rows_were_picked_from(
     here = data.draw(st.sampled_from(cut.pieces)).owner
     target, parts = Joined({7: cut}), []
     for piece in cut.pieces:
-        rows = cut.rows({"avg": whole, "step": torch.tensor(3.0)}, piece)
+        state = {"avg": whole, "step": torch.tensor(3.0)}
+        rows = cut.picked(state, Piece(0, 0, len(whole)), piece.start, piece.stop)
         assert set(cut.cut_entries(rows, piece)) == {"avg"}
         if piece.owner == here:
             parts.append(target.copied({7: rows}, here))

@@ -23,7 +23,7 @@ from training import assert_same_bits, make_params, params_of, set_grads
 from waiting import wait_until
 from worlds import enter, leave, world
 from zero_optim import LostStateError, StalledError, ZeroRedundancyOptimizer, checkpoint
-from zero_optim.checkpoint.reader import CheckpointReader
+from zero_optim.checkpoint.data import CheckpointReader
 from zero_optim.comm import lanes
 from zero_optim.shard import gathers
 

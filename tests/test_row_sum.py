@@ -62,7 +62,7 @@ def test_gradients_that_go_to_their_owner_are_rounded_once() -> None:
     module = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     wrapped = ShardedDataParallel(module, optimizer)
-    wrapped._own().divide_by(lambda: 1)
+    wrapped._own().divisor = lambda: 1
     wrapped(torch.full((1, 2), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)).sum().backward()
     grad = module.weight.grad
     assert grad is None or module.weight not in optimizer.owned_parameters() or grad[0, 0] == 258

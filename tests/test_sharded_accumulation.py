@@ -16,35 +16,56 @@ from zero_optim.step.gradients import owned_gradient, rows_of
 from zero_optim.step.partial import PartialGradient
 
 NUM_PASSES = 3
+Grads = dict[str, Tensor]
 
 
-def grads_alone(model: nn.Module, number: int, rank: int) -> list[Tensor]:
-    """The gradients of one micro-batch of one rank."""
+def grads_alone(model: nn.Module, number: int, rank: int, part: int | None = None) -> Grads:
+    """The gradients of one micro-batch of one rank, of one of the model's outputs."""
     model.zero_grad()
-    model(inputs(number, rank)).square().mean().backward()
-    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    out = model(inputs(number, rank))
+    (out if part is None else out[part]).square().mean().backward()
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
-def added(totals: list[Tensor], more: list[Tensor]) -> list[Tensor]:
-    return [total + grad for total, grad in zip(totals, more, strict=True)] if totals else more
+def added(totals: Grads, more: Grads) -> Grads:
+    return totals | {name: totals[name] + grad if name in totals else grad for name, grad in more.items()}
 
 
-def expected_sums(accumulate: str) -> list[Tensor]:
+def scaled(grads: Grads) -> Grads:
+    return {name: grad * (1 / dist.get_world_size()) for name, grad in grads.items()}
+
+
+def over_ranks(model: nn.Module, number: int, part: int | None = None) -> Grads:
+    """The gradients of one pass, averaged in the order of ranks."""
+    of_pass: Grads = {}
+    for rank in range(dist.get_world_size()):
+        of_pass = added(of_pass, scaled(grads_alone(model, number, rank, part)))
+    return of_pass
+
+
+def assert_owned(model: nn.Module, expected: Grads) -> None:
+    """Gradients that this rank owns are the expected ones; there are some."""
+    num_owned = 0
+    for name, param in model.named_parameters():
+        if not isinstance(param.grad, PartialGradient):
+            assert param.grad is not None
+            assert torch.equal(param.grad, expected[name]), name
+            num_owned += 1
+    assert num_owned
+
+
+def expected_sums(accumulate: str) -> Grads:
     """In one process, what the owners have after some passes."""
-    size, alone = dist.get_world_size(), Net()
-    totals: list[Tensor] = []
+    alone, totals = Net(), Grads()
     if accumulate == "owner":  # over ranks first, then over passes
         for number in range(NUM_PASSES):
-            of_pass: list[Tensor] = []
-            for rank in range(size):
-                of_pass = added(of_pass, [grad * (1 / size) for grad in grads_alone(alone, number, rank)])
-            totals = added(totals, of_pass)
+            totals = added(totals, over_ranks(alone, number))
         return totals
-    for rank in range(size):  # over passes first, on each rank, then over ranks
-        of_rank: list[Tensor] = []
+    for rank in range(dist.get_world_size()):  # over passes first, on each rank, then over ranks
+        of_rank: Grads = {}
         for number in range(NUM_PASSES):
             of_rank = added(of_rank, grads_alone(alone, number, rank))
-        totals = added(totals, [grad * (1 / size) for grad in of_rank])
+        totals = added(totals, scaled(of_rank))
     return totals
 
 
@@ -61,13 +82,7 @@ def adds_up(accumulate: Any) -> None:
     model = Net()
     wrapped = ShardedDataParallel(model, adamw(model), accumulate=accumulate)
     run_passes(wrapped, accumulate)
-    num_owned = 0
-    for param, want in zip(model.parameters(), expected_sums(accumulate), strict=True):
-        if not isinstance(param.grad, PartialGradient):
-            assert param.grad is not None
-            assert torch.equal(param.grad, want)
-            num_owned += 1
-    assert num_owned
+    assert_owned(model, expected_sums(accumulate))
 
 
 @pytest.mark.parametrize("accumulate", ["owner", "local"])
@@ -111,23 +126,7 @@ def test_two_losses_of_one_forward_pass_add_up(accumulate: str) -> None:
     left, right = sharded(inputs(0))
     left.square().mean().backward(retain_graph=True)
     right.square().mean().backward()
-    size = dist.get_world_size()
-    totals: dict[str, Tensor] = {}
-    for part in (0, 1):
-        of_pass: dict[str, Tensor] = {}
-        for rank in range(size):
-            alone.zero_grad()
-            alone(inputs(0, rank))[part].square().mean().backward()
-            for name, param in alone.named_parameters():
-                if param.grad is not None:
-                    grad = param.grad * (1 / size)
-                    of_pass[name] = of_pass[name] + grad if name in of_pass else grad
-        for name, grad in of_pass.items():
-            totals[name] = totals[name] + grad if name in totals else grad
-    for name, param in sharded.module.named_parameters():
-        if not isinstance(param.grad, PartialGradient):
-            assert param.grad is not None
-            assert torch.equal(param.grad, totals[name]), name
+    assert_owned(sharded.module, added(over_ranks(alone, 0, 0), over_ranks(alone, 0, 1)))
     other.step()
 
 
@@ -144,8 +143,10 @@ def test_owners_that_add_up_refuse_no_sync() -> None:
 def test_a_local_pass_behind_a_reduced_one_is_refused() -> None:
     (whole, one), (sharded, other) = Setting().whole(), Setting(accumulate="local").sharded()
     loss_of(sharded, 0).backward()
-    with sharded.no_sync(), pytest.raises(RuntimeError, match=r"reduced to its owners.*Call zero_grad\(\)"):
-        loss_of(sharded, 1).backward()
+    announced = loss_of(sharded, 1)
+    for loss in (announced, None):  # also of a forward pass under no_sync()
+        with sharded.no_sync(), pytest.raises(RuntimeError, match=r"to its owners.*Call zero_grad\(\)"):
+            (loss_of(sharded, 1) if loss is None else loss).backward()
     # PyTorch's loop may go on, as nothing was added.
     other.step()
     loss_of(whole, 0).backward()

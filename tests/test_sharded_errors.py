@@ -165,18 +165,6 @@ def test_a_pass_that_no_output_shows_gives_the_bits_of_whole_gradients() -> None
         assert torch.equal(a, b)
 
 
-@on_ranks(2)
-def test_a_local_pass_that_comes_unannounced_is_refused() -> None:
-    wrapped, optimizer = Setting(accumulate="local").sharded()
-    loss_of(wrapped, 0).backward()
-    loss = loss_of(wrapped, 1)
-    with wrapped.no_sync(), pytest.raises(RuntimeError, match=r"reduced to its owners.*Call zero_grad\(\)"):
-        loss.backward()
-    optimizer.zero_grad()
-    loss_of(wrapped, 3).backward()
-    optimizer.step()
-
-
 class LossWeight(Net):
     """One parameter is used by the loss alone, before autograd has come to any output."""
 

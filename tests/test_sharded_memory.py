@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cuts import cutting
-from pool import Pool, Ranks, on_ranks
+from pool import Pool, on_ranks
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
@@ -87,7 +87,7 @@ def peak_nbytes(num_passes: int, *, defers: bool, model: nn.Module, cap_nbytes: 
     return living.peak
 
 
-def holds_little(num_passes: int, defers: bool = False, whole: bool = False) -> int:
+def holds_little(num_passes: int, defers: bool, whole: bool) -> None:
     """With ``whole``, a rank owns whole parameters, otherwise rows of each."""
     size = dist.get_world_size()
     with contextlib.nullcontext() if whole else cutting():
@@ -99,32 +99,26 @@ def holds_little(num_passes: int, defers: bool = False, whole: bool = False) -> 
     bucket = BUCKET_LAYERS * LAYER_NBYTES
     more = {2: 1.5 * bucket + LAYER_NBYTES, 3: 2 * bucket + LAYER_NBYTES}.get(size, 2 * bucket)
     assert peak <= own + more + SLACK_NBYTES, (peak, own, bucket)
-    return peak
+
+
+SLOW, EXHAUSTIVE = pytest.mark.slow, (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 @pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    ("size", "num_passes", "defers", "whole"),
+    [
+        *((size, 1, False, whole) for size in (2, 4) for whole in (True, False)),
+        pytest.param(3, 1, False, False, marks=SLOW),
+        *(pytest.param(size, 1, False, False, marks=EXHAUSTIVE) for size in (6, 8)),
+        (2, 3, False, False),  # adding up takes a second set of its own gradients
+        (2, 3, True, False),  # little more where reports are late
+    ],
+)
 def test_a_rank_holds_its_own_gradients_two_buckets_and_one_gradient(
-    ranks_2_and_4: Ranks, whole: bool
+    pool: Pool, size: int, num_passes: int, defers: bool, whole: bool
 ) -> None:
-    ranks_2_and_4.run(holds_little, 1, False, whole)
-
-
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (6, 8))])
-def test_any_number_of_ranks_holds_no_more_than_two_buckets(pool: Pool, size: int) -> None:
-    Ranks(pool, size).run(holds_little, 1)
-
-
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-def test_adding_up_takes_a_second_set_of_own_gradients(ranks2: Ranks) -> None:
-    ranks2.run(holds_little, 3)
-
-
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-def test_adding_up_takes_little_more_memory_where_reports_are_late(ranks2: Ranks) -> None:
-    ranks2.run(holds_little, 3, True)
+    pool.run(size, holds_little, num_passes, defers, whole)
 
 
 CUT_NBYTES = (256 * 256 + 16) * 4  # of one cut parameter; its rows are not even, nor is it a power of two

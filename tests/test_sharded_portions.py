@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,14 +12,15 @@ import torch
 from torch import Tensor
 
 from pool import Ranks
-from sharded import Setting
+from sharded import Setting, assert_same_run
+from test_sharded_accumulation import adds_up
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
-from test_sharded_training import epochs_alike, summed_in_rank_order, trains_alike
+from test_sharded_training import epochs_alike
 from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
-from zero_optim.ddp.owners.bucket_owners import BucketOwners
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.owner_rows import OwnerRows, RowPlan, most_portions, num_portions
+from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
+from zero_optim.ddp.owners.owner_rows import OwnerRows, most_portions, num_portions
 from zero_optim.plan.pieces import Piece
+from zero_optim.step.partial import PartialGradient
 
 
 def test_two_buckets_are_enough_for_portions() -> None:
@@ -52,9 +52,9 @@ PIECES = (
 )
 
 
-def some_plan(count: int, rank: int = 0, *, carries_word: bool = False) -> tuple[list[Tensor], RowPlan]:
+def some_gradients() -> list[Tensor]:
     image = torch.rand(20, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-    params = [
+    return [
         torch.rand(50, 3),
         torch.rand(4),
         torch.tensor(7.0),
@@ -62,8 +62,14 @@ def some_plan(count: int, rank: int = 0, *, carries_word: bool = False) -> tuple
         image,
         torch.rand(3, 64).t(),
     ]
+
+
+def some_bucket(count: int, rank: int, like: list[Tensor], *, carries_word: bool = False) -> OwnerBucket:
+    params = [torch.zeros_like(each).requires_grad_() for each in like]
     owners = BucketOwners(("",) * 6, PIECES, rank, 4)
-    return params, RowPlan.of(params, owners, torch.float32, carries_word=carries_word, count=count)
+    bucket = OwnerBucket(range(6), params, owners, carries_word=carries_word, num_portions=count)
+    bucket.begin({}, adds_at_once=False)
+    return bucket
 
 
 def as_given(grad: Tensor) -> Tensor:
@@ -82,43 +88,45 @@ def test_owners_find_their_rows_in_what_the_portions_make(
 ) -> None:
     lengths = [6 * 75 + 80, 14 * 75 + 16, 192 + 96, 0]  # with padding between gradients
     for rank in range(4):
-        params, plan = some_plan(count, rank, carries_word=carries_word)
-        assert [bounds[-1] for bounds in plan.bounds] == [length + carries_word for length in lengths]
-        rows = OwnerRows(plan, rank, params[0])
-        for slot, param in enumerate(params):
-            for place, part in rows.places(slot, restride(param)):
-                assert part is not None
-                place.copy_(part)
-        popped = [rows.pop(number, word=5.0) for number in range(count)]
+        gradients = some_gradients()
+        bucket = some_bucket(count, rank, gradients, carries_word=carries_word)
+        for param, gradient in zip(bucket.params, gradients, strict=True):
+            param.grad = restride(gradient)
+        bucket.take(range(6), 1.0)
+        if carries_word:
+            bucket.write_failure_word()
+        rows = bucket.rows()
+        popped = [rows.pop(number) for number in range(count)]
         whole = [torch.cat(of_rank) for of_rank in zip(*popped, strict=True)]
-        assert torch.equal(whole[rank], rows.own)
-        assert not carries_word or all(row[-1] == 5.0 for row in whole)
-        for slot, view in plan.owned:
-            param, pieces = params[slot], PIECES[slot]
-            piece = next(piece for piece in pieces if piece.owner == rank)
-            seen = view.of(whole[rank])
-            assert torch.equal(seen, param[piece.start : piece.stop] if param.dim() else param)
-            assert seen.stride() == param.stride()
-            assert view.offset % 16 == 0
-        assert [slot for slot, _ in plan.owned] == [[0, 2, 4], [1, 3, 4], [0, 5], []][rank]
+        assert [len(row) for row in whole] == [length + carries_word for length in lengths]
+        assert all(bool(row[-1:].isnan().all()) for row in whole) or not carries_word
+        assert torch.equal(whole[rank][: lengths[rank]], rows.own[: lengths[rank]])
+        bucket.give(bucket.take_over(rows.own), [False] * 6)
+        for param, gradient, pieces in zip(bucket.params, gradients, PIECES, strict=True):
+            own = param.grad.piece if isinstance(param.grad, PartialGradient) else param.grad
+            pieces_here = [piece for piece in pieces if piece.owner == rank]
+            assert (own is not None) == bool(pieces_here)
+            for piece in pieces_here:
+                assert own is not None
+                assert torch.equal(own, gradient[piece.start : piece.stop] if gradient.dim() else gradient)
+                assert own.stride() == gradient.stride()
+                assert own.storage_offset() % 16 == 0
 
 
 def test_portions_of_a_row_are_equally_long() -> None:
-    params = [torch.rand(100, 16), torch.rand(100)]
     owners = BucketOwners(("", ""), ((Piece(0, 0, 100),),) * 2, 0, 2)
-    bounds, empty = RowPlan.of(params, owners, torch.float32, count=4).bounds
-    assert empty == (0,) * 5
-    assert [stop - start for start, stop in pairwise(bounds)] == [425] * 4
+    bucket = OwnerBucket(range(2), [torch.rand(100, 16), torch.rand(100)], owners, num_portions=4)
+    rows = bucket.rows()
+    assert [[len(row) for row in rows.pop(number)] for number in range(4)] == [[425, 0]] * 4
 
 
 def test_other_ranks_portions_are_made_when_gradients_come() -> None:
-    params, plan = some_plan(4, 1)
-    rows = OwnerRows(plan, 1, params[0])
-    with mock.patch.object(OwnerRows, "_new", wraps=rows._new) as made:
-        for _ in range(2):
-            list(rows.places(1, None))  # of rank 1 itself
-            assert not made.called
-        list(rows.places(2, None))
+    bucket = some_bucket(4, 1, some_gradients())
+    bucket.take([1], 1.0)  # of rank 1 itself
+    with mock.patch.object(OwnerRows, "_new", autospec=True, side_effect=OwnerRows._new) as made:
+        bucket.take([1], 1.0)
+        assert not made.called
+        bucket.take([2], 1.0)
         assert made.call_count == 1
 
 
@@ -126,16 +134,16 @@ def test_other_ranks_portions_are_made_when_gradients_come() -> None:
 def three_portions() -> Iterator[list[int]]:
     """Have buckets sent in up to three portions, however small, and give how many each had."""
     counts: list[int] = []
-    start = owner_line.OwnerSum.__init__
+    original = OwnerBucket.rows
 
-    def counted(total: owner_line.OwnerSum, *args: Any) -> None:
-        start(total, *args)
-        counts.append(total.count)
+    def counted(bucket: OwnerBucket) -> OwnerRows:
+        counts.append(bucket.num_portions)
+        return original(bucket)
 
     with (
         mock.patch.object(owner_rows, "LEAST_PORTION_NBYTES", 1),
         mock.patch.object(owner_reducer, "most_portions", return_value=3),
-        mock.patch.object(owner_line.OwnerSum, "__init__", counted),
+        mock.patch.object(OwnerBucket, "rows", counted),
     ):
         yield counts
 
@@ -147,13 +155,13 @@ def runs_in_portions(check: Callable[..., object], *args: object) -> None:
 
 
 def test_portions_are_summed_in_the_order_of_ranks(ranks4: Ranks) -> None:
-    ranks4.run(runs_in_portions, summed_in_rank_order)
+    ranks4.run(runs_in_portions, adds_up, "owner")
 
 
 @pytest.mark.parametrize(
     ("check", "args"),
     [
-        (trains_alike, (Setting(),)),
+        (assert_same_run, (Setting(),)),
         (goes_on_after_a_failure, ()),
         (keeps_sums, (Setting(),)),
         (epochs_alike, (Setting(),)),
@@ -209,7 +217,7 @@ def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
         assert told[2:] == [f"end {first}", f"start {third}", f"end {second}", f"start {last}"]
         line.keep_pace(1.0)
         assert told[6:] == [f"end {third}"]
-        launched.wait()
+        launched()
         assert told[7:] == [f"end {last}"]
 
 
@@ -226,7 +234,7 @@ def test_a_bucket_is_sent_while_the_last_portion_of_the_one_before_is_under_way(
         launched.append(line.launch(buckets[2], 2, True))
         assert told[6:] == [f"end {b1}", f"start {c1}"]
         for reduction in launched:
-            reduction.wait()
+            reduction()
         assert told[8:] == [f"end {b2}", f"start {c2}", f"end {c1}", f"end {c2}"]
 
 

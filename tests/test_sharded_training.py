@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.utils.checkpoint import checkpoint
 
 from cuts import cutting
-from overlap import Net, adamw, inputs, loss_of
+from overlap import Net, adamw, loss_of
 from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
 from zero_optim import ZeroRedundancyOptimizer
@@ -34,28 +33,6 @@ def test_a_rank_has_the_gradients_of_what_it_owns_alone() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
-
-
-def summed_in_rank_order() -> None:
-    size, model = dist.get_world_size(), Net()
-    optimizer = adamw(model)
-    wrapped = ShardedDataParallel(model, optimizer)
-    loss_of(wrapped, 0).backward()
-    alone = Net()
-    expected: list[Tensor] = []
-    for rank in range(size):
-        alone.zero_grad()
-        alone(inputs(0, rank)).square().mean().backward()
-        grads = [param.grad * (1 / size) for param in alone.parameters() if param.grad is not None]
-        expected = [total + grad for total, grad in zip(expected, grads, strict=True)] if rank else grads
-    for param, want in zip(model.parameters(), expected, strict=True):
-        if not isinstance(param.grad, PartialGradient):
-            assert param.grad is not None
-            assert torch.equal(param.grad, want)
-
-
-def test_gradients_are_those_of_one_process_that_sums_in_the_order_of_ranks(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(summed_in_rank_order)
 
 
 class Unused(Net):
@@ -102,15 +79,12 @@ def cut_sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
         return sgd(model)
 
 
-def trains_alike(setting: Setting) -> None:
-    assert_same_run(setting)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "setting", [Setting(optimizer=cut_adamw), Setting(Words, cut_sgd)], ids=["dense", "sparse"]
 )
-def test_cut_parameters_train_with_the_bits_of_whole_gradients(ranks2: Ranks, setting: Setting) -> None:
-    ranks2.run(trains_alike, setting)
+def test_cut_parameters_train_with_the_bits_of_whole_gradients(setting: Setting) -> None:
+    assert_same_run(setting)
 
 
 @on_ranks(2)
@@ -132,21 +106,6 @@ def test_an_owner_of_rows_has_their_gradient_and_their_norms() -> None:
             dist.all_gather(norms, got)
             assert all(torch.equal(norm, got) for norm in norms)
         assert torch.allclose(got, torch.tensor(0.01), rtol=1e-3)
-
-
-class Checkpointed(Net):
-    """Computes some activations twice."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
-        hidden = self.norm(self.conv(x)).relu().flatten(1)
-        hidden = checkpoint(self.layers, hidden, use_reentrant=self.use_reentrant)
-        hidden = checkpoint(self.spare, hidden, use_reentrant=self.use_reentrant)
-        out: Tensor = self.head(hidden)
-        return out
 
 
 @on_ranks(1)

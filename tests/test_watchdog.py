@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pool import Ranks, on_ranks
-from sockets import listening
+from processes import listening
 from stalling import Others, linear, outcomes, sharded, with_gradients
 from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer

@@ -192,7 +192,7 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
 
 def _run_tool(name: str, options: dict[str, Any]) -> int:
     """Run a tool; an error prints one line and gives exit status 2."""
-    from zero_optim.checkpoint import inspection, offline
+    from zero_optim.checkpoint import offline
 
     try:
         if name == "consolidate":
@@ -200,7 +200,7 @@ def _run_tool(name: str, options: dict[str, Any]) -> int:
         elif name == "reshard":
             offline.reshard(options["source"], options["out"], options["world_size"])
         else:
-            report = inspection.inspect(options["source"])
+            report = offline.inspect(options["source"])
             print(json.dumps(report.to_dict(), indent=1) if options["json"] else report)
             return 0 if report.complete else 1
     except (ZeroOptimError, ValueError, TypeError) as error:

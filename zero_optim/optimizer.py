@@ -17,7 +17,7 @@ from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
-from zero_optim.compat.kinship import make_known
+from zero_optim.compat.engine import register_with_pytorch
 from zero_optim.explain import Explanation, explain
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration import Iteration
@@ -312,7 +312,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def gather_parameters(self) -> None:
         """Give every parameter its owner's value, on every rank; all ranks call. Communicates like a step."""
         with failing_together(self.core.group):
-            self.core.sharding.refresh(self.param_groups)
+            self.core.refresh()
         self.core.sharding.gather_all()
 
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
@@ -344,7 +344,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         average, sharding = self.core.owned.average, self.core.sharding
         with failing_together(self.core.group):
-            sharding.refresh(self.param_groups)
+            self.core.refresh()
             average.check_swap_in()
         try:
             average.swap_in()  # now that no rank refuses
@@ -477,7 +477,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self.core.ranks.is_let_go:
             return
-        if self.core.inputs.store.units:
+        if self.core.inputs.store.params:
             raise RuntimeError(
                 "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"
@@ -670,7 +670,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         views.sync_options(source, target)
 
 
-make_known(ZeroRedundancyOptimizer)
+register_with_pytorch(ZeroRedundancyOptimizer)
 
 
 def require_ours(optimizer: object) -> None:

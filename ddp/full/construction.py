@@ -34,16 +34,16 @@ from zero_optim.ddp.full.filling import (
     take_values_of_first,
 )
 from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.ddp.full.offload import Offload, keeping_for
-from zero_optim.ddp.owners.wrapper_checks import (
+from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
+from zero_optim.ddp.wrapper_checks import (
     REFUSED,
     check_arguments,
     check_group,
     check_module,
     check_optimizer,
 )
-from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.keeping import Offload, keeping_for
 from zero_optim.shard.registration import Registration, is_registered
 from zero_optim.shard.store import Store
 from zero_optim.state.rebinding import shard_parameters
@@ -174,7 +174,7 @@ class UnitConstruction:
         self.registration.mark()
         limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
         untyped: type = ZeroRedundancyOptimizer
-        params = [*self.registration.units]
+        params = [*self.registration.params]
         # A class that bears cuts, so that rows are even.
         optimizer: ZeroRedundancyOptimizer = untyped(params, torch.optim.SGD, process_group, lr=0.0, **limits)
         return optimizer
@@ -205,7 +205,7 @@ class UnitConstruction:
     def give_up(self) -> None:
         """Leave the model as it was, if it was not filled yet; does not communicate."""
         if not self._is_filled:
-            self.registration.unmark([*self.registration.units])
+            self.registration.unmark([*self.registration.params])
             back_to_meta(self.module, self._replaced)
 
 

@@ -1,12 +1,13 @@
 """The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
 
 Note [When a unit is whole]
-    A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
-    The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
-    unit is gathered when the gradient of its output is there, and freed when all of its parameters have
-    theirs. Frozen ones get none, so a unit with some also waits for the gradients of its module's inputs. At
-    the end of the pass everything is freed. While activations are computed again (checkpointing) nothing is
-    freed when a call returns, as the backward pass needs it next.
+    Buckets are gathered, waited for and freed as their `Schedule` says. A unit is gathered when one of its
+    modules is called, and freed when the outermost call of them returns. The outermost unit of a training
+    step stays, as the backward pass begins with it. In the backward pass a unit is gathered when the gradient
+    of its output is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit
+    with some also waits for the gradients of its module's inputs. At the end of the pass everything is freed.
+    While activations are computed again (checkpointing) nothing is freed when a call returns, as the backward
+    pass needs it next.
 
     What autograd saved may be views of a unit's storage, so the backward pass must not begin with a unit
     before it is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in`
@@ -18,23 +19,27 @@ Note [The next unit]
     backward passes. It is the same on every rank if the ranks call the same modules, as they must.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.full.saved_reads import SavedReads
-from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitSupply
+from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder
 from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
-from zero_optim.health.unit_stamps import Purpose
-from zero_optim.shard.row_bucket import Uncopied
+from zero_optim.errors import RankMismatchError
+from zero_optim.flow.schedule import ZERO3, ZERO3_KEPT, Moment, Operation, Schedule
+from zero_optim.health.unit_stamps import Purpose, UnitStamps
+from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
+from zero_optim.shard.row_gathers import UnitGathers
 
 if TYPE_CHECKING:
-    from zero_optim.ddp.owners.launch_places import LaunchPlaces
+    from zero_optim.ddp.full.launch_places import LaunchPlaces
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
@@ -57,25 +62,29 @@ class UnitsInUse(Uncopied):
     forward pass calls ``unfinished`` first, which ends state dicts that broke off.
     """
 
-    def __init__(self, supply: UnitSupply, keeps: int | None, *, guards_reads: bool = True) -> None:
-        self.supply = supply
+    def __init__(self, units: Sequence[Unit], keeps: int | None, *, guards_reads: bool = True) -> None:
+        self.units = units  # by number
         self._keeps = keeps
         self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
         self._backward = UnitOrder()
         self._num_backwards = 0
         self._calls: list[_Call] = []  # the outermost first
         self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
-        for unit in supply.units:
+        for unit in units:
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
-        self._reads = SavedReads(supply.units, weakly(self._output_reached), is_on=guards_reads)
+        self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []
         self.places: LaunchPlaces | None = None  # until there is a reducer
 
+    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps) -> None:
+        """Gather for this optimizer from now on; one that comes later has the same ranks."""
+        self.group, self.gathers, self.stamps = group, gathers, stamps
+
     @property
-    def units(self) -> Sequence[Unit]:
-        """By number."""
-        return self.supply.units
+    def buckets(self) -> list[RowBucket]:
+        """Those of all units."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
 
     @property
     def is_outermost_call(self) -> bool:
@@ -84,7 +93,64 @@ class UnitsInUse(Uncopied):
 
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
-        return sum(bucket.nbytes_live for bucket in self.supply.buckets)
+        return sum(bucket.nbytes_live for bucket in self.buckets)
+
+    # ------------------------------------------------------------------ operations
+
+    def _at(
+        self, moment: Moment, unit: Unit, purpose: Purpose, tells: bool = False, schedule: Schedule = ZERO3
+    ) -> None:
+        """Do with a unit what a schedule says; with stamps if it `tells` of steps."""
+        operations: dict[Operation, Callable[[Unit, Purpose, bool], None]] = {
+            Operation.GATHER: self._gather,
+            Operation.WAIT: self._wait,
+            Operation.FREE: self._free,
+        }
+        schedule.at(moment, operations, unit, purpose, tells)
+
+    def _gather(self, unit: Unit, purpose: Purpose, tells: bool) -> None:
+        """Start the gather of a unit that is not whole."""
+        stamps = self.stamps if tells else None
+        for bucket in unit.buckets:
+            if not bucket.is_whole and not bucket.gathers.is_unclaimed:
+                bucket.gathers.start(partial(self.gathers.start, bucket, stamps, purpose))
+
+    def _wait(self, unit: Unit, _: object, tells: bool) -> None:
+        """Wait until a unit is whole; RankMismatchError, and it is freed, if a rank gathered another."""
+        with self._forgetting(unit):
+            unit.arrive()
+            self.gathers.check()
+        if tells:
+            self.stamps.look()
+
+    def _free(self, unit: Unit, *_: object) -> None:
+        with self._forgetting(unit):
+            for bucket in unit.buckets:
+                bucket.free()
+
+    @contextmanager
+    def _forgetting(self, unit: Unit) -> Iterator[None]:
+        """Where ranks gather different parts, free a unit and forget other gathers: they may never come."""
+        try:
+            yield
+        except RankMismatchError:
+            for bucket in self.buckets:
+                bucket.gathers.abandon()
+            self.gathers.abandon()
+            for bucket in unit.buckets:
+                bucket.free()
+            raise
+
+    def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
+        """Start the gather of the unit that comes next, if it is known: Note [The next unit]."""
+        if number is not None:
+            self._gather(self.units[number], purpose, tells)
+
+    def _free_unused(self, units: Iterable[Unit] | None = None) -> None:
+        """Free those of some units, by default of all, that nobody is using, in or after a backward pass."""
+        for unit in self.units if units is None else units:
+            if not unit.depth:
+                self._at(Moment.AFTER_BACKWARD, unit, Purpose.BACKWARD)
 
     # ------------------------------------------------------------------ forward
 
@@ -115,15 +181,15 @@ class UnitsInUse(Uncopied):
             return
         is_outermost = self.is_outermost_call
         if is_outermost:
-            self.supply.stamps.begin_pass()
+            self.stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         if self.places is not None:
             self.places.called(unit.number, is_outermost=is_outermost)
-        self.supply.need(unit, purpose, tells=True)
+        self._at(Moment.BEFORE_FORWARD, unit, purpose, tells=True)
         order = self._forward.setdefault(self._calls[0].number, UnitOrder())
         if is_outermost:
             order.begin()
-        self.supply.fetch(order.reached(unit.number), purpose, tells=True)
+        self._fetch(order.reached(unit.number), purpose, tells=True)
 
     def leave(self, unit: Unit, output: object) -> None:
         """Free a unit after a call, unless it is used on; the output is None if the call raised."""
@@ -135,17 +201,18 @@ class UnitsInUse(Uncopied):
         unit.depth -= 1
         if unit.depth:
             return
-        keeps = False
+        stays = False
         if torch.is_grad_enabled() and output is not None:
-            keeps = self._watch(unit, output, call.passage)
+            stays = self._watch(unit, output, call.passage)
         if in_backward():
             return
-        if not keeps:
-            self.supply.free(unit)
+        self._at(Moment.AFTER_FORWARD, unit, Purpose.TRAINING, schedule=ZERO3_KEPT if stays else ZERO3)
         if not self._calls:
             if outermost in self._forward:
                 self._forward[outermost].end()
-            self.supply.free_fetched()
+            for other in self.units:  # what was fetched and not needed
+                if any(bucket.gathers.is_unclaimed for bucket in other.buckets):
+                    self._free(other)
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
         """Have it known when all inputs of a call have their gradients."""
@@ -170,11 +237,7 @@ class UnitsInUse(Uncopied):
                 if tensor.grad_fn is not None:
                     untyped: Any = tensor
                     untyped.register_hook(lambda _: reached(unit.number, place, passage))
-        return not self._calls or not tensors or self._is_kept(unit)
-
-    def _is_kept(self, unit: Unit) -> bool:
-        """Whether a unit is one of the last in the order of the pass before."""
-        if self._keeps is None:
+        if not self._calls or not tensors or self._keeps is None:
             return True
         last = list(dict.fromkeys(reversed(self._forward[self._calls[0].number].before)))
         return unit.number in last[: self._keeps]
@@ -204,16 +267,6 @@ class UnitsInUse(Uncopied):
 
     def _need_in_backward(self, number: int, place: int | None = None) -> None:
         """Make a unit whole in a backward pass, and fetch the next one."""
-        self._begin_backward()
-        self.supply.need(self.units[number], Purpose.BACKWARD)
-        if self.places is not None:
-            self.places.reached(number, place)
-        following = self._backward.reached(number)
-        self.supply.fetch(following, Purpose.BACKWARD)
-        if self.places is not None:
-            self.places.gathered(following)
-
-    def _begin_backward(self) -> None:
         if not self._backward.is_under_way:
             self._backward.begin()
             if self.places is not None:
@@ -221,6 +274,13 @@ class UnitsInUse(Uncopied):
             self._num_backwards += 1
             broke_off = partial(weakly(self._break_off), self._num_backwards)
             when_backward_ends(weakly(self._end_backward), broke_off)
+        self._at(Moment.BEFORE_BACKWARD, self.units[number], Purpose.BACKWARD)
+        if self.places is not None:
+            self.places.reached(number, place)
+        following = self._backward.reached(number)
+        self._fetch(following, Purpose.BACKWARD)
+        if self.places is not None:
+            self.places.gathered(following)
 
     def gradient_came(self, index: int) -> None:
         """Take note that a parameter has its gradient; called by its hook."""
@@ -231,11 +291,11 @@ class UnitsInUse(Uncopied):
     def _free_if_done(self, unit: Unit) -> None:
         if unit.is_done:
             unit.arrived.clear()
-            self.supply.free_unused([unit])
+            self._free_unused([unit])
 
     def _end_backward(self) -> None:
         self._end_order()
-        self.supply.free_unused()
+        self._free_unused()
 
     def _break_off(self, number: int | None = None) -> None:
         """End the backward pass with a number, or the present one, after an exception; waits for nothing."""
@@ -247,20 +307,34 @@ class UnitsInUse(Uncopied):
         if self.places is not None:
             self.places.end()
         for unit in self.units:
-            unit.forget_pass()
+            unit.arrived.clear()
+            unit.passages.clear()
 
     # ------------------------------------------------------------------ on request
 
+    def check_unpinned(self) -> None:
+        """Raise RuntimeError if somebody needs parameters of any unit whole."""
+        for bucket in self.buckets:
+            bucket.check_unpinned()
+
+    def gather_as_kept(self, unit: Unit) -> list[WideBucket]:
+        """Gather a unit as its owners keep it, beside the parameters; RuntimeError if somebody needs them."""
+        self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
+        wide = [WideBucket(bucket) for bucket in unit.buckets]
+        for pending in [self.gathers.start(bucket, None, Purpose.AS_KEPT) for bucket in wide]:
+            pending.wait()
+        return wide
+
     def hold(self, unit: Unit) -> None:
         """Make a unit whole until `release`, for a state dict or a load."""
-        self.supply.need(unit, Purpose.REQUEST)
+        self._at(Moment.BEFORE_FORWARD, unit, Purpose.REQUEST)
         unit.depth += 1
 
     def release(self, unit: Unit) -> None:
         """Free a unit that was held, unless somebody else uses it."""
         unit.depth -= 1
         if not in_backward():
-            self.supply.free_unused([unit])
+            self._free_unused([unit])
 
     @contextmanager
     def whole(self, numbers: Sequence[int], *, writes: bool) -> Iterator[None]:
@@ -268,25 +342,32 @@ class UnitsInUse(Uncopied):
         units = [self.units[number] for number in numbers]
         tells = not self._calls
         if tells:
-            self.supply.stamps.begin_pass()
+            self.stamps.begin_pass()
         for unit in units:
-            self.supply.start(unit, Purpose.REQUEST, tells=tells)
+            self._gather(unit, Purpose.REQUEST, tells)
         for unit in units:
-            self.supply.need(unit, Purpose.REQUEST)
+            self._at(Moment.BEFORE_FORWARD, unit, Purpose.REQUEST)
         for unit in units:
-            self.supply.pin(unit, 1)
+            _pin(unit, 1)
         guards = self._reads.begin()
         try:
             if tells:
-                self.supply.stamps.look()
+                self.stamps.look()
             yield
         finally:
             if guards:
                 self._reads.end()
             for unit in units:
-                self.supply.pin(unit, -1)
+                _pin(unit, -1)
             try:
                 for unit in units if writes else ():
                     unit.take_written()
             finally:
-                self.supply.free_unused(units)
+                self._free_unused(units)
+
+
+def _pin(unit: Unit, more: int) -> None:
+    """Count one more, or one fewer, that needs a unit whole."""
+    unit.depth += more
+    for bucket in unit.buckets:
+        bucket.num_pins += more

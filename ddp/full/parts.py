@@ -13,8 +13,8 @@ from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat import private
 from zero_optim.ddp.full.construction import UnitConstruction, ignored_names
 from zero_optim.ddp.full.in_use import UnitsInUse
+from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.unit import OUTERMOST, Unit
-from zero_optim.ddp.owners.launch_places import LaunchPlaces
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.precision.precision import sparse_names
 from zero_optim.ddp.reducer.assignment import ReducerOptions
@@ -102,7 +102,7 @@ def make_gathers(
     stamps: UnitStamps,
 ) -> UnitGathers:
     """Choose how units are gathered; all ranks call, and it communicates."""
-    ranks, params = optimizer.ranks, built.registration.units
+    ranks, params = optimizer.ranks, built.registration.params
     names = [f"unit {name}" if name else OUTERMOST for name in built.choice.names]
     units = list(zip(names, built.registration.buckets, strict=True))
     if mesh is None or not mesh.splits_state:

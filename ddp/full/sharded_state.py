@@ -13,7 +13,7 @@ from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
-from zero_optim.shard.row_bucket import RowBucket, left_freed
+from zero_optim.shard.row_bucket import left_freed
 
 ROWS, WHOLE = "rows", "whole"
 
@@ -37,7 +37,7 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
         RankMismatchError: likewise, ranks were given others.
     """
     module, units = _asked_of(model)
-    group = units.supply.group
+    group = units.group
     with failing_together(group):
         if not ranks or not set(ranks) <= set(range(group.size)):
             raise ValueError(f"expected ranks from 0 to {group.size - 1}, got {ranks!r}")
@@ -76,7 +76,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         RuntimeError: parameters are whole for somebody to read or write.
     """
     module, units = _module_and_units(model)
-    units.supply.check_unpinned()
+    units.check_unpinned()
     rows, rest = _own_state(module, units)
     entries = {
         n: {"first": own.first, "shape": own.shape, "values": own.values} for n, (_, own) in rows.items()
@@ -88,8 +88,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `sharded_state_dict` returned on this rank, also in another run; all ranks call.
 
     The ranks must own the same rows: the same model, units, class and number of ranks. Otherwise, and for the
-    optimizer's state, use `zero_optim.checkpoint`. Only errors are communicated. One bucket at a time is
-    there in addition.
+    optimizer's state, use `zero_optim.checkpoint`. Only errors are communicated.
 
     Args:
         model: the wrapper, or its module.
@@ -104,16 +103,16 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         Exception: a module refuses its extra state; buffers have changed then.
     """
     module, units = _asked_of(model)
-    group = units.supply.group
+    group = units.group
     with failing_together(group):
-        units.supply.check_unpinned()
+        units.check_unpinned()
         rows, rest = _own_state(module, units)
         loaded = _checked(state, {name: own.place for name, (_, own) in rows.items()}, rest)
-    with failing_together(group), left_freed(units.supply.buckets):
+    with failing_together(group), left_freed(units.buckets):
         module.load_state_dict(state[WHOLE], strict=False)
-    values = {rows[name][0]: own for name, own in loaded.items()}
-    for bucket in units.supply.buckets:
-        _load_bucket(bucket, values)
+    values = {rows[name][0]: own.values for name, own in loaded.items()}
+    for bucket in units.buckets:
+        bucket.load(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +145,7 @@ def _asked_of(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
 
 def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Take the state dict without communication; return the parameters of units by name, and all of it."""
-    with left_freed(units.supply.buckets):
+    with left_freed(units.buckets):
         state = dict(module.state_dict())
     params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
     names = {}
@@ -163,7 +162,7 @@ def _copied(tensor: Tensor) -> Tensor:
 def _own_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, tuple[Tensor, _Own]], dict[str, Any]]:
     """Return by name the parameters of which this rank owns rows, with these, and what every rank has."""
     own: dict[Tensor, _Own] = {}
-    for bucket in units.supply.buckets:
+    for bucket in units.buckets:
         for index, first, rows in bucket.places():
             param = bucket.params[index]
             own[param] = _Own(first, tuple(param.shape), rows.detach())
@@ -200,14 +199,3 @@ def _alike(name: str, some: Mapping[str, Any], others: Mapping[str, Any]) -> boo
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape
     return name in some and name in others and isinstance(one, Tensor) == isinstance(other, Tensor)
-
-
-@torch.no_grad()
-def _load_bucket(bucket: RowBucket, rows: Mapping[Tensor, _Own]) -> None:
-    flat = bucket.flat_as_kept()
-    for param, view in zip(bucket.params, bucket.views(flat), strict=True):
-        own = rows.get(param)
-        if own is not None:
-            first, num_rows, shape = own.place
-            (view[first : first + num_rows] if shape else view).copy_(own.values)
-    bucket.take_over(flat)

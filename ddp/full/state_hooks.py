@@ -41,7 +41,7 @@ class UnitValues:
         """Gather the values, unless they are there; all ranks call."""
         if not self._visits:
             if self.unit.is_rounded:
-                self._wide = self._units.supply.gather_as_kept(self.unit)
+                self._wide = self._units.gather_as_kept(self.unit)
                 self.values = {param: value for each in self._wide for param, value in each.values.items()}
             else:
                 self._units.hold(self.unit)
@@ -90,7 +90,7 @@ class _Visit:
         """Put the stand-ins, unless state dicts are to show the parameters as they are."""
         if self.own is not None:  # an exception has ended the walk that began it
             self.values.break_off()
-        if self.values.unit.is_left:
+        if any(bucket.is_left for bucket in self.values.unit.buckets):
             return
         self.values.enter(self)
         own: Any = module._parameters
@@ -143,7 +143,7 @@ def hook_states(module: nn.Module, values: UnitValues) -> None:
 def values_of(units: UnitsInUse, unit: Unit) -> Iterator[Mapping[Tensor, Tensor]]:
     """Give the values of a unit as its owners keep them; all ranks enter and leave it. Communicates."""
     if unit.is_rounded:
-        wide = units.supply.gather_as_kept(unit)
+        wide = units.gather_as_kept(unit)
         yield {param: value for each in wide for param, value in each.values.items()}
     else:
         with units.whole([unit.number], writes=False):

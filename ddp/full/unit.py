@@ -1,17 +1,10 @@
-"""One unit, the order in which units are needed, and what gathers and frees them."""
+"""One unit, and the order in which units are needed. Does not communicate."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup
-from zero_optim.errors import RankMismatchError
-from zero_optim.health.unit_stamps import Purpose, UnitStamps
-from zero_optim.shard.row_bucket import RowBucket, WideBucket
-from zero_optim.shard.row_gathers import UnitGathers
+from zero_optim.shard.row_bucket import RowBucket
 
 OUTERMOST = "the outermost unit"
 
@@ -57,19 +50,9 @@ class Unit:
         return any(bucket.is_rounded for bucket in self.buckets)
 
     @property
-    def is_left(self) -> bool:
-        """Whether state dicts are to show its parameters as they are."""
-        return any(bucket.is_left for bucket in self.buckets)
-
-    @property
     def is_whole(self) -> bool:
         """Whether its parameters can be read."""
         return all(bucket.is_whole for bucket in self.buckets)
-
-    def forget_pass(self) -> None:
-        """Forget what has come in a backward pass."""
-        self.arrived.clear()
-        self.passages.clear()
 
     def arrive(self) -> None:
         """Wait, with the current stream, for the gathers that make it whole."""
@@ -112,92 +95,3 @@ class UnitOrder:
         if not broke_off:
             self.before = self._now
         self._now, self.is_under_way = [], False
-
-
-class UnitSupply:
-    """Gathers and frees units. All ranks make the same calls, in the same order."""
-
-    def __init__(
-        self, units: Sequence[Unit], group: RankGroup, gathers: UnitGathers, stamps: UnitStamps
-    ) -> None:
-        self.units = units
-        self.use(group, gathers, stamps)
-
-    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps) -> None:
-        """Gather for another optimizer from now on, with the same ranks."""
-        self.group, self.gathers, self.stamps = group, gathers, stamps
-
-    @property
-    def buckets(self) -> list[RowBucket]:
-        """Those of all units."""
-        return [bucket for unit in self.units for bucket in unit.buckets]
-
-    def start(self, unit: Unit, purpose: Purpose, *, tells: bool = False) -> None:
-        """Start the gather of a unit that is not whole; with stamps if it `tells` of steps."""
-        stamps = self.stamps if tells else None
-        for bucket in unit.buckets:
-            if not bucket.is_whole and not bucket.gathers.is_unclaimed:
-                bucket.gathers.start(partial(self.gathers.start, bucket, stamps, purpose))
-
-    def fetch(self, number: int | None, purpose: Purpose, *, tells: bool = False) -> None:
-        """Start the gather of the unit that comes next, if it is known."""
-        if number is not None:
-            self.start(self.units[number], purpose, tells=tells)
-
-    def need(self, unit: Unit, purpose: Purpose, *, tells: bool = False) -> None:
-        """Make a unit whole and wait; RankMismatchError, and it is freed, if a rank gathered another."""
-        self.start(unit, purpose, tells=tells)
-        with self._forgetting(unit):
-            unit.arrive()
-            self.gathers.check()
-        if tells:
-            self.stamps.look()
-
-    def gather_as_kept(self, unit: Unit) -> list[WideBucket]:
-        """Gather a unit as its owners keep it, beside the parameters; RuntimeError if somebody needs them."""
-        self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
-        wide = [WideBucket(bucket) for bucket in unit.buckets]
-        for pending in [self.gathers.start(bucket, None, Purpose.AS_KEPT) for bucket in wide]:
-            pending.wait()
-        return wide
-
-    @contextmanager
-    def _forgetting(self, unit: Unit) -> Iterator[None]:
-        """Where ranks gather different parts, free a unit and forget other gathers: they may never come."""
-        try:
-            yield
-        except RankMismatchError:
-            for bucket in self.buckets:
-                bucket.gathers.abandon()
-            self.gathers.abandon()
-            self.free(unit)
-            raise
-
-    def free(self, unit: Unit) -> None:
-        """Free a unit."""
-        with self._forgetting(unit):
-            for bucket in unit.buckets:
-                bucket.free()
-
-    def free_fetched(self) -> None:
-        """Free what was fetched and not needed."""
-        for unit in self.units:
-            if any(bucket.gathers.is_unclaimed for bucket in unit.buckets):
-                self.free(unit)
-
-    def free_unused(self, units: Iterable[Unit] | None = None) -> None:
-        """Free those of some units, by default of all, that nobody is using."""
-        for unit in self.units if units is None else units:
-            if not unit.depth:
-                self.free(unit)
-
-    def pin(self, unit: Unit, more: int) -> None:
-        """Count one more, or one fewer, that needs a unit whole."""
-        unit.depth += more
-        for bucket in unit.buckets:
-            bucket.num_pins += more
-
-    def check_unpinned(self) -> None:
-        """Raise RuntimeError if somebody needs parameters of any unit whole."""
-        for bucket in self.buckets:
-            bucket.check_unpinned()

@@ -16,32 +16,56 @@ Note [Sums apart]
     until ranks know, and a bad pass leaves what earlier passes have added up as it was, bit for bit. On an
     accelerator gradients are handed out before anybody knows (Note [Late reports] in `report`), so each sum
     is added at once: behind a pass that failed call ``zero_grad()``.
+
+Note [Gradients set by hand]
+    Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows
+    of them to the result, once; other ranks drop them. If all ranks set the same, DDP gives the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from zero_optim.compat import streams
-from zero_optim.compat.engine import copy_each, scale_each
-from zero_optim.ddp.owners.bucket_owners import BucketOwners
-from zero_optim.ddp.owners.owner_rows import OwnerRows, RowPlan
+from zero_optim.compat import private, streams
+from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
+from zero_optim.flow.schedule import ZERO2
+from zero_optim.plan.layout import Extent, rows_apart, spans_of
+from zero_optim.plan.pieces import Pieces, is_whole, piece_of
+from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
+from zero_optim.plan.strides import dense_strides, in_order_of_memory
+from zero_optim.shard.keeping import HostKeeping, RowKeeping
+from zero_optim.step.gradients import rows_of
+from zero_optim.step.partial import Agree, PartialGradient, owned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketOwners:
+    """Who owns the gradients of a bucket. Slots are places in the bucket."""
+
+    names: tuple[str, ...]  # of the parameters
+    pieces: tuple[Pieces, ...]  # of each
+    rank: int
+    size: int
+    dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
+    keeping: RowKeeping = field(default_factory=RowKeeping)  # of the rows of this rank
+    agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
 
 
 @dataclass(slots=True, eq=False)
 class _Filling:
     """What a bucket holds in one backward pass."""
 
-    kept: dict[int, Tensor] = field(default_factory=dict)  # by slot, of earlier passes
+    kept: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
     pace: Callable[[float], None] | None = None
     adds_at_once: bool = False
     is_open: bool = False  # the pass has not ended: gradients that come are taken
     taken: set[int] = field(default_factory=set)  # slots of the gradients that have come
     numel: int = 0  # elements of them
-    rows: OwnerRows | None = None  # None before the first gradient, and once they were handed on to be sent
+    rows: OwnerRows | None = None  # until they are on their way
     failed: bool = False  # word of a failure is to be sent
     reduced: dict[int, Tensor] = field(default_factory=dict)  # by slot, summed rows of this rank
 
@@ -52,6 +76,8 @@ class OwnerBucket(ReducerBucket):
     In the last bucket each row has one more element, the word of a failure: every rank reads only its own
     row, and may own nothing here. A sparse gradient is summed on every rank, and kept by its owners alone.
     """
+
+    schedule = ZERO2
 
     def __init__(
         self,
@@ -65,8 +91,27 @@ class OwnerBucket(ReducerBucket):
         num_portions: int = 1,
     ) -> None:
         super().__init__(indices, params, is_sparse=is_sparse, dtype=dtype)
+        self.num_portions = num_portions
         self._owners = owners
-        self._plan = RowPlan.of(params, owners, self.dtype, carries_word=carries_word, count=num_portions)
+        self._carries_word = carries_word
+        self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
+        nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
+        spans = [spans_of(pieces, param.numel()) for pieces, param in zip(owners.pieces, params, strict=True)]
+        rows = rows_apart(spans, owners.size, max(1, nbytes // self.dtype.itemsize))
+        self._own = rows[owners.rank]
+        self._edges = [
+            [*(row.stop * number // num_portions for number in range(num_portions)), row.stop + carries_word]
+            for row in rows
+        ]
+        self._numel = sum(edges[-1] for edges in self._edges)
+        self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
+        # By slot: owner, number of the portion, and the elements there, at an offset of the portion.
+        self._cells: list[list[tuple[int, int, Extent]]] = [[] for _ in params]
+        for row, edges in zip(rows, self._edges, strict=True):
+            for number, (start, stop) in enumerate(pairwise(edges)):
+                for extent in row.within(start, stop):
+                    cell = row.owner, number, extent._replace(offset=extent.offset - start)
+                    self._cells[extent.param].append(cell)
         self._filling = _Filling()
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
@@ -78,14 +123,9 @@ class OwnerBucket(ReducerBucket):
         return self
 
     @property
-    def num_portions(self) -> int:
-        """In how many portions it is sent."""
-        return self._plan.count
-
-    @property
     def can_carry_failure_word(self) -> bool:
         """Whether there is an element for `write_failure_word`."""
-        return self._plan.carries_word
+        return self._carries_word
 
     def write_failure_word(self) -> None:
         """Mark the rows to be sent as failed."""
@@ -122,13 +162,12 @@ class OwnerBucket(ReducerBucket):
         filling = self._filling
         filling.numel += sum(self.params[slot].numel() for slot in slots)
         if filling.pace is not None:
-            filling.pace(min(1.0, filling.numel / max(1, self._plan.numel)))
-        if filling.rows is None:
-            filling.rows = OwnerRows(self._plan, self._owners.rank, self.flat)
-        filling.rows.join()
+            filling.pace(min(1.0, filling.numel / max(1, self._numel)))
+        rows = filling.rows = filling.rows or self._new_rows(zeros=self._has_gaps)
+        rows.join()
         targets, sources = [], []
         for slot in slots:
-            for target, source in filling.rows.places(slot, self._gradient(slot)):
+            for target, source in self._places(rows, slot, self._gradient(slot)):
                 if source is None:
                     target.zero_()
                 else:
@@ -138,9 +177,26 @@ class OwnerBucket(ReducerBucket):
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, 1 / divisor, out=target)
         elif targets:
-            copy_each(targets, sources)
+            private.foreach_copy_(targets, sources)
             if divisor != 1:
-                scale_each(targets, 1 / divisor)
+                private.foreach_mul_(targets, 1 / divisor)
+
+    def _new_rows(self, *, zeros: bool) -> OwnerRows:
+        return OwnerRows(self._edges, self._owners.rank, self.flat, zeros=zeros)
+
+    def _places(
+        self, rows: OwnerRows, slot: int, gradient: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield views of the rows where a gradient goes, each with that part of it."""
+        cells, (shape, strides) = self._cells[slot], self._forms[slot]
+        if len(cells) == 1:
+            owner, number, extent = cells[0]
+            yield _view(rows.portion(owner, number), shape, strides, extent.offset), gradient
+            return
+        flat = None if gradient is None else in_order_of_memory(gradient, strides)
+        for owner, number, (_, start, stop, offset) in cells:
+            place = rows.portion(owner, number)[offset : offset + stop - start]
+            yield place, None if flat is None else flat[start:stop]
 
     def _gradient(self, slot: int) -> Tensor | None:
         if not self._filling.is_open:  # the pass broke off: what is there now is not of it
@@ -153,30 +209,42 @@ class OwnerBucket(ReducerBucket):
 
     # ------------------------------------------------------------------ gradients go
 
-    def pop_rows(self) -> OwnerRows:
-        """Return and drop the rows to be sent, zeros if nothing was copied."""
-        rows, self._filling.rows = self._filling.rows, None
-        return OwnerRows(self._plan, self._owners.rank, self.flat, zeros=True) if rows is None else rows
+    def rows(self) -> OwnerRows:
+        """Return the rows to be sent, zeros if nothing was copied; behind the last one, a word of failure."""
+        rows = self._filling.rows or self._new_rows(zeros=True)
+        if self._carries_word:
+            for owner in range(self._owners.size):
+                last = rows.portion(owner, self.num_portions - 1)
+                last[-1:].fill_(float("nan") if self._filling.failed else 0.0)
+        return rows
 
-    @property
-    def word(self) -> float:
-        """The element behind the rows, with ``carries_word``: NaN after a failure."""
-        return float("nan") if self._filling.failed else 0.0
+    def free(self) -> None:
+        """Let go of the rows, which are on their way."""
+        self._filling.rows = None
 
     def take_over(self, total: Tensor) -> Tensor:
         """Keep the sum of this rank's row; return the word of a failure, one element, or none."""
         filling, owners = self._filling, self._owners
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
-        for slot, view in self._plan.owned:
-            reduced, param, kept = view.of(total), self.params[slot], filling.kept.get(slot)
+        for slot, _, _, offset in self._own.extents:
+            (shape, strides), param, kept = self._forms[slot], self.params[slot], filling.kept.get(slot)
+            piece = piece_of(owners.pieces[slot], owners.rank)
+            assert piece is not None  # it has an extent
+            if not is_whole(piece, shape):
+                shape = (piece.stop - piece.start, *shape[1:])
+            reduced = _view(total, shape, strides, offset)
             if kept is not None and filling.adds_at_once:
-                filling.kept[slot] = owners.shown(slot, param, kept, reduced)
+                filling.kept[slot] = self._shown(slot, kept, reduced)
                 continue
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
             sums.append((reduced, reduced.dtype if kept is not None else owners.dtype or param.dtype))
-        filling.reduced.update(zip(apart, owners.copies(sums), strict=True))
-        return total[-1:].clone() if self.can_carry_failure_word else self.flat  # no view: that would keep it
+        filling.reduced.update(zip(apart, self._copies(sums), strict=True))
+        return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it
+
+    def _copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
+        """Copy sums of this rank's rows to where they are kept, each in a dtype."""
+        return self._owners.keeping.copies(tensor.to(dtype) for tensor, dtype in sums)
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Hand out reduced gradients on their owners, and partial gradients elsewhere."""
@@ -187,9 +255,9 @@ class OwnerBucket(ReducerBucket):
             if skipped[index]:
                 param.grad = kept
             elif self.is_sparse:
-                param.grad = self._owners.shown_sparse(param, kept, result)
+                param.grad = self._shown_sparse(kept, result)
             else:
-                param.grad = self._owners.shown(slot, param, kept, filling.reduced.get(slot))
+                param.grad = self._shown(slot, kept, filling.reduced.get(slot))
 
     def give_back(self, *, drops: bool) -> None:
         """Restore the gradients of earlier passes, unless this pass has ended."""
@@ -201,3 +269,61 @@ class OwnerBucket(ReducerBucket):
             self.pending = []
         if self.is_sparse:
             super().take_one(0, 1.0)  # no gradient
+
+    # ------------------------------------------------------------------ what stands in param.grad
+
+    def _shown(self, slot: int, kept: Tensor | None, reduced: Tensor | None) -> Tensor:
+        """Return ``param.grad``: the gradient on the owner of the whole, else a partial one.
+
+        ``kept``, the gradient of earlier passes, gets ``reduced`` added in place. It may be whole:
+        Note [Gradients set by hand].
+        """
+        owners = self._owners
+        if kept is None:
+            if reduced is None or len(owners.pieces[slot]) > 1 or self._keeps_another(slot):
+                return self._partial(slot, reduced)
+            return owned(reduced, owners.agree)
+        if not isinstance(kept, PartialGradient):
+            kept = self._taken_over(slot, kept.to_dense())
+        if reduced is not None:
+            target = kept.rows_to_come if isinstance(kept, PartialGradient) else kept
+            assert target is not None  # this rank owns rows of it
+            owners.keeping.add(target, reduced)
+        return kept if isinstance(kept, PartialGradient) else owned(kept, owners.agree)
+
+    def _keeps_another(self, slot: int) -> bool:
+        """Whether reduced gradients have another dtype or place, so that the parameter cannot show them."""
+        owners = self._owners
+        return owners.dtype not in (None, self.params[slot].dtype) or isinstance(owners.keeping, HostKeeping)
+
+    def _partial(self, slot: int, rows: Tensor | None) -> PartialGradient:
+        owners = self._owners
+        comes = owners.keeping.wait if isinstance(owners.keeping, HostKeeping) else None
+        pieces, name, param = owners.pieces[slot], owners.names[slot], self.params[slot]
+        return PartialGradient(param, pieces, rows, name, owners.dtype, comes, owners.agree)
+
+    def _taken_over(self, slot: int, whole: Tensor) -> Tensor:
+        owners, param = self._owners, self.params[slot]
+        piece = piece_of(owners.pieces[slot], owners.rank)
+        if piece is None:
+            return self._partial(slot, None)
+        if self._keeps_another(slot):
+            rows = next(self._copies([(rows_of(whole, piece), owners.dtype or param.dtype)]))
+            return self._shown(slot, None, rows)
+        if is_whole(piece, param.shape):
+            return whole
+        return self._shown(slot, None, rows_of(whole, piece).clone())  # a view would keep the whole
+
+    def _shown_sparse(self, kept: Tensor | None, total: Tensor) -> Tensor:
+        """Return ``param.grad`` of the only parameter: owners have the whole sum."""
+        owners, param = self._owners, self.params[0]
+        if piece_of(owners.pieces[0], owners.rank) is None:
+            elsewhere = PartialGradient(param, owners.pieces[0], None, owners.names[0], agree=owners.agree)
+            elsewhere.is_of_sparse = True
+            return elsewhere
+        reduced = total.to(param.dtype)
+        return owned(reduced if kept is None else kept + reduced, owners.agree)
+
+
+def _view(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+    return flat.as_strided(shape, strides, int(flat.storage_offset()) + offset)

@@ -27,14 +27,14 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import RowSum
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.reduction import Reduction, SumReduction
+from zero_optim.ddp.reducer.reduction import Wait, start_sum
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 
 if TYPE_CHECKING:
     from zero_optim.comm.traffic import Waitable
-    from zero_optim.ddp.owners.owner_rows import OwnerRows
 
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
@@ -49,83 +49,17 @@ class SumRoute:
     lanes_across: Lease | None = None  # for exchanges among these: Note [Sums inside, then across]
     places: Sequence[tuple[int, int]] = ()  # of each rank of the mesh, the replica and its number there
 
-    def start(self, rows: Sequence[Tensor], label: str) -> list[RowSum]:
-        """Start the sums of a portion inside the replica, in place in the rows of this rank or column."""
-        if self.lanes_across is None:
-            of_replicas = [rows]
-        else:
-            assert self.across is not None  # they are those ranks' lanes
-            by_place = dict(zip(self.places, rows, strict=True))
-            numbers = range(self.inner.size)
-            of_replicas = [[by_place[replica, n] for n in numbers] for replica in range(self.across.size)]
-        return [
-            RowSum(self.inner, self.lanes.groups, each, in_place=True, about=label) for each in of_replicas
-        ]
 
-    def start_across(self, totals: Sequence[Tensor], label: str) -> "Waitable":
-        """Start the sum across replicas of what `start` has summed, in place."""
-        assert self.across is not None  # asked for by the caller
-        label = f"{label}, across replicas"
-        if self.lanes_across is None:
-            return self.across.start_sum(totals[0], label)[1]
-        return RowSum(self.across, self.lanes_across.groups, totals, in_place=True, about=label)
-
-    def abandon(self) -> None:
-        """Let nobody else have the lanes, because something failed on them."""
-        for lanes in (self.lanes, self.lanes_across):
-            if lanes is not None:
-                lanes.abandon()
-
-
+@dataclass(slots=True, eq=False)
 class OwnerSum:
-    """A bucket on its way to its owners, in portions; a part of an `OwnerLine`."""
+    """A bucket on its way to its owners, in portions."""
 
-    def __init__(self, bucket: OwnerBucket, label: str, line: "OwnerLine") -> None:
-        self.count = bucket.num_portions
-        self.num_started = self.num_summed = 0  # portions
-        self.word: Tensor | None = None  # of a failure; one element, or none. Once the bucket has the sum
-        self._bucket = bucket
-        self._label = label
-        self._line = line
-        self._rows: OwnerRows | None = bucket.pop_rows()
-
-    def start_next(self) -> Then:
-        """Start the next portion."""
-        assert self._rows is not None  # until all were summed
-        rows = self._rows.pop(self.num_started, word=self._bucket.word)
-        self.num_started += 1
-        label = self._label
-        if self.count > 1:
-            label = f"{label}, portion {self.num_started} of {self.count}"
-        return Then(self._line.route.start(rows, label), partial(self._summed, label))
-
-    def _summed(self, label: str, totals: list[Tensor]) -> None:
-        """Start the sum of a portion, or of all of them, across replicas; without any the bucket has it."""
-        self.num_summed += 1
-        route, across = self._line.route, self._line.across
-        is_whole = self.num_summed == self.count
-        own = None if self._rows is None else self._rows.own
-        assert own is not None  # nobody else reads the own row: it alone stays, with the sum
-        if is_whole:
-            self._rows = None
-        take = partial(self._take_over, own) if is_whole else _nothing
-        if route.lanes_across is not None:
-            across.start(lambda: Then([route.start_across(totals, label)], take), 1 / self.count)
-        elif is_whole and route.across is not None and own.numel():  # the others have as many
-            across.start(lambda: Then([route.start_across([own], self._label)], take))
-        elif is_whole:
-            take([])
-
-    def _take_over(self, own: Tensor, _: object) -> None:
-        self.word = self._bucket.take_over(own)
-
-    def wait(self) -> Tensor:
-        """Wait for the sum, which the bucket takes over; returns the word of a failure each time."""
-        return self._line.finish(self)
-
-
-def _nothing(_: object) -> None:
-    pass
+    bucket: OwnerBucket
+    label: str
+    rows: OwnerRows | None  # until all portions were summed
+    num_started: int = 0  # portions
+    num_summed: int = 0
+    word: Tensor | None = None  # of a failure; one element, or none. Once the bucket has the sum
 
 
 class OwnerLine:
@@ -139,12 +73,12 @@ class OwnerLine:
     def __init__(
         self, route: SumRoute, labels: Sequence[str], everyone: RankGroup, *, is_apart: bool = True
     ) -> None:
-        self.route = route
-        self.across = Flow(1)  # buckets
+        self._route = route
         self._labels = labels
         self._everyone = everyone
         self._is_apart = is_apart
         self._portions = Flow(_NUM_UNDER_WAY)
+        self._across = Flow(1)  # buckets
         self._last: OwnerSum | None = None
         self._before: OwnerSum | None = None  # the one before: its last portion is pending
 
@@ -153,36 +87,36 @@ class OwnerLine:
         self._end()
         last = self._last
         if last is not None:
-            self._advance(last, min(int(fraction * last.count), last.count - 1))
+            count = last.bucket.num_portions
+            self._advance(last, min(int(fraction * count), count - 1))
 
-    def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
-        """Start a bucket; see `Launch`."""
-        assert isinstance(bucket, OwnerBucket)  # see `assign_to_owners`
+    def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Wait:
+        """Start a bucket; see `Launch`. The result is its word of a failure."""
+        assert isinstance(bucket, OwnerBucket)  # see `OwnerReducer`
         self._end()
         before, self._before = self._last, self._last
         if before is not None:
-            self._advance(before, before.count - (self._is_apart and not bucket.is_sparse))
-        label = self._labels[number]
+            self._advance(before, before.bucket.num_portions - (self._is_apart and not bucket.is_sparse))
         if bucket.is_sparse:
             self._last = None
-            return SumReduction(self._everyone, bucket, label)
-        self._last = OwnerSum(bucket, label, self)
+            return start_sum(self._everyone, bucket, self._labels[number])
+        self._last = OwnerSum(bucket, self._labels[number], bucket.rows())
         self._fill()
-        return self._last
+        return partial(self._finish, self._last)
 
-    def finish(self, one: OwnerSum) -> Tensor:
-        """Wait for a bucket, and for those before; returns its word of a failure."""
-        self._advance(one, one.count)
+    def _finish(self, one: OwnerSum) -> Tensor:
+        """Wait for a bucket, and for those before."""
+        self._advance(one, one.bucket.num_portions)
         while one.word is None:
             with self._abandoning():
-                self.across.finish_first()
+                self._across.finish_first()
         return one.word
 
     def _end(self) -> None:
         """Wait for the replica's sum of the bucket whose last portion is pending, if one is."""
         before, self._before = self._before, None
         if before is not None:
-            self._advance(before, before.count)
+            self._advance(before, before.bucket.num_portions)
 
     def _advance(self, one: OwnerSum, num_summed: int) -> None:
         """Wait until some portions of a bucket are summed. Each wait makes room for another one."""
@@ -195,14 +129,71 @@ class OwnerLine:
     def _fill(self) -> None:
         """Have two portions pending, as far as there are any left."""
         last = self._last
-        while last is not None and last.num_started < last.count and len(self._portions) < _NUM_UNDER_WAY:
+        while (
+            last is not None
+            and last.num_started < last.bucket.num_portions
+            and len(self._portions) < _NUM_UNDER_WAY
+        ):
             with self._abandoning():
-                self._portions.start(last.start_next)
+                self._portions.start(partial(self._start_next, last))
+
+    # ------------------------------------------------------------------ one portion
+
+    def _start_next(self, one: OwnerSum) -> Then:
+        """Start the sums of a portion inside the replica, in place in the rows of this rank or column."""
+        route, count = self._route, one.bucket.num_portions
+        assert one.rows is not None  # until all were summed
+        rows = one.rows.pop(one.num_started)
+        one.num_started += 1
+        label = one.label if count == 1 else f"{one.label}, portion {one.num_started} of {count}"
+        of_replicas = [rows]
+        if route.lanes_across is not None:
+            assert route.across is not None  # they are those ranks' lanes
+            by_place = dict(zip(route.places, rows, strict=True))
+            numbers = range(route.inner.size)
+            of_replicas = [[by_place[replica, n] for n in numbers] for replica in range(route.across.size)]
+        sums = [
+            RowSum(route.inner, route.lanes.groups, each, in_place=True, about=label) for each in of_replicas
+        ]
+        return Then(sums, partial(self._summed, one, label))
+
+    def _summed(self, one: OwnerSum, label: str, totals: list[Tensor]) -> None:
+        """Start the sum of a portion, or of all of them, across replicas; without any the bucket has it."""
+        one.num_summed += 1
+        route, count = self._route, one.bucket.num_portions
+        is_whole = one.num_summed == count
+        assert one.rows is not None
+        own = one.rows.own  # nobody else reads it: it alone stays, with the sum
+        if is_whole:
+            one.rows = None
+
+        def take_over(_: object) -> None:
+            if is_whole:
+                one.word = one.bucket.take_over(own)
+
+        def begin() -> Then:
+            assert route.across is not None
+            if route.lanes_across is None:
+                work: Waitable = route.across.start_sum(own, f"{one.label}, across replicas")[1]
+            else:
+                about, lanes = f"{label}, across replicas", route.lanes_across.groups
+                work = RowSum(route.across, lanes, totals, in_place=True, about=about)
+            return Then([work], take_over)
+
+        if route.lanes_across is not None:
+            self._across.start(begin, 1 / count)
+        elif is_whole and route.across is not None and own.numel():  # the others have as many
+            self._across.start(begin)
+        elif is_whole:
+            take_over(None)
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
+        """Let nobody else have the lanes if something fails on them."""
         try:
             yield
         except BaseException:
-            self.route.abandon()
+            for lanes in (self._route.lanes, self._route.lanes_across):
+                if lanes is not None:
+                    lanes.abandon()
             raise

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,14 +10,12 @@ from torch import Tensor
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import backward_number
-from zero_optim.ddp.owners.bucket_owners import BucketOwners
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
 from zero_optim.ddp.owners.owner_line import OwnerLine, SumRoute
 from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
     BucketAssignment,
-    ReducedParams,
     ReducerOptions,
     indices_of_members,
 )
@@ -29,9 +27,6 @@ from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
-
-if TYPE_CHECKING:
-    from zero_optim.ddp.owners.launch_places import LaunchPlaces
 
 Accumulate = Literal["owner", "local"]
 
@@ -45,8 +40,8 @@ class OwnerReducer(Reducer):
 
     Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
     train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
-    units. ``places`` says where buckets are launched if ranks may use different parameters of units, see
-    `launch_places`.
+    units. ``holds`` is called when a pass begins, if ranks may use different parameters: whether full buckets
+    wait for a caller to launch them.
     """
 
     checks_first = True
@@ -64,7 +59,7 @@ class OwnerReducer(Reducer):
     ) -> None:
         self._optimizer = optimizer
         self._outermost = outermost
-        self.places: LaunchPlaces | None = None
+        self.holds: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
@@ -92,12 +87,53 @@ class OwnerReducer(Reducer):
         return False
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        listed = indices_of_members(self._reduced, self._optimizer.core.bucket_members())
+        """Make buckets of the optimizer's, the last parameter first."""
+        optimizer, reduced, params = self._optimizer, self._reduced, self.params
+        pieces, keeping = optimizer.pieces(), optimizer.core.inputs.store.keeping
+        listed = indices_of_members(reduced, optimizer.core.bucket_members())
         if self._outermost is not None and self._may_differ:
             last = self._outermost
-            listed.sort(key=lambda indices: self.params[indices[0]] in last)
-        most = most_portions(self._optimizer.ranks.size) if self._is_apart else 1
-        return assign_to_owners(self._reduced, self.options, listed, self._optimizer, most)
+            listed.sort(key=lambda indices: params[indices[0]] in last)
+        listed = [sorted(indices, reverse=True) for indices in listed]
+        is_sparse = [reduced.is_sparse(indices[0]) for indices in listed]
+        if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
+            at = len(listed) - 1 - is_sparse[::-1].index(False)
+            listed.append(listed.pop(at))
+            is_sparse.append(is_sparse.pop(at))
+        firsts = [params[indices[0]] for indices in listed]
+        dtypes = [self.options.dtype_of(param) or param.dtype for param in firsts]
+        sizes = [
+            0 if is_alone else sum(params[i].numel() for i in indices) * dtype.itemsize
+            for indices, dtype, is_alone in zip(listed, dtypes, is_sparse, strict=True)
+        ]
+        most = most_portions(optimizer.ranks.size) if self._is_apart else 1
+        buckets = list[OwnerBucket]()
+        for indices, first, dtype, size, is_alone in zip(
+            listed, firsts, dtypes, sizes, is_sparse, strict=True
+        ):
+            kept = kept_dtype(first)
+            if kept != first.dtype:  # else owners keep gradients in the parameters' dtype
+                kept = torch.promote_types(kept, dtype)
+            owners = BucketOwners(
+                tuple(self.names[i] for i in indices),
+                tuple(pieces[params[i]] for i in indices),
+                optimizer.ranks.rank,
+                optimizer.ranks.size,
+                None if kept == first.dtype else kept,
+                keeping,
+                optimizer.iteration.agree_on_infinity,
+            )
+            bucket = OwnerBucket(
+                indices,
+                [params[i] for i in indices],
+                owners,
+                is_sparse=is_alone,
+                dtype=dtype,
+                carries_word=indices is listed[-1] and not is_alone,
+                num_portions=num_portions(size, max(sizes), most),
+            )
+            buckets.append(bucket)
+        return BucketAssignment.of(self.names, buckets)
 
     @property
     def _may_differ(self) -> bool:
@@ -110,7 +146,7 @@ class OwnerReducer(Reducer):
         return self._inbox.current if self._inbox.is_running else None
 
     def _holds(self) -> bool:
-        return self.places is not None and self._may_differ and self.places.begin()
+        return self.holds is not None and self._may_differ and self.holds()
 
     def set_static_graph(self) -> None:
         """See `Reducer.set_static_graph`."""
@@ -143,7 +179,7 @@ class OwnerReducer(Reducer):
         """Begin an unannounced pass, before autograd adds its first gradient."""
         if not accumulates(self.params[index]):  # torch.autograd.grad asks for it
             return
-        if self._upcoming.is_reduced(was_prepared=False):
+        if self._is_wanted():
             self._begin()
         else:
             self._check_local()
@@ -153,9 +189,9 @@ class OwnerReducer(Reducer):
         if self._check is not None:
             self._check.start()
         line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
-        adds_at_once = self.defers_reports and not self._upcoming.in_join
+        adds_at_once = self.defers_reports and not self.in_join
         for bucket in self.assignment.buckets:
-            assert isinstance(bucket, OwnerBucket)  # see `assign_to_owners`
+            assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             kept = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
                 if param.grad is not None and not self.history.carried[index]:
@@ -164,7 +200,7 @@ class OwnerReducer(Reducer):
         return line.launch
 
     def _finish(self, current: BackwardPass) -> None:
-        in_join, before = self._upcoming.in_join, self.history.num_passes
+        in_join, before = self.in_join, self.history.num_passes
         super()._finish(current)
         if in_join and self.history.num_passes > before:
             self._num_steps_before = self._optimizer.num_steps
@@ -203,53 +239,3 @@ _NO_STEP = (
     "out of inputs take part in both: step after each batch, or give every rank as many batches and leave "
     "Join out"
 )
-
-
-def assign_to_owners(
-    reduced: ReducedParams,
-    options: ReducerOptions,
-    members: Sequence[Sequence[int]],
-    optimizer: ZeroRedundancyOptimizer,
-    most: int,
-) -> BucketAssignment:
-    """Make buckets of the parameters at some places, the last parameter first. Does not communicate.
-
-    The largest bucket is sent in ``most`` portions.
-    """
-    pieces, names, params = optimizer.pieces(), reduced.names, reduced.params
-    listed = [sorted(indices, reverse=True) for indices in members]
-    is_sparse = [reduced.is_sparse(indices[0]) for indices in listed]
-    if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
-        listed.append(listed.pop(len(listed) - 1 - is_sparse[::-1].index(False)))
-    dtypes = [options.dtype_of(params[indices[0]]) or params[indices[0]].dtype for indices in listed]
-    sizes = [
-        0 if reduced.is_sparse(indices[0]) else sum(params[i].numel() for i in indices) * dtype.itemsize
-        for indices, dtype in zip(listed, dtypes, strict=True)
-    ]
-    buckets = list[OwnerBucket]()
-    for indices, nbytes, dtype in zip(listed, sizes, dtypes, strict=True):
-        of_bucket, is_sparse_here = [params[i] for i in indices], reduced.is_sparse(indices[0])
-        kept = kept_dtype(of_bucket[0])
-        if kept != of_bucket[0].dtype:  # else owners keep gradients in the parameters' dtype
-            kept = torch.promote_types(kept, dtype)
-        owners = BucketOwners(
-            tuple(names[i] for i in indices),
-            tuple(pieces[param] for param in of_bucket),
-            optimizer.ranks.rank,
-            optimizer.ranks.size,
-            None if kept == of_bucket[0].dtype else kept,
-            optimizer.core.inputs.store.keeping,
-            optimizer.iteration.agree_on_infinity,
-        )
-        buckets.append(
-            OwnerBucket(
-                indices,
-                of_bucket,
-                owners,
-                is_sparse=is_sparse_here,
-                dtype=dtype,
-                carries_word=indices is listed[-1] and not is_sparse_here,
-                num_portions=num_portions(nbytes, max(sizes), most),
-            )
-        )
-    return BucketAssignment.of(names, buckets)

@@ -112,24 +112,19 @@ class ReplicaCheck:
         if len({(stamp.number, stamp.digest) for stamp in stamps.values()}) == 1:
             return
         everyone = self._across.all_gather_json([asked.num_steps, asked.options])
-        wrong = _differences([of_rank[0] for of_rank in everyone], [of_rank[1] for of_rank in everyone])
+        counts, options = ([of_rank[at] for of_rank in everyone] for at in range(2))
+        wrong = []
+        if len(set(counts)) > 1:
+            taken = (f"{number} of replica {replica}" for replica, number in enumerate(counts))
+            wrong.append(f"steps taken: {', '.join(taken)}")
+        for key in differing(options):
+            parts = [
+                f"{text_of(value)} in replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+                for value, numbers in held_by(options, key)
+            ]
+            wrong.append(f"{key[1]} of group {key[0]}: {', '.join(parts)}")
         if wrong:
             raise RankMismatchError(
                 f"the replicas of the mesh differ: {shortened(wrong)}. Parameters may differ by now: load a "
                 "checkpoint on all. Take the same steps on all, and run schedulers alike"
             )
-
-
-def _differences(num_steps: list[int], options: list[list[dict[str, Plain]]]) -> list[str]:
-    wrong = []
-    if len(set(num_steps)) > 1:
-        taken = ", ".join(f"{number} of replica {replica}" for replica, number in enumerate(num_steps))
-        wrong.append(f"steps taken: {taken}")
-    for key in differing(options):
-        held = [f"{text_of(value)} in {_replicas(numbers)}" for value, numbers in held_by(options, key)]
-        wrong.append(f"{key[1]} of group {key[0]}: {', '.join(held)}")
-    return wrong
-
-
-def _replicas(numbers: list[int]) -> str:
-    return f"replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

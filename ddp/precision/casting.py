@@ -57,11 +57,6 @@ class Casting:
             marked._mp_param = param.new_empty(0, dtype=dtype, requires_grad=False)
             marked._fp_param = param.new_empty(0, requires_grad=False)
 
-    def casts(self) -> "Casts":
-        """Make casts for one forward pass, from the parameters as they are now."""
-        wait_for_gathers(self.module)
-        return Casts(self)
-
     def cast(self, param: Tensor) -> Tensor:
         """Cast one parameter, for autograd to see."""
         if param not in self._sparse:
@@ -84,9 +79,13 @@ class _SparseCast(torch.autograd.Function):
 
 
 class Casts:
-    """Casts for one forward pass, and for the backward passes through it: see the Note of this module."""
+    """Casts for one forward pass, and for the backward passes through it: see the Note of this module.
+
+    They are made from the parameters as they are now.
+    """
 
     def __init__(self, casting: Casting) -> None:
+        wait_for_gathers(casting.module)
         self._casting = casting
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._lists: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -84,7 +84,14 @@ class PrecisionPolicy:
                 "keep_low_precision_grads=True is not possible: owners keep gradients in the dtype of what "
                 "they step. Leave it out"
             )
-        _refuse_left_out(module, getattr(given, "_module_classes_to_ignore", ()), untyped.param_dtype)
+        classes = tuple(getattr(given, "_module_classes_to_ignore", ()))
+        left_out = [name for name, layer in module.named_modules() if isinstance(layer, classes)]
+        if left_out and untyped.param_dtype is not None:
+            raise ValueError(
+                "torch.distributed.fsdp.MixedPrecision leaves out modules of some classes, as "
+                f"{names_text(left_out)}, which is not possible here: give a zero_optim.ddp.PrecisionPolicy, "
+                "which leaves out none"
+            )
         casts_model = getattr(given, "cast_root_forward_inputs", not hasattr(given, "cast_forward_inputs"))
         casts_units = getattr(given, "cast_forward_inputs", False)
         return cls(
@@ -133,7 +140,11 @@ class PrecisionPolicy:
         """Refuse what makes no sense with a model, whose parameters to be sharded have names."""
         if self.params is None:
             return
-        wrong = [name for param, name in names.items() if self._loses(param)]
+        wrong = [
+            name
+            for param, name in names.items()
+            if param.is_floating_point() and torch.promote_types(self.params, param.dtype) != param.dtype
+        ]
         if wrong:
             raise ValueError(
                 f"params={self.params} cannot hold what owners keep of {names_text(wrong)}, or is wider than "
@@ -152,10 +163,6 @@ class PrecisionPolicy:
                 f'does, and gradients={reduced} asks for more: use accumulate="owner", which adds up what '
                 f"was reduced, or gradients={self.params}"
             )
-
-    def _loses(self, param: Tensor) -> bool:
-        is_cast = param.is_floating_point() and self.params is not None
-        return is_cast and torch.promote_types(self.params or param.dtype, param.dtype) != param.dtype
 
     def narrows(self, param: Tensor) -> bool:
         """Whether a parameter is computed with in another dtype than its own."""
@@ -197,16 +204,6 @@ def sparse_names(model: nn.Module) -> set[str]:
     }
 
 
-def _refuse_left_out(module: nn.Module, classes: Iterable[type], params: torch.dtype | None) -> None:
-    left_out = [name for name, layer in module.named_modules() if isinstance(layer, tuple(classes))]
-    if left_out and params is not None:
-        raise ValueError(
-            "torch.distributed.fsdp.MixedPrecision leaves out modules of some classes, as "
-            f"{names_text(left_out)}, which is not possible here: give a zero_optim.ddp.PrecisionPolicy, "
-            "which leaves out none"
-        )
-
-
 def _check_dtype(name: str, dtype: object) -> None:
     if dtype not in (None, *_DTYPES):
         raise ValueError(
@@ -215,15 +212,10 @@ def _check_dtype(name: str, dtype: object) -> None:
 
 
 @eager
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    return _cast(args, dtype), _cast(kwargs, dtype)
-
-
-@eager
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, inputs: object, output: Any) -> Any:  # noqa: ANN401
-    return _cast(output, dtype)
+    return replaced(output, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - anything
-    """Cast the floating-point tensors in something."""
-    return replaced(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    result: tuple[Any, Any] = _cast_outputs(dtype, module, None, (args, kwargs))
+    return result

@@ -69,11 +69,6 @@ class ReducerOptions:
             raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
         check_patience(self.timeout, self.on_stall)
 
-    @property
-    def wants_all_used(self) -> bool:
-        """Whether each parameter must get a gradient in every backward pass."""
-        return not (self.find_unused_parameters or self.static_graph)
-
     def dtype_of(self, param: Tensor) -> torch.dtype | None:
         """Return the dtype for reducing a parameter's gradient; None for its own."""
         return self.reduce_dtype if param.is_floating_point() else None
@@ -96,7 +91,21 @@ class ReducedParams:
         cls, params: Iterable[tuple[str, Tensor]] | Iterable[Tensor], sparse: Collection[str] = ()
     ) -> "ReducedParams":
         """Name parameters without names, and check them."""
-        pairs = _name_params(params)
+        pairs = []
+        for number, item in enumerate(params):
+            name, param = item if isinstance(item, tuple) else (f"parameter {number}", item)
+            if not isinstance(param, Tensor):
+                raise TypeError(f"expected parameters or (name, parameter) pairs, got {type(param).__name__}")
+            if not param.requires_grad or not param.is_leaf:
+                raise ValueError(f"{name} gets no gradient: expected leaf tensors with requires_grad=True")
+            pairs.append((name, param))
+        if not pairs:
+            raise ValueError("expected at least one parameter that requires a gradient, got none")
+        devices = sorted({str(param.device) for _, param in pairs})
+        if len(devices) > 1:
+            raise ValueError(
+                f"expected all parameters on one device, got {', '.join(devices)}: one device a rank"
+            )
         index_of = {id(param): index for index, (_, param) in enumerate(pairs)}
         return cls([name for name, _ in pairs], [param for _, param in pairs], frozenset(sparse), index_of)
 
@@ -125,11 +134,9 @@ class BucketAssignment:
     @classmethod
     def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
         """Each parameter is in one bucket."""
-        places = {
-            index: (bucket, number, slot)
-            for number, bucket in enumerate(buckets)
-            for slot, index in enumerate(bucket.indices)
-        }
+        places: dict[int, tuple[ReducerBucket, int, int]] = {}
+        for number, bucket in enumerate(buckets):
+            places |= {index: (bucket, number, slot) for slot, index in enumerate(bucket.indices)}
         labels = [
             bucket_text(number, [names[index] for index in bucket.indices])
             for number, bucket in enumerate(buckets)
@@ -143,14 +150,23 @@ def assign(
     order: Sequence[int] | None = None,
     members: Members | None = None,
 ) -> BucketAssignment:
-    """Make the buckets, in the order of gradients if it is known. A sparse gradient is alone.
+    """Make the buckets, in the order of gradients if it is known: Note [PyTorch's buckets].
 
-    ``members`` are the buckets that a comm hook names: Note [Buckets in rows].
+    A sparse gradient is alone. ``members`` are the buckets that a comm hook names: Note [Buckets in rows].
     """
     params = reduced.params
     listed = [] if members is None else indices_of_members(reduced, members, order)
     if sum(map(len, listed)) != len(params):
-        listed = _pytorchs_buckets(reduced, options, order)
+        keys = [(p.dtype, index if reduced.is_sparse(index) else None) for index, p in enumerate(params)]
+        nbytes = [param.numel() * param.element_size() for param in params]
+        caps = options.bucket_caps_nbytes
+        may_be_unused = options.find_unused_parameters and not options.static_graph
+        if order is None and not (options.limits_first_buckets or may_be_unused):
+            caps = (sys.maxsize,)
+        in_order = range(len(keys)) if order is None else order
+        listed = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
+        if order is None:
+            listed.sort(key=min, reverse=True)
     buckets = [
         ReducerBucket(
             indices,
@@ -163,23 +179,6 @@ def assign(
         for indices in listed
     ]
     return BucketAssignment.of(reduced.names, buckets)
-
-
-def _pytorchs_buckets(
-    reduced: ReducedParams, options: ReducerOptions, order: Sequence[int] | None
-) -> list[list[int]]:
-    """Fill buckets as PyTorch's DDP does."""
-    params = list(enumerate(reduced.params))
-    keys = [(param.dtype, index if reduced.is_sparse(index) else None) for index, param in params]
-    nbytes = [param.numel() * param.element_size() for _, param in params]
-    caps = options.bucket_caps_nbytes
-    if order is not None:
-        return assign_buckets(keys, nbytes, caps, order, overflow=True)
-    may_be_unused = options.find_unused_parameters and not options.static_graph
-    if not (options.limits_first_buckets or may_be_unused):
-        caps = (sys.maxsize,)
-    listed = assign_buckets(keys, nbytes, caps, range(len(keys)), overflow=True)
-    return sorted(listed, key=min, reverse=True)
 
 
 def indices_of_members(
@@ -200,25 +199,6 @@ def indices_of_members(
         return sorted(listed, key=min, reverse=True)
     places = {index: place for place, index in enumerate(order)}
     return sorted(listed, key=lambda indices: max(map(places.__getitem__, indices)))
-
-
-def _name_params(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    pairs = []
-    for number, item in enumerate(params):
-        name, param = item if isinstance(item, tuple) else (f"parameter {number}", item)
-        if not isinstance(param, Tensor):
-            raise TypeError(f"expected parameters or (name, parameter) pairs, got {type(param).__name__}")
-        if not param.requires_grad or not param.is_leaf:
-            raise ValueError(f"{name} gets no gradient: expected leaf tensors with requires_grad=True")
-        pairs.append((name, param))
-    if not pairs:
-        raise ValueError("expected at least one parameter that requires a gradient, got none")
-    devices = sorted({str(param.device) for _, param in pairs})
-    if len(devices) > 1:
-        raise ValueError(
-            f"expected all parameters on one device, got {', '.join(devices)}: one device a rank"
-        )
-    return pairs
 
 
 def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:

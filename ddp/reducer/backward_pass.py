@@ -6,11 +6,9 @@ Note [Phases of a backward pass]
     next forward or backward pass ends it, together with the other ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +16,15 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import record_use
 from zero_optim.ddp.reducer import report
-from zero_optim.ddp.reducer.assignment import BucketAssignment
+from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
-from zero_optim.ddp.reducer.reduction import BucketReductions, Launch
-from zero_optim.ddp.reducer.report import FailureReport, PassTroubles
+from zero_optim.ddp.reducer.history import History
+from zero_optim.ddp.reducer.reduction import Launch, Wait
+from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.errors import ReductionError
+from zero_optim.flow.schedule import Moment, Operation
 
 
 class Phase(Enum):
@@ -37,36 +37,14 @@ class Phase(Enum):
 
 _UNCOUNTED = nullcontext()
 
-# every: each parameter must get one gradient. some: it may get none. learning: nothing is known yet, so
-# nothing is reduced before the end. learnt: each must get as many as in the pass that was there to learn.
-Kind = Literal["every", "some", "learning", "learnt"]
-
-
-@dataclass(frozen=True, slots=True)
-class PassTerms:
-    """What is fixed for a backward pass when it begins."""
-
-    kind: Kind
-    expected: Sequence[int]  # gradients of each parameter; 0 while that is learnt: whatever comes is unusual
-    skips_unused: bool  # buckets that this rank did not use are not reduced
-    failure_word_in_last_bucket: bool  # it waits for the end: Note [Word of a failure] in `report`
-    divisor: float  # of the gradients; 1 where a comm hook divides
-    carried: Sequence[bool]  # by parameter, whether it has a gradient from passes that were not reduced
-    undefined: Sequence[int] = ()  # of a static graph: took part, but an ``autograd.Function`` gave None
-
-    @property
-    def asks_for_use(self) -> bool:
-        """Whether ranks tell each other which parameters were used."""
-        return self.kind in ("some", "learning")
-
-    def report(self, group: RankGroup, failure: str | None, used: Sequence[bool]) -> FailureReport:
-        """Start the report to the other ranks, after the last bucket; all call."""
-        used = used if self.asks_for_use else ()
-        return FailureReport(group, failure, used, in_last_bucket=self.failure_word_in_last_bucket)
-
 
 class BackwardPass:
-    """Counts gradients and launches buckets in order, each once it and all before it are full."""
+    """Counts gradients and launches buckets in order, each once it and all before it are full.
+
+    What is expected is fixed when it begins. ``divisor``: of the gradients; 1 where a comm hook divides.
+    ``can_carry_word``: the last bucket can tell of a failure, see `report`; then it waits for the end.
+    ``held_up`` is entered where gradients are taken, so that the time is counted.
+    """
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
     is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
@@ -74,48 +52,71 @@ class BackwardPass:
     def __init__(
         self,
         assignment: BucketAssignment,
-        terms: PassTerms,
+        history: History,
+        options: ReducerOptions,
         launch: Launch,
+        *,
+        divisor: float = 1.0,
+        can_carry_word: bool = False,
         held_up: AbstractContextManager[None] = _UNCOUNTED,
     ) -> None:
+        buckets = assignment.buckets
         self.phase = Phase.RUNNING
-        self.terms = terms
+        self.kind = history.kind(options)
+        self.skips_unused = options.skip_all_reduce_unused_params and self.kind == "some"
         self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
         self.order: list[int] = []  # parameters as their gradients came
-        self.reductions = BucketReductions(assignment.buckets, launch)
-        self._held_up = held_up  # entered where gradients are taken: the time is counted
+        self.num_passed = 0  # buckets that were launched or left out: the number of the next
+        self._waits: list[tuple[int, Wait]] = []  # launched buckets, by number
         self._assignment = assignment
-        self._expected = list(terms.expected)
-        self._waiting = [len(bucket.indices) for bucket in assignment.buckets]  # gradients to come, by bucket
+        self._places = assignment.places
+        self._launch = launch
+        self._divisor = divisor
+        self._held_up = held_up
+        # 0 while that is learnt: whatever comes is unusual
+        expected = history.learnt or [0 if self.kind == "learning" else 1] * len(self.calls)
+        self._expected = list(expected)
+        self._undefined = history.undefined
+        self._carried = history.carried
+        self.has_word = can_carry_word and self.kind in ("every", "learnt")
+        self._num_early = len(buckets) - self.has_word  # buckets that are launched when full
+        self._waiting = [len(bucket.indices) for bucket in buckets]  # gradients to come, by bucket
         self._set_aside: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
-        self._troubles = PassTroubles()
-        self._streams = StreamOrder.of(assignment.buckets[0].flat.device, len(assignment.buckets))
+        self._failures: dict[str, list[str]] = {}  # names of parameters, by text
+        self._streams = StreamOrder.of(buckets[0].flat.device, len(buckets))
 
-    # ------------------------------------------------------------------ phases
+    @property
+    def asks_for_use(self) -> bool:
+        """Whether ranks tell each other which parameters were used."""
+        return self.kind in ("some", "learning")
+
+    # ------------------------------------------------------------------ phases and failures
 
     def break_off(self) -> None:
         """Note that an exception has ended the pass; a second call does nothing."""
         if self.phase is not Phase.RUNNING:
             return
         self.phase = Phase.BROKEN_OFF
-        self._troubles.note(report.BROKE_OFF)
+        self._failures[report.BROKE_OFF] = []
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
-
-    def end(self) -> None:
-        """Note that no more gradients come; `launch_rest`, `report` and `give` follow, in this order."""
-        assert self.phase is not Phase.ENDING, f"{Phase.ENDING} cannot follow {self.phase}"
-        self.phase = Phase.ENDING
 
     def give_back(self, *, drops: bool) -> None:
         """See `ReducerBucket.give_back`."""
         for bucket in self._assignment.buckets:
             bucket.give_back(drops=drops)
 
-    # ------------------------------------------------------------------ gradients come
-
     def note(self, text: str, index: int) -> None:
         """Note an error about a parameter's gradient: a text of `report`."""
-        self._troubles.note(text, self._assignment.names[index])
+        names, name = self._failures.setdefault(text, []), self._assignment.names[index]
+        if name not in names:
+            names.append(name)
+
+    def failure(self) -> str | None:
+        """Return all errors as one text, each with its parameters, or None."""
+        texts = sorted(self._failures, key=lambda text: text != report.BROKE_OFF)  # that comes first
+        return "; ".join(text.format(report.names_text(self._failures[text])) for text in texts) or None
+
+    # ------------------------------------------------------------------ gradients come
 
     def arrived(self, index: int) -> None:
         """Note a parameter's gradient; called by its hook, hence quick."""
@@ -125,13 +126,13 @@ class BackwardPass:
             self._unusual(index)
             return
         self.order.append(index)
-        bucket, number, slot = self._assignment.places[index]
+        bucket, number, slot = self._places[index]
         streams = self._streams
         if streams is not None:
             streams.came(number)
         if slot in bucket.large_slots:
             with self._held_up:
-                bucket.take_one(slot, self.terms.divisor)
+                bucket.take_one(slot, self._divisor)
         else:
             pending = bucket.pending
             pending.append(slot)
@@ -139,7 +140,7 @@ class BackwardPass:
                 if streams is not None and streams.join(number):
                     bucket.record_use(pending)
                 with self._held_up:
-                    bucket.take_pending(self.terms.divisor)
+                    bucket.take_pending(self._divisor)
         waiting = self._waiting
         waiting[number] -= 1
         if not waiting[number]:
@@ -148,18 +149,19 @@ class BackwardPass:
 
     def _unusual(self, index: int) -> None:
         """Handle a gradient that was not expected."""
-        bucket, number, slot = self._assignment.places[index]
+        bucket, number, slot = self._places[index]
+        calls, expected = self.calls[index], self._expected[index]
         if self._streams is not None:
             self._streams.came(number)
-        if self.terms.kind == "learning":
-            if self.calls[index] == 1:
+        if self.kind == "learning":
+            if calls == 1:
                 self.order.append(index)
-        elif self.terms.kind == "learnt":
-            if self.calls[index] > self._expected[index]:
+        elif self.kind == "learnt":
+            if calls > expected:
                 self.note(report.MORE, index)
-        elif self._expected[index] or self.calls[index] > 1:
+        elif expected or calls > 1:
             self.note(report.TWICE, index)
-        elif number < self.reductions.num_passed:
+        elif number < self.num_passed:
             self.note(report.LATE_GRADIENT, index)
         else:
             bucket.pending.append(slot)
@@ -168,33 +170,26 @@ class BackwardPass:
         """Do not wait for some parameters' gradients; call before any has come."""
         for index in indices:
             self._expected[index] = 0  # whatever comes is unusual
-            self._waiting[self._assignment.places[index][1]] -= 1
+            self._waiting[self._places[index][1]] -= 1
         if indices:
             self._launch_full()
 
-    @property
-    def _num_early(self) -> int:
-        """How many buckets are launched when full; the others at the end of the pass."""
-        return len(self._waiting) - self.terms.failure_word_in_last_bucket
+    # ------------------------------------------------------------------ buckets go
 
     def _launch_full(self) -> None:
         """Launch full buckets, up to the first that is not full."""
-        if self.is_held:
-            return
-        num_early, reductions = self._num_early, self.reductions
-        while reductions.num_passed < num_early and not self._waiting[reductions.num_passed]:
+        while not self.is_held and self.num_passed < self._num_early and not self._waiting[self.num_passed]:
             self._launch_next()
 
     def launch_due(self, is_due: Callable[[int], bool]) -> None:
         """Launch, in order, the buckets whose number is due, up to the first that expects a gradient."""
-        reductions = self.reductions
-        while reductions.num_passed < self._num_early and is_due(reductions.num_passed):
-            bucket = self._assignment.buckets[reductions.num_passed]
+        while self.num_passed < self._num_early and is_due(self.num_passed):
+            bucket = self._assignment.buckets[self.num_passed]
             is_to_come = any(
                 self.calls[index] < self._expected[index] and accumulates(param)
                 for index, param in zip(bucket.indices, bucket.params, strict=True)
             )
-            if self.terms.kind == "learning" or is_to_come:
+            if self.kind == "learning" or is_to_come:
                 return
             with self._held_up:
                 self._launch_next()
@@ -206,91 +201,118 @@ class BackwardPass:
             self._launch_full()
 
     def _launch_next(self) -> None:
-        number = self.reductions.num_passed
+        number = self.num_passed
         bucket = self._assignment.buckets[number]
         used = list(map(self.calls.__getitem__, bucket.indices))
-        if self.terms.skips_unused and not any(used):
-            self.reductions.leave_out_next()
+        if self.skips_unused and not any(used):
+            self.num_passed += 1
             return
         if self._streams is not None and self._streams.join(number):
             bucket.record_use(range(len(bucket.params)))
         self._take_rest(bucket, used)
-        for slot in bucket.pop_misfits():
+        misfits, bucket.misfits = bucket.misfits, []
+        for slot in misfits:
             self.note(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
-        if number == self._num_early and self._troubles:
+        if number == self._num_early and self._failures:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
-        self.reductions.launch_next()
+        self.reduce_next()
 
     def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
         """Copy what was not copied yet, with zeros for missing gradients."""
         rest: Sequence[int] = ()
-        if self.terms.kind == "learning":
+        if self.kind == "learning":
             rest = range(len(used))
         elif 0 in used:
             rest = [slot for slot, count in enumerate(used) if not count]
         for slot in rest:
             if not used[slot] and bucket.is_inside(slot):
                 self._set_aside[bucket.indices[slot]] = bucket.views[slot].clone()  # in case nobody used it
-        bucket.take_pending(self.terms.divisor)
+        bucket.take_pending(self._divisor)
         if rest:
-            bucket.take(rest, self.terms.divisor)
+            bucket.take(rest, self._divisor)
+
+    def reduce_next(self) -> None:
+        """Reduce the next bucket as it is, and free what its schedule frees."""
+        bucket = self._assignment.buckets[self.num_passed]
+        bucket.schedule.at(
+            Moment.BUCKET_FULL,
+            {Operation.REDUCE: self._start, Operation.FREE: lambda each: each.free()},
+            bucket,
+        )
+        self.num_passed += 1
+
+    def _start(self, bucket: ReducerBucket) -> None:
+        number = self.num_passed
+        is_last = number == len(self._assignment.buckets) - 1
+        self._waits.append((number, self._launch(bucket, number, is_last)))
 
     # ------------------------------------------------------------------ the end
 
-    def launch_rest(self) -> None:
-        """Launch every other bucket, with the gradients that have come."""
-        self._check_complete()
-        while self.reductions.num_passed < len(self._waiting):
+    def end(self) -> None:
+        """Take no more gradients, and launch every other bucket; then `report` and `give` follow."""
+        assert self.phase is not Phase.ENDING, "a pass ends once"
+        self.phase = Phase.ENDING
+        if self.kind in ("every", "learnt") and self.calls != self._expected:
+            for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
+                if calls < expected and not self._carried[index]:
+                    self.note(report.FEWER if self.kind == "learnt" else report.NO_GRADIENT, index)
+        for index in self._undefined if self.kind == "learnt" else ():
+            if self._has_gradient(index):  # would be handed out as it came, not reduced
+                self.note(report.MORE, index)
+        while self.num_passed < len(self._waiting):
             self._launch_next()
 
-    def _check_complete(self) -> None:
-        if self.terms.kind not in ("every", "learnt"):
-            return
-        if self.calls != self._expected:
-            for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
-                if calls < expected and not self.terms.carried[index]:
-                    self.note(report.FEWER if self.terms.kind == "learnt" else report.NO_GRADIENT, index)
-        for index in self.terms.undefined:  # would be handed out as it came, not reduced
-            if self._has_gradient(index):
-                self.note(report.MORE, index)
-
     def _has_gradient(self, index: int) -> bool:
-        bucket, _, slot = self._assignment.places[index]
+        bucket, _, slot = self._places[index]
         return bucket.has_gradient(slot)
 
     def report(self, group: RankGroup) -> FailureReport:
         """Report failures and used parameters to the other ranks, after the last bucket; all call."""
         used: list[bool] = []
-        if self.terms.asks_for_use:
+        if self.asks_for_use:
             used = [
-                self.terms.carried[index] or (calls > 0 and self._has_gradient(index))
+                self._carried[index] or (calls > 0 and self._has_gradient(index))
                 for index, calls in enumerate(self.calls)
             ]
-        return self.terms.report(group, self._troubles.message(), used)
+        return FailureReport(group, self.failure(), used, in_last_bucket=self.has_word)
 
-    def check(self, report_to_come: FailureReport) -> None:
+    @property
+    def num_launched(self) -> int:
+        """How many buckets were launched."""
+        return len(self._waits)
+
+    def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
+        """Wait for each launched bucket, and yield it with its gradients; a report reads the last one."""
+        buckets = self._assignment.buckets
+        for number, wait in self._waits:
+            reduced = wait()
+            if report is not None and report.in_last_bucket and number == len(buckets) - 1:
+                report.read_word(reduced)
+            yield buckets[number], reduced
+
+    def drain(self, report: FailureReport | None = None) -> None:
+        """Wait for every launched bucket, and drop the results."""
+        for _ in self.results(report):
+            pass
+
+    def check(self, report: FailureReport) -> None:
         """Raise ReductionError on every rank if one failed, before results are handed out; all ranks call."""
         try:
-            if report_to_come.in_last_bucket:
-                self.reductions.drain(report_to_come)
-            report_to_come.check()
+            if report.in_last_bucket:
+                self.drain(report)
+            report.check()
         except ReductionError:
-            self.reductions.drain()
+            self.drain()
             raise
 
-    def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
+    def give(self, unused: Sequence[bool], report: FailureReport) -> None:
         """Wait for every bucket, and hand out the reduced gradients, except for unused parameters."""
-        for bucket, reduced in self.reductions.results(report_to_come):
+        for bucket, reduced in self.results(report):
             bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
                 if unused[index] and index in self._set_aside:
                     bucket.views[slot].copy_(self._set_aside[index])
                     record_use(self._set_aside[index])
-
-    def drop(self, report_to_come: FailureReport) -> None:
-        """Wait for every bucket, but leave the parameters' gradients alone, or zero."""
-        for bucket, _ in self.reductions.results(report_to_come):
-            bucket.clear()
 
 
 class PassWithGraph(BackwardPass):

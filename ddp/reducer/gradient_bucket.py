@@ -1,14 +1,14 @@
 """A bucket: gradients that are reduced together, in one flat tensor."""
 
 from collections.abc import Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_optim.compat import streams
-from zero_optim.compat.engine import copy_each, scale_each
+from zero_optim.compat import private, streams
+from zero_optim.flow.schedule import ZERO1
 from zero_optim.plan.strides import consecutive_views
 
 # Small gradients are copied in batches of about this many bytes: few calls, and each while it still lies in
@@ -16,6 +16,8 @@ from zero_optim.plan.strides import consecutive_views
 # one is copied when it comes: copying and dividing it in one go saves more than a call.
 BATCH_NBYTES = 2**18
 LARGE_NBYTES = 2**15
+
+_grad_of = attrgetter("grad")  # of many, faster than in a comprehension
 
 
 class ReducerBucket:
@@ -26,6 +28,7 @@ class ReducerBucket:
     alone, and is the flat tensor itself.
     """
 
+    schedule = ZERO1
     is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
 
     def __init__(
@@ -41,14 +44,18 @@ class ReducerBucket:
         self.indices = list(indices)
         self.params = list(params)
         self.is_sparse = is_sparse
-        dtype = params[0].dtype if dtype is None else dtype
+        self.dtype = dtype = params[0].dtype if dtype is None else dtype
         self.as_views = as_views and not is_sparse and dtype == params[0].dtype
         self._batched = batched
         self.pending: list[int] = []  # slots of gradients that have come and were not copied yet
-        self.batch_length, self.large_slots = _batches(
-            [param.nbytes for param in params], all_at_once=batched or is_sparse
-        )
-        self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
+        self.batch_length = len(params)  # how many small gradients are copied at a time
+        self.large_slots: frozenset[int] = frozenset()
+        if not (batched or is_sparse):
+            nbytes = [param.nbytes for param in params]
+            self.large_slots = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
+            small = [size for size in nbytes if size < LARGE_NBYTES]
+            self.batch_length = max(1, BATCH_NBYTES * len(small) // max(1, sum(small)))
+        self.misfits: list[int] = []  # slots of gradients of the wrong layout, which were dropped
         self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
         self.flat = _no_gradient(params[0], dtype) if is_sparse else self._allocate(dtype)
 
@@ -65,11 +72,6 @@ class ReducerBucket:
         return like
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which the gradients are reduced."""
-        return self.flat.dtype
-
-    @property
     def nbytes(self) -> int:
         """Size of all gradients, dense, in bytes."""
         return sum(param.numel() for param in self.params) * self.dtype.itemsize
@@ -80,7 +82,7 @@ class ReducerBucket:
         return not self.is_sparse and self.flat.numel() > 0
 
     def write_failure_word(self) -> None:
-        """Make the first element NaN, and so the sum of all ranks: Note [Word of a failure]."""
+        """Make the first element NaN, and so the sum of all ranks: Note [Two ways to tell of a failure]."""
         self.flat[:1].fill_(float("nan"))
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -113,15 +115,18 @@ class ReducerBucket:
         grads = [self.params[slot].grad for slot in slots]
         streams.record_use(*[grad for grad in grads if grad is not None])
 
+    def free(self) -> None:
+        """Let go of rows to send that others own; this bucket has none."""
+
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients in, divided, or zeros where there is none; in few calls if all are alike."""
         if len(slots) < 2:
             for slot in slots:
                 self.take_one(slot, divisor)
             return
-        views = [self.views[slot] for slot in slots]
-        params = [self.params[slot] for slot in slots]
-        grads = [param.grad for param in params]
+        views = list(map(self.views.__getitem__, slots))
+        params = list(map(self.params.__getitem__, slots))
+        grads = list(map(_grad_of, params))
         if any(map(is_, grads, views)) or not _copied(views, grads):
             for slot in slots:
                 self.take_one(slot, divisor)
@@ -144,7 +149,7 @@ class ReducerBucket:
             else:
                 part.mul_(1 / divisor)
         else:
-            scale_each([self.views[slot] for slot in slots], 1 / divisor)
+            private.foreach_mul_([self.views[slot] for slot in slots], 1 / divisor)
 
     def take_one(self, slot: int, divisor: float) -> None:
         """Copy one gradient in, divided, or zeros if there is none."""
@@ -175,14 +180,9 @@ class ReducerBucket:
         """Return a parameter's gradient; note and drop one of the wrong layout."""
         param = self.params[slot]
         if param.grad is not None and param.grad.is_sparse != self.is_sparse:
-            self._misfits.append(slot)
+            self.misfits.append(slot)
             param.grad = None
         return param.grad
-
-    def pop_misfits(self) -> list[int]:
-        """Return, once, the slots whose gradient had the wrong layout and was dropped."""
-        misfits, self._misfits = self._misfits, []
-        return misfits
 
     # ------------------------------------------------------------------ results go
 
@@ -205,16 +205,13 @@ class ReducerBucket:
             self.flat.copy_(result.reshape(-1))
         elif result is not self.flat:
             views = self.views_of(result.reshape(-1))
-        self._give_views(views, skipped)
-
-    def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
-        if self.as_views and all(map(is_, [param.grad for param in self.params], views)):
+        grads = list(map(_grad_of, self.params))
+        if self.as_views and all(map(is_, grads, views)):
             return
-        if not self.as_views and not any(skipped) and _copied([param.grad for param in self.params], views):
+        if not self.as_views and not any(skipped) and _copied(grads, views):
             return
         targets, sources = [], []
-        for index, param, view in zip(self.indices, self.params, views, strict=True):
-            grad = param.grad
+        for index, param, grad, view in zip(self.indices, self.params, grads, views, strict=True):
             if skipped[index] or grad is view:
                 continue
             if self.as_views:
@@ -225,7 +222,7 @@ class ReducerBucket:
                 targets.append(grad)
                 sources.append(view)
         if targets:
-            copy_each(targets, sources)
+            private.foreach_copy_(targets, sources)
 
 
 def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -235,19 +232,10 @@ def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
 
-def _batches(nbytes: Sequence[int], *, all_at_once: bool) -> tuple[int, frozenset[int]]:
-    """Return how many small gradients to copy at a time, and the slots of large ones."""
-    if all_at_once:
-        return len(nbytes), frozenset()
-    large = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
-    small = [size for slot, size in enumerate(nbytes) if slot not in large]
-    return max(1, BATCH_NBYTES * len(small) // max(1, sum(small))), large
-
-
 def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> bool:
     """Copy each to each, unless one is missing or sparse; then some may have been copied."""
     try:
-        copy_each(targets, sources)  # type: ignore[arg-type]
+        private.foreach_copy_(targets, sources)
     except (TypeError, RuntimeError):
         return False
     return True

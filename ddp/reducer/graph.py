@@ -5,7 +5,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from zero_optim.compat.engine import in_distributed_autograd, runs_distributed_b
 
 def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in an output: in containers of any nesting, and dataclasses; not in other objects."""
-    seen: set[int] = set()  # a container may hold itself
+    seen: dict[int, object] = {}  # by id; a container may hold itself
     stack = [value]
     while stack:
         item = stack.pop()
@@ -26,20 +25,13 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         elif isinstance(item, str | bytes) or id(item) in seen:
             continue
         else:
-            parts = list(_parts(item))
-            if parts:
-                seen.add(id(item))
-                stack.extend(parts)
-
-
-def _parts(item: object) -> Iterable[object]:
-    if isinstance(item, Mapping):
-        return item.values()
-    if isinstance(item, list | tuple | Set):
-        return item
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return (getattr(item, field.name, None) for field in dataclasses.fields(item))
-    return ()
+            seen[id(item)] = item
+            if isinstance(item, Mapping):
+                stack.extend(item.values())
+            elif isinstance(item, list | tuple | Set):
+                stack.extend(item)
+            elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+                stack.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
 
 
 def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as the value
@@ -55,11 +47,11 @@ def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN
         parts = [replaced(part, by) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made: Any = copy(value)
+        replica: Any = copy(value)
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(made, field.name, replaced(getattr(value, field.name), by))
-        return made
+                object.__setattr__(replica, field.name, replaced(getattr(value, field.name), by))
+        return replica
     return value
 
 
@@ -113,71 +105,41 @@ _ON_DISTRIBUTED_AUTOGRAD = (
 )
 
 
-def warn_of_graph() -> None:
-    """Warn that gradients of a pass with ``create_graph=True`` are not differentiable over the ranks."""
-    warnings.warn(
-        "a backward pass with create_graph=True reduces the gradients, not the graph that "
-        "computes them: gradients of higher order are those of this rank alone",
-        stacklevel=2,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """The leaves, by id, that a backward pass from some outputs can reach.
-
-    Not complete if there was a node written in Python: it may run a backward pass of its own, as reentrant
-    checkpointing does.
-    """
-
-    leaves: frozenset[int]
-    is_complete: bool
-
-    def __or__(self, other: "Reach") -> "Reach":
-        """Combine two forward passes."""
-        return Reach(self.leaves | other.leaves, self.is_complete and other.is_complete)
-
-
-def reach(outputs: Iterable[Tensor]) -> Reach:
-    """Walk the graph from outputs to leaves. Takes about a microsecond a node."""
-    leaves: set[int] = set()
-    is_complete = True
-    stack: list[Node] = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            stack.append(output.grad_fn)
-        elif output.requires_grad:
-            leaves.add(id(output))
-    seen = set(stack)  # holds the nodes' Python halves too, so that each node stays one object
-    while stack:
-        node = stack.pop()
-        variable = getattr(node, "variable", None)  # the nodes that accumulate into a leaf have one
-        if variable is not None:
-            leaves.add(id(variable))
-        is_complete = is_complete and not isinstance(node, torch.autograd.function.BackwardCFunction)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return Reach(frozenset(leaves), is_complete)
-
-
 class UnusedSearch:
     """Collects which parameters the next backward pass can reach."""
 
     def __init__(self) -> None:
-        self._reached: Reach | None = None
+        self._leaves: set[int] | None = None  # by id, that were reached; None before the first look
+        self._is_complete = True  # no node was written in Python: it may run a backward pass of its own
 
     def look(self, outputs: Iterable[Tensor]) -> None:
-        """Add the outputs of one forward pass."""
-        before, now = self._reached, reach(outputs)
-        self._reached = now if before is None else before | now
+        """Walk the graph from outputs of a forward pass to leaves. Takes about a microsecond a node."""
+        leaves = self._leaves = self._leaves or set()
+        stack: list[Node] = []
+        for output in outputs:
+            if output.grad_fn is not None:
+                stack.append(output.grad_fn)
+            elif output.requires_grad:
+                leaves.add(id(output))
+        seen = set(stack)  # holds the nodes' Python halves too, so that each node stays one object
+        while stack:
+            node = stack.pop()
+            variable = getattr(node, "variable", None)  # the nodes that accumulate into a leaf have one
+            if variable is not None:
+                leaves.add(id(variable))
+            is_written_in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+            self._is_complete = self._is_complete and not is_written_in_python
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    stack.append(following)
 
     def pop_unused(self, params: Sequence[Tensor]) -> list[int]:
         """Return the parameters without a gradient in the running pass; from one of its hooks, once."""
-        reached, self._reached = self._reached, None
-        if reached is None or not reached.is_complete:
+        leaves, is_complete = self._leaves, self._is_complete
+        self._leaves, self._is_complete = None, True
+        if leaves is None or not is_complete:
             return []
-        doubtful = [index for index, param in enumerate(params) if id(param) not in reached.leaves]
+        doubtful = [index for index, param in enumerate(params) if id(param) not in leaves]
         # The loss may depend on more than the output shows; the engine knows, but only of its own pass.
         return [index for index in doubtful if not accumulates(params[index])]

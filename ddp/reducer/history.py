@@ -1,17 +1,14 @@
 """What one backward pass leaves to the next."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.backward_pass import Kind, PassTerms
-from zero_optim.ddp.reducer.graph import UnusedSearch
-from zero_optim.ddp.reducer.report import FailureReport
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.futures import Future
+# every: each parameter must get one gradient. some: it may get none. learning: nothing is known yet, so
+# nothing is reduced before the end. learnt: each must get as many as in the pass that was there to learn.
+Kind = Literal["every", "some", "learning", "learnt"]
 
 
 @dataclass(slots=True)
@@ -26,7 +23,7 @@ class History:
     rebuild_is_due: bool = False  # buckets are to follow the order of the last pass
     has_rebuilt: bool = False  # they do by now
     learnt: list[int] | None = None  # gradients of each parameter in a static graph, once that is known
-    undefined: tuple[int, ...] = ()  # those of the unused that take part on this rank all the same
+    undefined: tuple[int, ...] = ()  # unused ones of it that took part: an ``autograd.Function`` gave None
     unused: list[bool] = field(init=False)  # by parameter, in a static graph: no rank has a gradient
     carried: list[bool] = field(init=False)  # by parameter: it has a gradient of a pass that was not reduced
 
@@ -34,25 +31,15 @@ class History:
         self.unused = [False] * num_params
         self.carried = [False] * num_params
 
+    def kind(self, options: ReducerOptions) -> Kind:
+        """Return the kind of the next pass."""
+        if options.static_graph:
+            return "learning" if self.learnt is None else "learnt"
+        return "some" if options.find_unused_parameters else "every"
+
     def order(self) -> list[int]:
         """Return all parameters in the order of gradients; those without one come last."""
         return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
-
-    def terms(self, options: ReducerOptions, divisor: float, can_carry_word: bool) -> PassTerms:
-        """Fix the terms of the next pass; ``can_carry_word``: the last bucket can carry word of a failure."""
-        kind: Kind = "some" if options.find_unused_parameters else "every"
-        if options.static_graph:
-            kind = "learning" if self.learnt is None else "learnt"
-        expected = self.learnt or [0 if kind == "learning" else 1] * len(self.unused)
-        return PassTerms(
-            kind,
-            expected,
-            skips_unused=options.skip_all_reduce_unused_params and kind == "some",
-            failure_word_in_last_bucket=can_carry_word and kind in ("every", "learnt"),
-            divisor=divisor,
-            carried=self.carried,
-            undefined=self.undefined,
-        )
 
     def conclude(
         self, calls: Sequence[int], order: Sequence[int], unused: Sequence[bool], options: ReducerOptions
@@ -70,30 +57,3 @@ class History:
         num_watched = 2 if options.static_graph else 1  # as in PyTorch's reducer
         if self.num_passes == num_watched and (options.static_graph or not options.find_unused_parameters):
             self.rebuild_is_due = True
-
-
-@dataclass(slots=True, eq=False)
-class UpcomingPass:
-    """Settings for the next backward pass, each used once."""
-
-    wanted: Callable[[bool], bool] | None  # see `Reducer`
-    is_expected: bool = False  # the last forward pass was one whose backward pass is to be reduced
-    divisor: Callable[[], float] | None = None  # of the gradients; None for the number of ranks
-    search: UnusedSearch = field(default_factory=UnusedSearch)
-    unread: list[FailureReport] = field(default_factory=list)  # of passes that have ended
-    futures: list["Future[object]"] = field(default_factory=list)  # waited for when the pass ends
-
-    def is_reduced(self, *, was_prepared: bool) -> bool:
-        """Whether to reduce a pass that begins; ``was_prepared``: through an output given to `prepare`."""
-        return self.wanted is None or self.wanted(was_prepared or self.is_expected)
-
-    @property
-    def in_join(self) -> bool:
-        """Whether the last forward pass was inside ``Join``."""
-        return self.divisor is not None
-
-    def pop_unused(self, learnt: Sequence[int] | None, params: Sequence["Tensor"]) -> list[int]:
-        """Return the parameters that get no gradient in the pass that has just begun."""
-        if learnt is not None:
-            return [index for index, calls in enumerate(learnt) if not calls]
-        return self.search.pop_unused(params)

@@ -33,18 +33,39 @@ class Inbox:
         self.current: BackwardPass | None = None
         self.handles: list[RemovableHandle] = []
         self.follower: Callable[[int], None] | None = None
-        self._take_first = take_first
         self._params = params
         self._tensors = [_tensor_of(param) for param in params]
+        running = Phase.RUNNING  # found faster here
+
+        def hook_of(index: int) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                current = self.current
+                if current is not None and current.phase is running:
+                    current.arrived(index)
+                else:
+                    take_first(index)
+                if self.follower is not None:
+                    self.follower(index)
+
+            return hook
+
         for index, param in enumerate(params):
             untyped: Any = param
-            self.handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
+            self.handles.append(untyped.register_post_accumulate_grad_hook(hook_of(index)))
 
     def announce(self, coming: Callable[[int], None]) -> None:
         """Call ``coming``, made by `weakly`, before autograd adds or computes a pass's first gradient."""
+
+        def hook_of(index: int) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                if not self.is_running:
+                    coming(index)
+
+            return hook
+
         for index, param in enumerate(self._params):
             untyped: Any = param
-            self.handles.append(untyped.register_hook(self._early_hook_of(index, coming)))
+            self.handles.append(untyped.register_hook(hook_of(index)))
 
     def swapped(self, calls: Sequence[int]) -> list[int]:
         """Return the places of parameters without a gradient that lost their hooks in a swap of tensors."""
@@ -58,36 +79,6 @@ class Inbox:
         """Whether a backward pass is running."""
         return self.current is not None and self.current.phase is Phase.RUNNING
 
-    def _early_hook_of(self, index: int, coming: Callable[[int], None]) -> Callable[[Tensor], None]:
-        running = Phase.RUNNING  # found faster here
-
-        def hook(_: Tensor) -> None:
-            current = self.current
-            if current is None or current.phase is not running:
-                coming(index)
-
-        return hook
-
-    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
-        running = Phase.RUNNING  # found faster here
-
-        def hook(_: Tensor) -> None:
-            current = self.current
-            if current is not None and current.phase is running:
-                current.arrived(index)
-            else:
-                self._take_first(index)
-            if self.follower is not None:
-                self.follower(index)
-
-        return hook
-
-
-def remove(handles: Sequence[RemovableHandle]) -> None:
-    """Remove hooks; a second call does nothing."""
-    for handle in handles:
-        handle.remove()
-
 
 def _tensor_of(param: Tensor) -> int:
     """Return the address of the tensor behind a Python object."""
@@ -96,23 +87,32 @@ def _tensor_of(param: Tensor) -> int:
     return address
 
 
+def remove(handles: Sequence[RemovableHandle]) -> None:
+    """Remove hooks; a second call does nothing."""
+    for handle in handles:
+        handle.remove()
+
+
 def announce_backward(
     outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
     """Call `reached` when a backward pass goes through an output to one of the parameters, by id."""
+
+    def hook_of(witness: Node | None) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
+            if witness is None or not reaches(witness):
+                refuse_distributed_backward()
+                if witness is not None:
+                    return
+            reached()
+
+        return hook
+
     for output in outputs:
         if output.grad_fn is not None:
             untyped: Any = output
-            untyped.register_hook(partial(_tell_of_output, reached, nearest(output, index_of)))
-
-
-def _tell_of_output(reached: Callable[[], None], witness: Node | None, _: Tensor) -> None:
-    # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
-    if witness is None or not reaches(witness):
-        refuse_distributed_backward()
-        if witness is not None:
-            return
-    reached()
+            untyped.register_hook(hook_of(nearest(output, index_of)))
 
 
 class _Token:
@@ -143,14 +143,11 @@ def weakly(method: Callable[P, None]) -> Callable[P, None]:
 
     Parameters and outputs, which hold the hooks, may outlive the reducer.
     """
-    return partial(_call_if_there, WeakMethod(method))
+    reference = WeakMethod(method)
 
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        method = reference()
+        if method is not None:
+            method(*args, **kwargs)
 
-def _call_if_there(
-    reference: WeakMethod[Callable[P, None]],
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> None:
-    method = reference()
-    if method is not None:
-        method(*args, **kwargs)
+    return call

@@ -11,15 +11,16 @@ Note [One backward pass]
     small sum of its own does.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
@@ -28,18 +29,17 @@ from zero_optim.comm.records import Activity
 from zero_optim.compat.engine import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
-from zero_optim.ddp.reducer.graph import (
-    refuse_distributed_autograd,
-    tensors_in,
-    warn_of_graph,
-)
-from zero_optim.ddp.reducer.history import History, UpcomingPass
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase
+from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
+from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
-from zero_optim.ddp.reducer.reduction import BucketReductions, Hook, HookSlot, Launch
-from zero_optim.ddp.reducer.report import SWAPPED
+from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
+from zero_optim.ddp.reducer.report import SWAPPED, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
+
+if TYPE_CHECKING:
+    from torch.futures import Future
 
 
 class Reducer:
@@ -60,8 +60,12 @@ class Reducer:
 
     Attributes:
         group: the ranks.
+        names, params: of the parameters.
         history: facts learnt from the passes so far.
         assignment: the current buckets.
+        slot: the comm hook.
+        divisor: called when the next pass begins, to divide its gradients by; None for the number of ranks.
+        futures: waited for when the next pass ends.
         defers_reports: read other ranks' failures one pass later, where the CPU would have to wait for the
             device: Note [Late reports] in `report`.
 
@@ -86,16 +90,17 @@ class Reducer:
         params = held(params)
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
         with failing_together(self.group) if checks else nullcontext():
-            self._reduced = ReducedParams.of(params, sparse)
+            self._reduced = reduced = ReducedParams.of(params, sparse)
             if checks:
-                self.group.check_serves(self._reduced.params)
+                self.group.check_serves(reduced.params)
         if checks:
-            agree(self.group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
+            agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
+        self.names, self.params = reduced.names, reduced.params
         self.defers_reports = is_asynchronous(self.params[0].device)
-        self.history = History(len(self.params))
-        self._upcoming = UpcomingPass(wanted)
-        self._slot = HookSlot()
-        self.assignment = self._assigned(None)
+        self.slot = HookSlot()
+        self._wanted = wanted
+        self._is_expected = False  # the last forward pass was one whose backward pass is to be reduced
+        self._begin_anew()
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
         if checks:  # then all ranks have got here
@@ -104,10 +109,21 @@ class Reducer:
     def reset(self) -> None:
         """Start over: first buckets, nothing learnt. All ranks call, between iterations."""
         self._inbox.current = None
+        self.slot.failure = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.history = History(len(self.params))
-        self._upcoming = UpcomingPass(self._upcoming.wanted, self._upcoming.is_expected)
-        self._slot.failure = None
+        self.divisor: Callable[[], float] | None = None
+        self._search = UnusedSearch()
+        self._unread: list[FailureReport] = []  # of passes that have ended
+        self.futures: list[Future[object]] = []
         self._assign(None)
+
+    @property
+    def in_join(self) -> bool:
+        """Whether the last forward pass was inside ``Join``."""
+        return self.divisor is not None
 
     @property
     def activity(self) -> Activity:
@@ -115,27 +131,12 @@ class Reducer:
         return self.group.works.log.activity
 
     @property
-    def names(self) -> Sequence[str]:
-        """Names of the parameters."""
-        return self._reduced.names
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The parameters."""
-        return self._reduced.params
-
-    @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks."""
         return self.group.process_group
 
-    @property
-    def hook_name(self) -> str:
-        """Name of the comm hook; empty without one."""
-        return self._slot.name
-
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
-        """Average over other ranks from now on. All of these call, between iterations; call `reset` too."""
+        """Average over other ranks from now on; all of these call, between iterations, then `reset`."""
         self._use(replace(RankGroup.of(process_group, self.params), phase=self.group.phase))
 
     def _use(self, group: RankGroup) -> None:
@@ -152,7 +153,7 @@ class Reducer:
         self.assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        return assign(self._reduced, self.options, order, self._slot.members())
+        return assign(self._reduced, self.options, order, self.slot.members())
 
     @torch.no_grad()
     def rebuild(self) -> bool:
@@ -179,9 +180,9 @@ class Reducer:
 
     def _name_buckets(self) -> None:
         """Take over new buckets of the hook: at once, or at the next pass if gradients have an order."""
-        if self._slot.members_changed and self.history.has_rebuilt:
+        if self.slot.members_changed and self.history.has_rebuilt:
             self.history.rebuild_is_due = True
-        elif self._slot.members_changed:
+        elif self.slot.members_changed:
             self._assign(None)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -191,24 +192,20 @@ class Reducer:
         """
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
-        self._slot.register(state, hook)
+        self.slot.register(state, hook)
         self._name_buckets()
-
-    def divide_by(self, divisor: Callable[[], float]) -> None:
-        """Divide the next pass's gradients by another number than the number of ranks."""
-        self._upcoming.divisor = divisor
 
     def expect(self, is_expected: bool) -> None:
         """Set whether backward passes are expected from now on, for ``wanted``."""
-        self._upcoming.is_expected = is_expected
+        self._is_expected = is_expected
+
+    def _is_wanted(self, *, was_prepared: bool = False) -> bool:
+        """Whether to reduce a pass that begins; ``was_prepared``: through an output given to `prepare`."""
+        return self._wanted is None or self._wanted(was_prepared or self._is_expected)
 
     def set_static_graph(self) -> None:
-        """Expect every pass to be like the next. All ranks call, before their first backward pass."""
+        """Expect every pass to be like the next; all ranks call, before their first backward pass."""
         self.options = replace(self.options, static_graph=True)
-
-    def wait_also(self, future: Future[object]) -> None:
-        """Wait for the caller's future when the next backward pass ends."""
-        self._upcoming.futures.append(future)
 
     def close(self) -> None:
         """Remove the hooks; a second call does nothing."""
@@ -224,11 +221,11 @@ class Reducer:
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
-            self._upcoming.search.look(tensors)
+            self._search.look(tensors)
         announce_backward(tensors, self._reduced.index_of, weakly(self._output_reached))
 
     def _output_reached(self) -> None:
-        if not self._inbox.is_running and self._upcoming.is_reduced(was_prepared=True):
+        if not self._inbox.is_running and self._is_wanted(was_prepared=True):
             self._begin()
 
     def check_finished(self, *, waits: bool = True) -> None:
@@ -238,9 +235,9 @@ class Reducer:
         `report`): call it after the last pass, or before writing a checkpoint. ``waits=False`` leaves out the
         last pass, which may still run on the device.
         """
-        if self._slot.failure is not None:
-            raise ReductionError(self._slot.failure)
-        current, unread = self._inbox.current, self._upcoming.unread
+        if self.slot.failure is not None:
+            raise ReductionError(self.slot.failure)
+        current, unread = self._inbox.current, self._unread
         if current is not None and not in_backward():
             current.break_off()  # a thread of the engine may not have let go of it yet
         if current is not None and current.phase is Phase.BROKEN_OFF:
@@ -250,7 +247,7 @@ class Reducer:
 
     def _first_arrived(self, index: int) -> None:
         """Take a gradient that came while no backward pass ran."""
-        if self._upcoming.is_reduced(was_prepared=False):
+        if self._is_wanted():
             self._begin().arrived(index)
         else:
             self.history.carried[index] = True
@@ -259,33 +256,44 @@ class Reducer:
         self.check_finished(waits=False)
         self.rebuild()
         divisor = 1.0
-        if self._slot.is_empty:
-            told = self._upcoming.divisor
-            divisor = self.group.size if told is None else told()
-        kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
-        launch = self._open()
+        if self.slot.is_empty:
+            divisor = self.group.size if self.divisor is None else self.divisor()
+        current = self._new_pass(self.assignment, self._open(), divisor, keeps_graph=torch.is_grad_enabled())
         self.activity.begin("backward pass")
-        current = kind(self.assignment, self._terms(divisor), launch, self._held_up())
         current.is_held = self._holds()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
-        unused = self._upcoming.pop_unused(self.history.learnt, self.params)
+        learnt = self.history.learnt
+        unused = [index for index, calls in enumerate(learnt or ()) if not calls]
         with torch.no_grad():
-            current.presume_unused(unused)
+            current.presume_unused(self._search.pop_unused(self.params) if learnt is None else unused)
         return current
+
+    def _new_pass(
+        self, assignment: BucketAssignment, launch: Launch, divisor: float, *, keeps_graph: bool = False
+    ) -> BackwardPass:
+        return (PassWithGraph if keeps_graph else BackwardPass)(
+            assignment,
+            self.history,
+            self.options,
+            launch,
+            divisor=divisor,
+            can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
+            held_up=self._held_up(),
+        )
 
     def _open(self) -> Launch:
         """Prepare the buckets for a pass; returns their launch function."""
-        all_used = self.options.wants_all_used
-        return self._slot.launching(self._summing, self.assignment.labels, all_used=all_used)
+        may_be_unused = self.options.find_unused_parameters or self.options.static_graph
+        return self.slot.launching(self._summing, self.assignment.labels, all_used=not may_be_unused)
 
     def _holds(self) -> bool:
         """Whether full buckets wait for a caller to launch them."""
         return False
 
-    def _terms(self, divisor: float) -> PassTerms:
-        can_carry_word = self._slot.is_empty and self.assignment.buckets[-1].can_carry_failure_word
-        return self.history.terms(self.options, divisor, can_carry_word)
+    def _held_up(self) -> AbstractContextManager[None]:
+        """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
+        return nullcontext() if self.defers_reports else self._summing.phase.held_up()
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
@@ -300,46 +308,52 @@ class Reducer:
             self.activity.end("backward pass")
         current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
-    def _held_up(self) -> AbstractContextManager[None]:
-        """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
-        return nullcontext() if self.defers_reports else self._summing.phase.held_up()
-
     def _conclude(self, current: BackwardPass) -> None:
-        terms, broke_off = current.terms, current.phase is Phase.BROKEN_OFF
-        current.end()
+        asks_for_use, broke_off = current.asks_for_use, current.phase is Phase.BROKEN_OFF
         lost = self._inbox.swapped(current.calls)
         for index in lost:
             current.note(SWAPPED, index)
-        if not (any(current.calls) or terms.asks_for_use or broke_off or lost):
+        if not (any(current.calls) or asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()
-        defers = self.defers_reports and not self._upcoming.in_join and terms.kind != "learning"
-        self._upcoming.divisor = None
-        current.launch_rest()
-        self._slot.await_all(current.reductions)
+        defers = self.defers_reports and not self.in_join and current.kind != "learning"
+        self.divisor = None
+        current.end()
+        self._await_hook(current)
         report = current.report(self.group)
-        checks_first = not defers and (self.checks_first or terms.asks_for_use)
+        checks_first = not defers and (self.checks_first or asks_for_use)
         if checks_first:
             current.check(report)
-        unused = [not used for used in report.used()] if terms.asks_for_use else self.history.unused
-        with self._slot.minding():
-            if broke_off and defers:
-                current.drop(report)  # the next iteration has begun, and nobody is told yet
+        unused = [not used for used in report.used()] if asks_for_use else self.history.unused
+        with self.slot.minding():
+            if broke_off and defers:  # the next iteration has begun, and nobody is told yet
+                for bucket, _ in current.results(report):
+                    bucket.clear()  # gradients that are views; others are left alone
             else:
                 current.give(unused, report)
-        futures, self._upcoming.futures = self._upcoming.futures, []
+        futures, self.futures = self.futures, []
         for future in futures:
             future.wait()
-        self.history.num_buckets_reduced = current.reductions.num_launched
+        self.history.num_buckets_reduced = current.num_launched
         self.history.conclude(current.calls, current.order, unused, self.options)
         if defers:
             report.put_off()
-            self._upcoming.unread.append(report)
+            self._unread.append(report)
         elif not checks_first:
             report.check()
         if current.keeps_graph and any(current.calls):
-            warn_of_graph()
+            warnings.warn(
+                "a backward pass with create_graph=True reduces the gradients, not the graph that "
+                "computes them: gradients of higher order are those of this rank alone",
+                stacklevel=2,
+            )
+
+    def _await_hook(self, current: BackwardPass) -> None:
+        """Wait for the hook's collectives; on gloo PowerSGD issues some later, from other threads."""
+        if not self.slot.is_empty:
+            with self.slot.minding():
+                current.drain()
 
     @torch.no_grad()
     def shadow(self) -> None:
@@ -349,23 +363,24 @@ class Reducer:
         """
         self.check_finished()
         self.rebuild()
-        self._upcoming.divisor = None
-        terms, last_used = self._terms(1), frozenset(self.history.last_order)
-        if terms.skips_unused and not last_used:
+        self.divisor = None
+        last_used = frozenset(self.history.last_order)
+        assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
+        current = self._new_pass(assignment, self._open(), 1.0)
+        if current.skips_unused and not last_used:
             raise ReductionError(
                 "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
                 "parameters are used: give every rank a batch, or leave the option out inside Join"
             )
-        buckets = [bucket.shadow() for bucket in self.assignment.buckets]
-        reductions = BucketReductions(buckets, self._open())
-        for bucket in buckets:  # the others use what this rank used in its last pass
-            if terms.skips_unused and last_used.isdisjoint(bucket.indices):
-                reductions.leave_out_next()
+        for bucket in assignment.buckets:  # the others use what this rank used in its last pass
+            if current.skips_unused and last_used.isdisjoint(bucket.indices):
+                current.num_passed += 1
             else:
-                reductions.launch_next()
-        self._slot.await_all(reductions)
-        report = terms.report(self.group, None, [False] * len(self.params))
-        results = list(reductions.results(report))
+                current.reduce_next()
+        self._await_hook(current)
+        none_used = [False] * len(self.params) if current.asks_for_use else []
+        report = FailureReport(self.group, None, none_used, in_last_bucket=current.has_word)
+        results = list(current.results(report))
         report.check()
         used = report.used()
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
@@ -374,5 +389,5 @@ class Reducer:
             if not bucket.is_shadow:
                 bucket.give(reduced, unused or self.history.unused)
                 bucket.give_back(drops=False)
-        self.history.num_buckets_reduced = reductions.num_launched
+        self.history.num_buckets_reduced = current.num_launched
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)

@@ -4,7 +4,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 from torch.futures import Future
@@ -14,10 +14,14 @@ from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.ddp.reducer.assignment import Members
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket, tensor_of
-from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.errors import message_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
+
+# Waits for a reduction, and returns the gradients: one tensor of the bucket's length, or a sparse one.
+Wait: TypeAlias = Callable[[], Tensor]
+# Starts the reduction of a bucket, given its place in the order of reduction, and whether none follows.
+Launch: TypeAlias = Callable[[ReducerBucket, int, bool], Wait]
 
 
 @runtime_checkable
@@ -31,119 +35,20 @@ class NamesBuckets(Protocol):
         """Return the parameters of each bucket, in its order; None for PyTorch's buckets."""
 
 
-class Reduction(Protocol):
-    """A reduction that was launched."""
+def start_sum(group: RankGroup, bucket: ReducerBucket, label: str) -> Wait:
+    """Start the in-place sum of a bucket over all ranks; gradients were divided before."""
+    handle, work = group.start_sum(bucket.flat, label)
 
-    def wait(self) -> Tensor:
-        """Wait, and return the gradients: one tensor of the bucket's length, or a sparse one."""
-        ...
-
-
-# Starts the reduction of a bucket, given its place in the order of reduction, and whether none follows.
-Launch = Callable[[ReducerBucket, int, bool], Reduction]
-
-
-class BucketReductions:
-    """The reductions of one backward pass, launched in the order of the buckets."""
-
-    def __init__(self, buckets: Sequence[ReducerBucket], launch: Launch) -> None:
-        self.buckets = buckets
-        self._launch = launch
-        self._launched: list[Reduction | None] = []  # None for a bucket that was left out
-
-    @property
-    def num_passed(self) -> int:
-        """How many buckets were launched or left out: the number of the next."""
-        return len(self._launched)
-
-    @property
-    def num_launched(self) -> int:
-        """How many buckets were launched."""
-        return sum(reduction is not None for reduction in self._launched)
-
-    def launch_next(self) -> None:
-        """Launch the next bucket."""
-        number = self.num_passed
-        self._launched.append(self._launch(self.buckets[number], number, number == len(self.buckets) - 1))
-
-    def leave_out_next(self) -> None:
-        """Do not reduce the next bucket."""
-        self._launched.append(None)
-
-    def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        """Wait for each launched bucket, and yield it with its gradients; ``report`` reads the last one."""
-        for bucket, reduction in zip(self.buckets, self._launched, strict=True):
-            if reduction is not None:
-                reduced = reduction.wait()
-                if report is not None and report.in_last_bucket and bucket is self.buckets[-1]:
-                    report.read_word(reduced)
-                yield bucket, reduced
-
-    def drain(self, report: FailureReport | None = None) -> None:
-        """Wait for every launched bucket, and drop the results."""
-        for _ in self.results(report):
-            pass
-
-
-class SumReduction:
-    """The in-place sum of a bucket over all ranks; gradients were divided before."""
-
-    def __init__(self, group: RankGroup, bucket: ReducerBucket, label: str = "") -> None:
-        self._bucket = bucket
-        self._handle, self._work = group.start_sum(bucket.flat, label)
-
-    def wait(self) -> Tensor:
-        """Wait for the sum."""
-        self._work.wait()
-        if not self._bucket.is_sparse:
-            return self._bucket.flat
+    def wait() -> Tensor:
+        work.wait()
+        if not bucket.is_sparse:
+            return bucket.flat
         # Waited for, not only asked for: so the memory is kept until the current stream has read it.
-        result = tensor_of(self._handle.get_future().wait())
+        result = tensor_of(handle.get_future().wait())
         assert result is not None  # the sum of one tensor is one tensor
         return result
 
-
-class HookReduction:
-    """A comm hook's reduction, which also divides. Counts the wait, not the bytes the hook sends."""
-
-    def __init__(
-        self,
-        hook: Hook,
-        state: object,
-        bucket: ReducerBucket,
-        given: GradBucket,
-        group: RankGroup,
-        label: str,
-    ) -> None:
-        self._bucket = bucket
-        self._name = hook_name(hook)
-        record = group.begin_work(label)
-        record.runs_hook = True
-        with record.starting():
-            future = hook(state, given)
-        if not isinstance(future, private.Future):
-            raise RuntimeError(  # noqa: TRY004 - PyTorch's type
-                "DDP communication hook's callback must return a torch.futures.Future object, but got "
-                f"{type(future).__name__} from {self._name}. Expected a future of one tensor, as "
-                "all_reduce(..., async_op=True).get_future() gives"
-            )
-        self._work = Work(future, group.phase, record)
-
-    def wait(self) -> Tensor:
-        """Wait for the future; refuses a result other than one tensor of the bucket's length."""
-        value = self._work.wait()
-        result = tensor_of(value)
-        if result is None:
-            raise TypeError(
-                f"the future returned by the comm hook {self._name} holds {type(value).__name__}: "
-                "expected one tensor, shaped like bucket.buffer()"
-            )
-        if not self._bucket.is_sparse and result.numel() != self._bucket.flat.numel():
-            raise ValueError(
-                f"the comm hook {self._name} returned {result.numel()} elements for a bucket of "
-                f"{self._bucket.flat.numel()}: expected a tensor shaped like bucket.buffer()"
-            )
-        return result
+    return wait
 
 
 class HookSlot:
@@ -171,7 +76,7 @@ class HookSlot:
         if self._hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. "
-                f"{hook_name(self._hook[0])} is registered already: to do both, wrap one in the other and "
+                f"{self.name} is registered already: to do both, wrap one in the other and "
                 f"register that instead of {hook_name(hook)}"
             )
         self._hook = (hook, state)
@@ -197,22 +102,50 @@ class HookSlot:
         """
         reference = weakref.ref(self)
 
-        def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
+        def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Wait:
             slot = reference()
             assert slot is not None  # see above
             if slot._hook is None:
-                return SumReduction(group, bucket, labels[number])
-            given = GradBucket(bucket, number, is_last, all_used)
+                return start_sum(group, bucket, labels[number])
             with slot.minding():
-                return HookReduction(*slot._hook, bucket, given, group, labels[number])
+                return slot._start(
+                    GradBucket(bucket, number, is_last, all_used), bucket, group, labels[number]
+                )
 
         return launch
 
-    def await_all(self, reductions: BucketReductions) -> None:
-        """Wait for the hook's collectives; on gloo PowerSGD issues some later, from other threads."""
-        if not self.is_empty:
-            with self.minding():
-                reductions.drain()
+    def _start(self, argument: GradBucket, bucket: ReducerBucket, group: RankGroup, label: str) -> Wait:
+        """Call the hook, which also divides. Counts the wait, not the bytes that the hook sends."""
+        assert self._hook is not None  # asked for by the caller
+        (hook, state), name = self._hook, self.name
+        record = group.begin_work(label)
+        record.runs_hook = True
+        with record.starting():
+            future = hook(state, argument)
+        if not isinstance(future, private.Future):
+            raise RuntimeError(  # noqa: TRY004 - PyTorch's type
+                "DDP communication hook's callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__} from {name}. Expected a future of one tensor, as "
+                "all_reduce(..., async_op=True).get_future() gives"
+            )
+        work = Work(future, group.phase, record)
+
+        def wait() -> Tensor:
+            value = work.wait()
+            result = tensor_of(value)
+            if result is None:
+                raise TypeError(
+                    f"the future returned by the comm hook {name} holds {type(value).__name__}: "
+                    "expected one tensor, shaped like bucket.buffer()"
+                )
+            if not bucket.is_sparse and result.numel() != bucket.flat.numel():
+                raise ValueError(
+                    f"the comm hook {name} returned {result.numel()} elements for a bucket of "
+                    f"{bucket.flat.numel()}: expected a tensor shaped like bucket.buffer()"
+                )
+            return result
+
+        return wait
 
     @contextmanager
     def minding(self) -> Iterator[None]:

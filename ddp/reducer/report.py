@@ -1,9 +1,11 @@
 """The ranks' report at the end of a backward pass: used parameters, and failures.
 
-Note [Word of a failure]
-    A rank with incomplete gradients makes one element of the last bucket NaN before the sum. A rank that
-    reads NaN in the sum joins a gather of failures; there may be none. So a pass without NaN has no further
-    collective, and the bucket no further element, which would change how ring algorithms sum.
+Note [Two ways to tell of a failure]
+    A rank with incomplete gradients makes one element of the last bucket NaN before the sum. Ranks that read
+    NaN in the sum gather the failures; there may be none. So a pass without NaN has no further collective,
+    and the bucket no further element, which would change how ring algorithms sum. A comm hook may sum
+    anything, and where parameters may be unused the ranks count their users anyway: there the counts have one
+    more element. One way alone would cost each pass a collective.
 
 Note [Late reports]
     The CPU waits to read a report, on a device with streams for the whole pass. So there it reads when the
@@ -34,8 +36,7 @@ if TYPE_CHECKING:
 class FailureReport:
     """The number of failed ranks, and the used parameters; all ranks make and read one.
 
-    ``in_last_bucket``: an element of the last bucket says whether a rank failed; call `read_word` before
-    reading the report. Otherwise the report starts a small sum.
+    ``in_last_bucket``: call `read_word` before reading the report. Otherwise it starts a small sum.
     """
 
     def __init__(
@@ -77,17 +78,6 @@ class FailureReport:
             self._answer = HostCopy(self._counts)
         return self._answer
 
-    def check(self) -> None:
-        """Wait on the CPU; raises ReductionError on every rank if one failed."""
-        if self._tells_of_failure():
-            self._raise()
-
-    def _tells_of_failure(self) -> bool:
-        if self._word is not None:
-            return self._word != self._word  # NaN, of a real or a complex number
-        first = self._group.read(self._read())[:1]
-        return bool((first.isnan() if self.in_last_bucket else first).item())
-
     def used(self) -> list[bool]:
         """Return, by parameter, whether any rank used it. The CPU waits, unless this rank used all."""
         if all(self._used):
@@ -95,47 +85,32 @@ class FailureReport:
         _, *counts = self._group.read(self._read()).tolist()
         return [count > 0 for count in counts]
 
-    def _raise(self) -> None:
-        """Raise the ranks' failures, if any; all ranks call."""
+    def check(self) -> None:
+        """Wait on the CPU; raises ReductionError on every rank if one failed."""
+        if self._word is not None:
+            has_failed = self._word != self._word  # NaN, of a real or a complex number
+        else:
+            first = self._group.read(self._read())[:1]
+            has_failed = bool((first.isnan() if self.in_last_bucket else first).item())
+        if not has_failed:
+            return
         failures = self._group.all_gather_json(self._failure)
         ranks: dict[str, list[int]] = {}
         for rank, failure in enumerate(failures):
             if failure is not None:
                 ranks.setdefault(failure, []).append(rank)
-        if ranks:
-            parts = [f"{_who(where, len(failures))}: {what}" for what, where in ranks.items()]
+        if ranks:  # else a gradient was NaN
+            size = len(failures)
+            who = {
+                what: "every rank" if len(where) == size > 1 else ranks_text(where)
+                for what, where in ranks.items()
+            }
             which = "an earlier" if self._is_late else "this"
             late = ". They were handed out: go back to a checkpoint" if self._is_late else ""
-            message = f"the gradients of {which} backward pass cannot be used. {'; '.join(parts)}{late}"
-            raise ReductionError(message)
-
-
-def _who(ranks: Sequence[int], size: int) -> str:
-    if len(ranks) == size and size > 1:
-        return "every rank"
-    return ranks_text(ranks)
-
-
-class PassTroubles:
-    """This rank's failures in one backward pass. Parameters with the same failure are listed together."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, list[str]] = {}  # by text
-
-    def __bool__(self) -> bool:
-        """Whether there is any."""
-        return bool(self._names)
-
-    def note(self, text: str, name: str = "") -> None:
-        """Note one of the texts below, for a parameter."""
-        names = self._names.setdefault(text, [])
-        if name not in names:
-            names.append(name)
-
-    def message(self) -> str | None:
-        """Return all failures as one text, or None."""
-        texts = sorted(self._names, key=lambda text: text != BROKE_OFF)  # that comes first
-        return "; ".join(text.format(names_text(self._names[text])) for text in texts) or None
+            raise ReductionError(
+                f"the gradients of {which} backward pass cannot be used. "
+                f"{'; '.join(f'{where}: {what}' for what, where in who.items())}{late}"
+            )
 
 
 def names_text(names: Sequence[str], most: int = 10) -> str:

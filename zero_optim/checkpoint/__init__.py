@@ -3,11 +3,10 @@
 docs/checkpoints.md describes the guarantees and the format.
 """
 
-from zero_optim.checkpoint.dcp import Reader, Writer
+from zero_optim.checkpoint.dcp import OptimizerState, Reader, SafeLoadPlanner, Writer
 from zero_optim.checkpoint.folder import latest
 from zero_optim.checkpoint.loading import Peek, load, peek, rebind
 from zero_optim.checkpoint.saving import PendingSave, save, save_async
-from zero_optim.checkpoint.stateful import OptimizerState, SafeLoadPlanner
 
 __all__ = [
     "OptimizerState",

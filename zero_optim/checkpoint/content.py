@@ -3,24 +3,24 @@
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.data import Box, bytes_of, rows_box, whole
+from zero_optim.checkpoint.data import Box, Rows, box_of, bytes_of
 from zero_optim.checkpoint.manifest import dtype_name
 from zero_optim.checkpoint.objects import Members, Names, Objects, names_of, random_state, unwrapped
-from zero_optim.checkpoint.reader import Rows
 from zero_optim.checkpoint.values import Json, key_of, pack
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
 from zero_optim.plan.strides import dense_strides, kept_dtype, strides_of_rows
-from zero_optim.state.cut_state import CutState
+from zero_optim.state.moving import CutState
 
 MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
     "model", "optimizer", "optimizer/state", "optimizer/everywhere", "random", "extra",
@@ -40,10 +40,10 @@ class RankContent:
         self.values[key], tensors = pack(key, value)
         self.tensors.update(tensors)
 
-    def add_rows(self, key: str, rows: Tensor, shape: Sequence[int], piece: Piece) -> None:
-        """Add the rows of a tensor that this rank owns."""
+    def add_rows(self, key: str, rows: Tensor, shape: Sequence[int], start: int) -> None:
+        """Add the rows from ``start`` of a tensor of a shape."""
         self.tensors[key] = rows
-        self.boxes[key] = rows_box(key, rows.dtype, shape, piece.start, piece.stop)
+        self.boxes[key] = box_of(key, rows.dtype, shape, (start, start + rows.shape[0]))
 
     def add_cut(self, key: str, entries: object, cut: CutState, rank: int) -> None:
         """Add this rank's rows of a parameter's state; the first owner also adds all that is not rows."""
@@ -51,12 +51,15 @@ class RankContent:
         rows = cut.cut_entries(entries, piece)
         if cut.pieces[0] == piece:
             value = entries
-            if isinstance(entries, dict):
+            if isinstance(entries, dict):  # the whole has no memory here, only its form
+                forms = {n: strides_of_rows(dense_strides(t), len(t), cut.shape) for n, t in rows.items()}
                 value = copy(entries)
-                value.update({name: _whole_like(tensor, cut) for name, tensor in rows.items()})
+                for name, form in forms.items():
+                    dtype = rows[name].dtype
+                    value[name] = torch.empty_strided(cut.shape, form, dtype=dtype, device="meta")
             self.add(key, value)
         for name, tensor in rows.items():
-            self.add_rows(f"{key}/{key_of(name)}", tensor, cut.shape, piece)
+            self.add_rows(f"{key}/{key_of(name)}", tensor, cut.shape, piece.start)
 
     def packed_groups(self, groups: Iterable[tuple[list[str], Mapping[str, Any]]]) -> list[Json]:
         """Pack the names and options of parameter groups, and add the options' tensors."""
@@ -69,7 +72,7 @@ class RankContent:
 
     def all_boxes(self) -> list[Box]:
         """List the boxes of all tensors."""
-        return [self.boxes.get(key) or whole(key, t.dtype, t.shape) for key, t in self.tensors.items()]
+        return [self.boxes.get(key) or box_of(key, t.dtype, t.shape) for key, t in self.tensors.items()]
 
     def bytes_of(self, box: Box) -> memoryview:
         """View the bytes of what is written as a box."""
@@ -81,48 +84,30 @@ class RankContent:
         return RankContent(self.values, dict(zip(self.tensors, copies, strict=True)), self.boxes)
 
 
-def _whole_like(rows: Tensor, cut: CutState) -> Tensor:
-    """Make a tensor without memory in the form of the whole that some rows belong to."""
-    strides = strides_of_rows(dense_strides(rows), rows.shape[0], cut.shape)
-    return torch.empty_strided(cut.shape, strides, dtype=rows.dtype, device="meta")
-
-
 # ---------------------------------------------------------------------- tensors of the model
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """A tensor of the model, its key in the checkpoint, and the ranks that write or read it or its rows.
+class Place(NamedTuple):
+    """A tensor of the model, its key in the checkpoint, and this rank's part in it.
 
     Attributes:
-        pieces: which rank writes and reads which rows; of several that have all the first writes.
+        first: the rank that writes it, if several have all of it, and that reads what nobody steps.
         stepped: the optimizer steps it, and gathers it from its owners.
-        apart, stride: of a freed tensor: the rows of this rank, and the stride of the whole.
+        rows: that this rank has; None for all or none.
+        memory: this rank's rows, to write or to load into; None if it has none.
+        stride: of the whole, if the tensor is freed.
     """
 
     key: str
     tensor: Tensor
-    pieces: Pieces
+    first: int
     stepped: bool
-    apart: Tensor | None
+    rows: Rows
+    memory: Tensor | None
     stride: tuple[int, ...] | None
 
-    def rows(self, rank: int) -> Rows:
-        """Return the rows of a rank that has some; None for all."""
-        piece = piece_of(self.pieces, rank)
-        return None if piece is None or is_whole(piece, self.tensor.shape) else (piece.start, piece.stop)
 
-    def memory(self, rank: int) -> Tensor | None:
-        """Return this rank's rows, to write or to load into; None if it has none."""
-        if piece_of(self.pieces, rank) is None:
-            return None
-        if self.apart is not None:
-            return self.apart
-        rows = self.rows(rank)
-        return self.tensor if rows is None else self.tensor.detach()[slice(*rows)]
-
-
-def places_of(tensors: Mapping[str, Tensor], objects: Objects, num_ranks: int) -> list[Place]:
+def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup) -> list[Place]:
     """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank.
 
     Owners have their rows of a parameter, but all of a view of it in another form. What has no owner gets any
@@ -131,7 +116,7 @@ def places_of(tensors: Mapping[str, Tensor], objects: Objects, num_ranks: int) -
     params = objects.optimizer.pieces() if objects.optimizer is not None else {}
     of_memory = {param.data_ptr(): (param, pieces) for param, pieces in params.items() if param.numel()}
     chosen: dict[str, Pieces] = {}
-    loads = [0.0] * num_ranks
+    loads = [0.0] * group.size
     for key, tensor in tensors.items():
         if tensor.data_ptr() not in of_memory:
             continue
@@ -142,14 +127,19 @@ def places_of(tensors: Mapping[str, Tensor], objects: Objects, num_ranks: int) -
         for piece in chosen[key]:
             loads[piece.owner] += tensor.nbytes * (piece.stop - piece.start) / max(1, chosen[key][-1].stop)
     rest = [key for key in tensors if key not in chosen]
-    (ranks,) = assign_owners([[tensors[key].nbytes for key in rest]], num_ranks, loads)
+    (ranks,) = assign_owners([[tensors[key].nbytes for key in rest]], group.size, loads)
     others = {key: whole_piece(rank, tensors[key].shape) for key, rank in zip(rest, ranks, strict=True)}
-    pieces_of, places = {**chosen, **others}, []
+    places = []
     with objects.left_freed() as kept:
         for key, tensor in tensors.items():
-            unit = kept.get(tensor.data_ptr())
-            apart, stride = (None, None) if unit is None else (unit.rows, unit.stride)
-            places.append(Place(key, tensor, pieces_of[key], key in chosen, apart, stride))
+            pieces, unit = chosen.get(key) or others[key], kept.get(tensor.data_ptr())
+            own, rows, memory = piece_of(pieces, group.rank), None, None
+            if own is not None:
+                rows = None if is_whole(own, tensor.shape) else (own.start, own.stop)
+                memory = tensor if rows is None else tensor.detach()[slice(*rows)]
+                memory = memory if unit is None else unit.rows
+            stride = None if unit is None else unit.stride
+            places.append(Place(key, tensor, pieces[0].owner, key in chosen, rows, memory, stride))
     return places
 
 
@@ -170,7 +160,7 @@ def collect(members: Members, objects: Objects, extra: object) -> tuple[RankCont
     group, part, shared = members.group, RankContent(), RankContent()
     alike: list[str] = []
     if objects.model is not None:
-        alike = _add_model(part, objects, group.rank, group.size)
+        alike = _add_model(part, objects, group)
     if objects.optimizer is not None:
         names = names_of(objects.optimizer, objects.model)
         _add_optimizer(part, shared, objects.optimizer, names, group.rank)
@@ -191,24 +181,22 @@ def collect(members: Members, objects: Objects, extra: object) -> tuple[RankCont
     return part, alike
 
 
-def _add_model(part: RankContent, objects: Objects, rank: int, num_ranks: int) -> list[str]:
+def _add_model(part: RankContent, objects: Objects, group: RankGroup) -> list[str]:
     """Add what this rank writes of the model, and describe the model."""
     packed = RankContent()
     packed.add(MODEL, objects.model_state())
-    places = places_of(packed.tensors, objects, num_ranks)
-    if rank == 0:
+    places = places_of(packed.tensors, objects, group)
+    if group.rank == 0:
         part.values.update(packed.values)
         strides = {place.key: place.stride for place in places if place.stride is not None}
         for _, (kind, body) in packed.values[MODEL][1]:
             if kind == "tensor" and body[0] in strides:
                 body[1] = list(strides[body[0]])
     for place in places:
-        rows, piece = place.memory(rank), piece_of(place.pieces, rank)
-        if rows is not None and piece is not None:
-            if place.rows(rank) is not None:
-                part.add_rows(place.key, rows, place.tensor.shape, piece)
-            elif piece == place.pieces[0]:
-                part.tensors[place.key] = rows
+        if place.memory is not None and place.rows is not None:
+            part.add_rows(place.key, place.memory, place.tensor.shape, place.rows[0])
+        elif place.memory is not None and place.first == group.rank:
+            part.tensors[place.key] = place.memory
     model: Any = objects.model
     tensors = [f"{key}: {dtype_name(t.dtype)} {tuple(t.shape)}" for key, t in packed.tensors.items()]
     return [f"a model of class {type(unwrapped(model)).__qualname__}", *tensors]

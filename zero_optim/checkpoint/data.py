@@ -10,16 +10,19 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.files import open_regular, write_all
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on, dtype_name
 from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import CheckpointError
+from zero_optim.plan.pieces import num_rows
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
 # A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows
@@ -32,6 +35,7 @@ DTYPES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
 }  # fmt: skip
 _LENGTH_NBYTES = 8
+Rows = tuple[int, int] | None  # of dimension 0 of a tensor; None for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +87,12 @@ class Box:
 Written = list[tuple[Box, Chunk]]
 
 
-def whole(key: str, dtype: torch.dtype | None, shape: Sequence[int]) -> Box:
-    """Return the box of a whole tensor."""
-    return Box(key, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
-
-
-def rows_box(key: str, dtype: torch.dtype, shape: Sequence[int], start: int, stop: int) -> Box:
-    """Return the box of rows ``[start, stop)`` of dimension 0."""
-    rest = tuple(shape[1:])
-    return Box(key, dtype, tuple(shape), (start, *(0 for _ in rest)), (stop - start, *rest))
+def box_of(key: str, dtype: torch.dtype | None, shape: Sequence[int], rows: Rows = None) -> Box:
+    """Return the box of a tensor, or of some of its rows."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    if rows is not None:
+        offsets[0], sizes[0] = rows[0], rows[1] - rows[0]
+    return Box(key, dtype, tuple(shape), tuple(offsets), tuple(sizes))
 
 
 def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
@@ -184,23 +185,7 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
     }
 
 
-def read_run(folder: Path, chunk: Chunk, key: str, into: memoryview | None = None) -> None:
-    """Compare a chunk with its checksum; put its bytes into memory of that length, if some is given."""
-    buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
-    checksum, done = 0, 0
-    with blamed_on(folder), open_regular(folder / chunk.file) as file:
-        file.seek(chunk.start)
-        while done < chunk.nbytes:
-            first = 0 if into is None else done
-            piece = buffer[first : first + min(PIECE_NBYTES, chunk.nbytes - done)]
-            count = file.readinto(piece)
-            if not count:
-                break
-            checksum = zlib.crc32(piece[:count], checksum)
-            done += count
-    if done != chunk.nbytes or checksum != chunk.crc32:
-        reason = "its checksum is wrong" if done == chunk.nbytes else "the file is too short"
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {key} in {chunk.file}: {reason}")
+# ---------------------------------------------------------------------- reading
 
 
 def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
@@ -215,3 +200,136 @@ def tensor_in(
 ) -> Tensor:
     """Return a tensor that uses a storage as its memory; contiguous if no strides are given."""
     return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
+
+
+def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Lay a tensor out with some strides, which are dense; copies only if it is laid out otherwise."""
+    if tensor.stride() == tuple(strides) or tensor.numel() == 0:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+class CheckpointReader:
+    """Reads a checkpoint, and compares what is read with its checksum; the header of its file too, once.
+
+    All raise CheckpointError if the checkpoint is incomplete or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = manifests.read(folder)
+        self._headers = dict(self.manifest.files)  # those not yet checked
+        self._mapped: dict[str, torch.UntypedStorage] = {}
+
+    @property
+    def token(self) -> str:
+        """The token of the save, which is in the names of its files; "" if there are none."""
+        name = next(iter(self.manifest.files), "")
+        return name.partition("-")[2].partition("-")[0]
+
+    def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
+        """Compare a chunk with its checksum; put its bytes into memory of that length, if some is given."""
+        self._check_header(chunk.file)
+        self._read(key, chunk, into)
+
+    def _check_header(self, name: str) -> None:
+        file = self._headers.pop(name, None)
+        if file is not None:
+            self._read("its header", Chunk((), (), name, 0, file.head_nbytes, file.head_crc32), None)
+
+    def _read(self, key: str, chunk: Chunk, into: memoryview | None) -> None:
+        buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
+        checksum, done = 0, 0
+        with blamed_on(self.folder), open_regular(self.folder / chunk.file) as file:
+            file.seek(chunk.start)
+            while done < chunk.nbytes:
+                first = 0 if into is None else done
+                piece = buffer[first : first + min(PIECE_NBYTES, chunk.nbytes - done)]
+                count = file.readinto(piece)
+                if not count:
+                    break
+                checksum = zlib.crc32(piece[:count], checksum)
+                done += count
+        if done != chunk.nbytes or checksum != chunk.crc32:
+            reason = "its checksum is wrong" if done == chunk.nbytes else "the file is too short"
+            raise CheckpointError(f"the checkpoint {self.folder} is damaged: {key} in {chunk.file}: {reason}")
+
+    def check_all(self) -> None:
+        """Compare every byte with its checksum."""
+        for name in self.manifest.files:
+            self._check_header(name)
+        for key, entry in self.manifest.entries.items():
+            for chunk in entry.chunks:
+                self.read(key, chunk)
+
+    def read_box(self, key: str, chunk: Chunk, into: Tensor, offsets: Sequence[int]) -> None:
+        """Read the box that begins at ``offsets`` inside a chunk into a tensor of the box's shape.
+
+        Needs extra memory for one chunk, unless all of it goes into a contiguous CPU tensor of its dtype.
+        """
+        dtype, is_all = self._entry(key).dtype, tuple(into.shape) == chunk.sizes
+        if is_all and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
+            self.read(key, chunk, bytes_of(into))
+            return
+        box = torch.empty(chunk.sizes, dtype=dtype)
+        self.read(key, chunk, bytes_of(box))
+        for dim, (start, size) in enumerate(zip(offsets, into.shape, strict=False)):
+            box = box.narrow(dim, start, size)
+        into.copy_(box)
+
+    def _entry(self, key: str) -> Entry:
+        entry = self.manifest.entries.get(key)
+        if entry is None or entry.dtype is None:
+            raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
+        return entry
+
+    def read_tensor(self, key: str, rows: Rows = None) -> Tensor:
+        """Read a tensor, or the chunks that have some of its rows, into CPU memory, contiguous."""
+        entry = self._entry(key)
+        start, stop = rows or (0, num_rows(entry.shape))
+        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+        tensor = torch.empty(shape, dtype=entry.dtype)
+        for chunk in entry.chunks:
+            box, inside = tensor, [0] * len(chunk.sizes)
+            if chunk.sizes:
+                first, end = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+                if first >= end and rows is not None:
+                    continue
+                box, inside[0] = box[first - start : end - start], first - chunk.offsets[0]
+            for dim in range(1, len(chunk.sizes)):
+                box = box.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
+            self.read_box(key, chunk, box, inside)
+        return tensor
+
+    def map_tensor(self, key: str) -> Tensor:
+        """Return a contiguous tensor that is mapped from its file, after checking its checksum.
+
+        Needs only the system's memory for files, unless several ranks wrote parts of the tensor.
+        """
+        entry = self._entry(key)
+        if not entry.nbytes or not _is_one_run(entry):
+            return self.read_tensor(key)
+        for chunk in entry.chunks:
+            self.read(key, chunk)
+        first = entry.chunks[0]
+        if first.file not in self._mapped:
+            nbytes = self.manifest.files[first.file].nbytes
+            self._mapped[first.file] = map_file(self.folder / first.file, nbytes)
+        storage = self._mapped[first.file][first.start : first.start + entry.nbytes]
+        assert entry.dtype is not None  # `_entry` has refused bytes
+        return tensor_in(storage, entry.dtype, entry.shape)
+
+
+def _is_one_run(entry: Entry) -> bool:
+    """Whether a tensor lies in one run of a file: its chunks are blocks of rows, one behind the other."""
+    if len(entry.chunks) == 1:
+        return True
+    row, rest = 0, entry.shape[1:]
+    for chunk in entry.chunks:
+        if chunk.offsets != (row, *[0] * len(rest)) or chunk.sizes[1:] != rest:
+            return False
+        row += chunk.sizes[0]
+    return all(
+        (chunk.file, chunk.start) == (before.file, before.start + before.nbytes)
+        for before, chunk in pairwise(entry.chunks)
+    )

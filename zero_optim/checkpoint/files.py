@@ -28,6 +28,7 @@ from pathlib import Path
 from zero_optim.errors import CheckpointError
 
 LOCK = "save.lock"
+_OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def open_regular(path: Path) -> FileIO:
@@ -119,17 +120,9 @@ def remove_stale_parts(path: Path) -> None:
     with suppress(PermissionError):  # some folders can be written but not listed
         for child in path.parent.iterdir():
             if ours.fullmatch(child.name) and is_own_file(child):
-                with suppress(OSError):
-                    _remove_if_stale(child)
-
-
-def _remove_if_stale(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if try_lock(descriptor):
-            path.unlink()
-    finally:
-        os.close(descriptor)
+                with suppress(OSError), FileIO(os.open(child, _OPEN_OWN), "rb+") as file:
+                    if try_lock(file.fileno()):
+                        child.unlink()
 
 
 def try_lock(descriptor: int) -> bool | None:
@@ -155,9 +148,8 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / LOCK
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         while True:
-            self._descriptor = os.open(self._path, flags, 0o666)
+            self._descriptor = os.open(self._path, _OPEN_OWN | os.O_CREAT, 0o666)
             try:
                 locked = try_lock(self._descriptor)
                 if locked is False:

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import Written, data_name, entries_of
+from zero_optim.checkpoint.data import CheckpointReader, Written, data_name, entries_of
 from zero_optim.checkpoint.files import FolderLock, is_dir, is_own_file, part_of, sync_folder
 from zero_optim.checkpoint.manifest import DATA_FILE, FILE, DataFile, Manifest
-from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.errors import CheckpointError
 
 _LAST_NUMBER = 2**63 - 1
@@ -123,7 +122,9 @@ def complete(
                 f"{folder / name}, which rank {file.rank} has written, cannot be seen whole by the rank that "
                 "completes the checkpoint: the folder must be one that all ranks share"
             )
-    software = {"zero_optim": _library_version(), "torch": str(torch.__version__)}
+    software = {"zero_optim": "unknown", "torch": str(torch.__version__)}
+    with suppress(PackageNotFoundError):
+        software["zero_optim"] = version("zero-optim")
     entries, number = entries_of(written), next_number(folder)
     manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
     replaced = _files_in(folder)
@@ -132,13 +133,6 @@ def complete(
         stray = child.name in replaced or (alone and (_is_data(child) or _PART.fullmatch(child.name)))
         if stray and child.name not in manifest.files and is_own_file(child):
             child.unlink(missing_ok=True)
-
-
-def _library_version() -> str:
-    try:
-        return version("zero-optim")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _files_in(folder: Path) -> set[str]:
@@ -175,29 +169,24 @@ def prune(newest: Path, keep: int) -> None:
     Other files in their folders stay. See Note [Family].
     """
     family = _family(newest.name)
-    inside = [child for child in newest.parent.iterdir() if _family(child.name) == family]
-    members = [child for child in inside if is_dir(child) and not child.is_symlink()]
+    siblings = [child for child in newest.parent.iterdir() if _family(child.name) == family]
+    members = [child for child in siblings if is_dir(child) and not child.is_symlink()]
     kept = {*_complete_ones(members)[-keep:], newest}
     oldest = min(map(manifests.number_in, kept))
     for folder in members:
         if folder not in kept and manifests.number_in(folder) <= oldest and _own_files(folder):
-            with suppress(CheckpointError):  # somebody is writing it
-                _remove(folder)
+            # First the manifest, so that it is complete or absent at every moment.
+            with suppress(CheckpointError), closing(FolderLock(folder)):  # unless somebody is writing it
+                (folder / FILE).unlink(missing_ok=True)
+                sync_folder(folder)
+                for child in _own_files(folder):
+                    child.unlink(missing_ok=True)
+            with suppress(OSError):  # it holds other files, or is being written
+                folder.rmdir()
 
 
 def _family(name: str) -> str:
     return re.sub(r"[0-9]+", "0", name)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint: first the manifest, so that it is complete or absent at every moment."""
-    with closing(FolderLock(folder)):
-        (folder / FILE).unlink(missing_ok=True)
-        sync_folder(folder)
-        for child in _own_files(folder):
-            child.unlink(missing_ok=True)
-    with suppress(OSError):  # it holds other files
-        folder.rmdir()
 
 
 def _own_files(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_optim.checkpoint.content import EXTRA, RANDOM, Place, model_parts
-from zero_optim.checkpoint.fitting import RankInput, Read, check_fit, read_own
+from zero_optim.checkpoint.content import EXTRA, RANDOM, model_parts
+from zero_optim.checkpoint.data import CheckpointReader, with_strides
+from zero_optim.checkpoint.fitting import RankInput, check_fit
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
 from zero_optim.checkpoint.objects import (
@@ -23,8 +24,7 @@ from zero_optim.checkpoint.objects import (
     set_random_state,
     undo_of,
 )
-from zero_optim.checkpoint.reader import CheckpointReader
-from zero_optim.checkpoint.values import tensors_in
+from zero_optim.checkpoint.values import unpack
 from zero_optim.comm.agreement import agree, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested
@@ -158,10 +158,9 @@ def peek(path: str | os.PathLike[str]) -> Peek:
         reader = CheckpointReader(Path(path).absolute())
         check_fit(reader, Objects())
         values, entries = reader.manifest.values, reader.manifest.entries
-        read = Read(reader, dict.fromkeys(tensors_in(values[EXTRA])))
+        extra = unpack(values[EXTRA], lambda key, strides: with_strides(reader.read_tensor(key), strides))
         parts = model_parts(values).items()
-        shapes = {name: entries[part[1][0]].shape for name, part in parts if part[0] == "tensor"}
-        return Peek(read.value(values[EXTRA]), shapes)
+        return Peek(extra, {name: entries[part[1][0]].shape for name, part in parts if part[0] == "tensor"})
 
 
 def _open_together(
@@ -191,25 +190,32 @@ def _load_from(
 
     With ``only``, other parameters of the optimizer and their state are as they were saved, and are not read.
     """
-    group, optimizer = members.group, objects.optimizer
+    optimizer = objects.optimizer
     with failing_together(members.everyone), blamed_on(reader.folder):
-        part = read_own(reader, objects, members, random=random, only=only)
+        part = RankInput(reader, objects, members, random=random, only=only)
         kept = optimizer.owned_state() if only is not None and optimizer is not None else {}
     with failing_together(members.everyone):
         undo = undo_of(objects)
     try:
         with failing_together(members.everyone):
-            place_own(group, part.places, part.read)
+            place_own(part)
         with failing_together(members.everyone):  # it fails on all ranks of a replica alike
             if optimizer is not None:
                 optimizer.load_owned_state({**kept, **part.state}, part.options)
         with failing_together(members.everyone):
-            _hand_over(objects, part)
+            with _fits("the model's extra state"):
+                objects.load_extra_state(part.rest)
+            for name, value in objects.others.items():
+                with _fits(f"the {name}"):
+                    value.load_state_dict(part.sections[name])
+            if RANDOM in part.sections:
+                with _fits("the random state"):
+                    set_random_state(part.sections[RANDOM], objects.device)
     except BaseException:
         undo()
         raise
     # Everything is checked now. Only a rank that dies can stop the load from here on.
-    _share_model(group, part.places, part.read)
+    _share_model(members.group, part)
     if optimizer is not None:
         optimizer.gather_parameters()
         optimizer.core.snapshot.note_saved(reader.token, optimizer.core.snapshot.age)
@@ -217,24 +223,11 @@ def _load_from(
 
 
 @torch.no_grad()
-def place_own(group: RankGroup, places: Sequence[Place], read: Read) -> None:
+def place_own(part: RankInput) -> None:
     """Copy what this rank has read to the parameters that it owns, or to its rows of them."""
-    for place in places:
-        memory = place.memory(group.rank)
-        if place.stepped and memory is not None:
-            memory.copy_(read[place.key])
-
-
-def _hand_over(objects: Objects, part: RankInput) -> None:
-    """Load the state of model, scheduler and scaler, and the random state."""
-    with _fits("the model's extra state"):
-        objects.load_extra_state(part.rest)
-    for name, value in objects.others.items():
-        with _fits(f"the {name}"):
-            value.load_state_dict(part.sections[name])
-    if RANDOM in part.sections:
-        with _fits("the random state"):
-            set_random_state(part.sections[RANDOM], objects.device)
+    for place in part.places:
+        if place.stepped and place.memory is not None:
+            place.memory.copy_(part.tensor(place.key))
 
 
 @contextmanager
@@ -250,24 +243,19 @@ def _fits(what: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _share_model(group: RankGroup, places: Sequence[Place], read: Read) -> None:
-    """Load tensors of the model that no optimizer gathers, on all ranks; all ranks call."""
-    batch: list[Place] = []
-    for place in [place for place in places if not place.stepped]:
-        batch.append(place)
-        if sum(each.tensor.nbytes for each in batch) >= PIECE_NBYTES:
-            _share(group, batch, read)
-            batch = []
-    _share(group, batch, read)
-
-
-def _share(group: RankGroup, batch: Sequence[Place], read: Read) -> None:
-    """Broadcast some tensors from the ranks that read them."""
-    rows, readers = [], [place.pieces[0].owner for place in batch]
-    for place, reader in zip(batch, readers, strict=True):
-        rows.append((read[place.key] if reader == group.rank else read.blank(place.key)).to(group.device))
-    live = [(reader, memory_of(row)) for reader, row in zip(readers, rows, strict=True) if row.numel()]
-    for work in group.broadcast_rows(live):
-        work.wait()
-    for place, row in zip(batch, rows, strict=True):
-        place.tensor.copy_(row)
+def _share_model(group: RankGroup, part: RankInput) -> None:
+    """Broadcast tensors that no optimizer gathers from the ranks that read them; all ranks call."""
+    places = [place for place in part.places if not place.stepped]
+    while places:
+        batch = [places.pop(0)]
+        while places and sum(each.tensor.nbytes for each in batch) < PIECE_NBYTES:
+            batch.append(places.pop(0))
+        rows = []
+        for place in batch:
+            row = part.tensor(place.key) if place.first == group.rank else part.blank(place.key)
+            rows.append(row.to(group.device))
+        live = [(place.first, memory_of(row)) for place, row in zip(batch, rows, strict=True) if row.numel()]
+        for work in group.broadcast_rows(live):
+            work.wait()
+        for place, row in zip(batch, rows, strict=True):
+            place.tensor.copy_(row)

@@ -165,13 +165,17 @@ class Manifest:
     def to_json(self) -> str:
         """Write as JSON with a checksum. The first line has the number too, for `number_in`."""
         names = {name: number for number, name in enumerate(self.files)}
+        entries = {}
+        for key, entry in self.entries.items():
+            chunks = [[c.offsets, c.sizes, names[c.file], c.start, c.nbytes, c.crc32] for c in entry.chunks]
+            entries[key] = [None if entry.dtype is None else dtype_name(entry.dtype), entry.shape, chunks]
         content = {
             "number": self.number,
             "time_ns": self.time_ns,
             "world_size": self.world_size,
             "software": dict(self.software),
             "files": [[name, *astuple(file)] for name, file in self.files.items()],
-            "entries": {key: _entry_json(entry, names) for key, entry in self.entries.items()},
+            "entries": entries,
             "values": dict(self.values),
             "paths": dict(self.paths),
         }
@@ -182,52 +186,43 @@ class Manifest:
     def from_json(text: str) -> "Manifest":
         """Read what `to_json` wrote, of this version or an older one; ValueError if it is anything else."""
         head_line, _, body = text.partition("\n")
-        head = json.loads(head_line)
-        _check_head(head)
-        if head["version"] > VERSION:
-            there = head["version"]
-            raise ValueError(f"its format has version {there}, this zero_optim reads up to {VERSION}")
+        head = _head_of(head_line)
+        version = head["version"]
+        if version > VERSION:
+            raise ValueError(f"its format has version {version}, this zero_optim reads up to {VERSION}")
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
         content = json.loads(body)
-        if _head_line(head["version"], body, content) != head_line:
+        if _head_line(version, body, content) != head_line:
             raise ValueError("its first line, which no checksum covers, is not what the second one asks for")
-        return _from_content(content, head["version"])
+        names, entries = [name for name, *_ in content["files"]], {}
+        for key, (dtype, shape, rows) in content["entries"].items():
+            chunks = [Chunk(tuple(o), tuple(s), names[file], *rest) for o, s, file, *rest in rows]
+            entries[key] = Entry(None if dtype is None else dtype_named(dtype), tuple(shape), tuple(chunks))
+        files = {name: DataFile(*numbers) for name, *numbers in content["files"]}
+        rest = {name: content[name] for name in ("time_ns", "world_size", "software", "values", "paths")}
+        return Manifest(
+            files=files, entries=entries, number=content.get("number", 0), version=version, **rest
+        )
 
 
 def _head_line(version: int, text: str, content: Mapping[str, Any]) -> str:
     """Write the first line; version 1 had no number."""
     head = {"format": FORMAT, "version": version, "crc32": zlib.crc32(text.encode())}
-    if "number" in content:
-        head["number"] = content["number"]
-    return json.dumps(head)
+    return json.dumps(head | {key: content[key] for key in ("number",) if key in content})
 
 
-def _check_head(head: object) -> None:
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise ValueError("it is none of zero_optim's")
-
-
-def _entry_json(entry: Entry, names: Mapping[str, int]) -> list[Any]:
-    chunks = [[c.offsets, c.sizes, names[c.file], c.start, c.nbytes, c.crc32] for c in entry.chunks]
-    return [None if entry.dtype is None else dtype_name(entry.dtype), entry.shape, chunks]
-
-
-def _from_content(content: dict[str, Any], version: int) -> Manifest:
-    names = [name for name, *_ in content["files"]]
-    entries = {}
-    for key, (dtype, shape, rows) in content["entries"].items():
-        chunks = [Chunk(tuple(o), tuple(s), names[file], *rest) for o, s, file, *rest in rows]
-        entries[key] = Entry(None if dtype is None else dtype_named(dtype), tuple(shape), tuple(chunks))
-    files = {name: DataFile(*numbers) for name, *numbers in content["files"]}
-    rest = {name: content[name] for name in ("time_ns", "world_size", "software", "values", "paths")}
-    number = content.get("number", 0)
-    return Manifest(files=files, entries=entries, number=number, version=version, **rest)
+def _head_of(line: str | bytes) -> dict[str, Any]:
+    """Read a first line; ValueError if it is not ours."""
+    head = json.loads(line)
+    if isinstance(head, dict) and head.get("format") == FORMAT:
+        return head
+    raise ValueError("it is none of zero_optim's")
 
 
 @contextmanager
-def blamed_on(folder: Path) -> Iterator[None]:
+def blamed_on(folder: Path, what: str = "the checkpoint ") -> Iterator[None]:
     """Turn every error but our own, which say more, into a `CheckpointError`.
 
     Content with a correct checksum can still be wrong in any way, and raise anything.
@@ -239,54 +234,38 @@ def blamed_on(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
     except Exception as error:
-        raise CheckpointError(f"the checkpoint {folder} is damaged or foreign: {_told(error)}") from error
-
-
-def _told(error: Exception) -> str:
-    return (
-        message_of(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {message_of(error)}"
-    )
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{what}{folder} is damaged or foreign: {kind}{message_of(error)}") from error
 
 
 def parse(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, without its data files; CheckpointError with the reason."""
-    with blamed_on(folder):
+    with blamed_on(folder / FILE, ""):
         try:
-            head, body = _lines(folder / FILE)
+            file = open_regular(folder / FILE)
         except FileNotFoundError:
             there = folder.is_dir()
             reason = "it has no manifest, so it was never completed" if there else "there is no such folder"
             raise CheckpointError(f"no whole checkpoint at {folder}: {reason}") from None
-        try:
-            return Manifest.from_json((head + body).decode())
-        except Exception as error:
-            raise CheckpointError(f"{folder / FILE} is damaged or foreign: {_told(error)}") from error
-
-
-def _lines(path: Path) -> tuple[bytes, bytes]:
-    """Read the first line, and the rest if that line is ours; never more than the size limit."""
-    with open_regular(path) as file:
-        head = file.readline(_HEAD_NBYTES)
-        try:
-            _check_head(json.loads(head))
-        except (ValueError, RecursionError):
-            return head, b""
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > _MAX_NBYTES:
-            raise CheckpointError(f"{path} is damaged or foreign: it has {nbytes:,} bytes")
-        return head, file.readall()
+        with file:
+            head = file.readline(_HEAD_NBYTES)
+            _head_of(head)  # nothing more is read of a file that is not ours
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > _MAX_NBYTES:
+                raise ValueError(f"it has {nbytes:,} bytes")
+            return Manifest.from_json((head + file.readall()).decode())
+    raise AssertionError("it returns or raises")
 
 
 def number_in(folder: Path) -> int:
     """Read the number of a checkpoint, complete or not, from one short line; 0 if there is none."""
     try:
         with open_regular(folder / FILE) as file:
-            head = json.loads(file.readline(_HEAD_NBYTES))
-        _check_head(head)
-        _check_numbers("a number", (head["number"],))
+            number = _head_of(file.readline(_HEAD_NBYTES))["number"]
+        _check_numbers("a number", (number,))
     except (OSError, ValueError, KeyError, RecursionError):
         return 0
-    return int(head["number"])
+    return int(number)
 
 
 def read(folder: Path) -> Manifest:

@@ -166,34 +166,29 @@ class Names:
         """The name of each parameter."""
         return {param: name for name, param in self.param.items()}
 
-    def by_place(self) -> "Names":
-        """Name the same parameters by place."""
-        groups = [
-            [positional(n, place) for place in range(len(group))] for n, group in enumerate(self.groups)
-        ]
-        old, new = (name for group in self.groups for name in group), (n for group in groups for n in group)
-        return Names(groups, False, {place: self.param[name] for place, name in zip(new, old, strict=True)})
-
 
 def positional(group: int, place: int) -> str:
     """Name a parameter that has no name."""
     return f"#{group}.{place}"
 
 
-def names_of(optimizer: ZeroRedundancyOptimizer, model: nn.Module | None) -> Names:
+def names_of(
+    optimizer: ZeroRedundancyOptimizer, model: nn.Module | None = None, *, by_place: bool = False
+) -> Names:
     """Name an optimizer's parameters: by the model, else by the names that it was given, else by place."""
     in_model = {} if model is None else {param: name for name, param in unwrapped(model).named_parameters()}
-    groups, param_of, named = [], dict[str, Tensor](), set()
+    groups, param_of, named = list[list[str]](), dict[str, Tensor](), set()
     for number, group in enumerate(optimizer.param_groups):
-        told, names = group.get("param_names") or [None] * len(group["params"]), []
+        own = group.get("param_names") or [None] * len(group["params"])
+        groups.append([])
         for place, param in enumerate(group["params"]):
-            name = in_model.get(param, told[place])
+            name = None if by_place else in_model.get(param, own[place])
             named.add(name is not None)
-            names.append(positional(number, place) if name is None else name)
-            if names[-1] in param_of:
-                raise ValueError(f"two parameters of the optimizer are called {names[-1]}")
-            param_of[names[-1]] = param
-        groups.append(names)
+            name = positional(number, place) if name is None else name
+            if name in param_of:
+                raise ValueError(f"two parameters of the optimizer are called {name}")
+            groups[-1].append(name)
+            param_of[name] = param
     if len(named) > 1:
         raise ValueError(
             "some parameters of the optimizer have names and some have none: give the model they all "
@@ -240,8 +235,11 @@ def undo_of(objects: Objects) -> Callable[[], None]:
         steps.append(objects.optimizer.core.remember())
     rest = {name: value for name, value in objects.model_state().items() if not isinstance(value, Tensor)}
     if rest:
-        steps.append(_loading(objects.load_extra_state, deepcopy(rest)))
-    steps += [_put_back(value) for value in objects.others.values()]
+        steps.append(_loading(objects.load_extra_state, rest, {}))
+    steps += [
+        _loading(value.load_state_dict, value.state_dict(), getattr(value, "__dict__", {}))
+        for value in objects.others.values()
+    ]
     device = objects.device
     drawn = random_state(device)
 
@@ -253,23 +251,15 @@ def undo_of(objects: Objects) -> Callable[[], None]:
     return undo
 
 
-def _loading(load: Callable[[Any], object], state: object) -> Callable[[], None]:
+def _loading(load: Callable[[Any], object], state: object, attributes: dict[str, Any]) -> Callable[[], None]:
+    """Copy a state, for nested values, and attributes."""
+    state, before = deepcopy(state), dict(attributes)
+
     def step() -> None:
         with suppress(Exception):  # the error that led to the undo is the one to report
             load(state)
-
-    return step
-
-
-def _put_back(value: Any) -> Callable[[], None]:  # noqa: ANN401 - torch has no one class of schedulers
-    """Copy a scheduler or scaler: its state dict, for nested values, and its attributes."""
-    load = _loading(value.load_state_dict, deepcopy(value.state_dict()))
-    attributes = dict(getattr(value, "__dict__", {}))
-
-    def step() -> None:
-        load()
-        if attributes:
-            value.__dict__.clear()
-            value.__dict__.update(attributes)
+        if before:
+            attributes.clear()
+            attributes.update(before)
 
     return step

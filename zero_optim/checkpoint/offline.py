@@ -6,12 +6,14 @@ from files: the system reads their pages when they are used, and may drop them.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import torch
@@ -30,23 +32,24 @@ from zero_optim.checkpoint.content import (
 from zero_optim.checkpoint.data import (
     DTYPES,
     Box,
+    CheckpointReader,
     Written,
+    box_of,
     bytes_of,
     lay_out,
     map_file,
     tensor_in,
-    whole,
+    with_strides,
     write_tensors,
 )
 from zero_optim.checkpoint.files import FolderLock, open_part, remove_stale_parts, replacing, write_all
-from zero_optim.checkpoint.fitting import with_strides
 from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
-from zero_optim.checkpoint.manifest import DataFile, blamed_on
+from zero_optim.checkpoint.manifest import DataFile, Manifest, blamed_on, parse
 from zero_optim.checkpoint.objects import positional
-from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
 from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError, StateMismatchError
+from zero_optim.plan.groups import PARAM_KEYS
 from zero_optim.plan.partition import assign_owners
 from zero_optim.run.progress import progress
 
@@ -89,32 +92,30 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
                     _write_safetensors(file, reader, advance)
                 else:
                     get = _mapped_tensors(reader, out, advance)
+                    if wanted == MODEL:
+                        whole = {name: unpack(part, get) for name, part in model_parts(values).items()}
+                    else:
+                        whole = _state_dict(values, get)
                     buffered = BufferedRandom(file)  # a write writes everything
-                    torch.save(
-                        _weights(values, get) if wanted == MODEL else _optimizer(values, get), buffered
-                    )
+                    torch.save(whole, buffered)
                     buffered.detach()
         except OSError as error:
             raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def _weights(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
-    return {name: unpack(part, get) for name, part in model_parts(values).items()}
-
-
-def _optimizer(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
+def _state_dict(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
     """Build a state dict of ``torch.optim``."""
-    about = values[OPTIMIZER]
-    names = [name for group in about["groups"] for name in group["names"]]
-    keys = {index: f"{STATE}/{key_of(name)}" for index, name in enumerate(names)}
-    state = {index: unpack(values[key], get) for index, key in keys.items() if key in values}
-    state.update(unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {})
-    groups, first = [], 0
+    about, state, groups, index = values[OPTIMIZER], dict[Any, Any](), [], 0
     for group in about["groups"]:
-        members = list(range(first, first + len(group["names"])))
+        members = list(range(index, index + len(group["names"])))
         named = {"param_names": group["names"]} if about["named"] else {}
         groups.append({**unpack(group["options"], get), **named, "params": members})
-        first += len(members)
+        for name in group["names"]:
+            packed = values.get(f"{STATE}/{key_of(name)}")
+            if packed is not None:
+                state[index] = unpack(packed, get)
+            index += 1
+    state.update(unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {})
     return {"state": state, "param_groups": groups}
 
 
@@ -150,7 +151,7 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable
         if kind == "tensor":  # other values are extra state of a module
             keys[name] = body[0]
     entries = reader.manifest.entries
-    boxes = [whole(name, entries[key].dtype, entries[key].shape) for name, key in keys.items()]
+    boxes = [box_of(name, entries[key].dtype, entries[key].shape) for name, key in keys.items()]
     for box in boxes:
         if box.dtype not in DTYPES:
             raise CheckpointError(
@@ -189,8 +190,7 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(NamedTuple):
     """What a checkpoint is made of: packed values and whole tensors by key, and how a tensor is read."""
 
     values: Mapping[str, Json]
@@ -204,7 +204,7 @@ def _from_checkpoint(folder: Path) -> _Source:
         raise StateMismatchError(
             f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
         )
-    boxes = {key: whole(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
+    boxes = {key: box_of(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
     return _Source(reader.manifest.values, boxes, reader.read_tensor)
 
 
@@ -226,7 +226,19 @@ def _from_file(path: Path) -> _Source:
         content.add(MODEL, dict(sections[MODEL]))
     optimizer = sections.get(OPTIMIZER)
     if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
-        _add_optimizer(content, optimizer)
+        groups, known = [], dict[Any, str]()
+        for number, group in enumerate(optimizer["param_groups"]):
+            places = [positional(number, place) for place in range(len(group["params"]))]
+            names = group.get("param_names") or places
+            known.update(zip(group["params"], names, strict=True))
+            groups.append((names, {k: v for k, v in group.items() if k not in PARAM_KEYS}))
+        packed, state = content.packed_groups(groups), optimizer["state"]
+        for index, name in known.items():
+            if index in state:
+                content.add(f"{STATE}/{key_of(name)}", state[index])
+        content.add(EVERYWHERE, {key: value for key, value in state.items() if key not in known})
+        named = all("param_names" in group for group in optimizer["param_groups"])
+        content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}
     if not content.values:
         raise ValueError(f"{path} holds neither an optimizer's state dict nor a model's")
     content.add(EXTRA, None)
@@ -234,61 +246,48 @@ def _from_file(path: Path) -> _Source:
     return _Source(content.values, boxes, content.tensors.__getitem__)
 
 
-def _add_optimizer(content: RankContent, state_dict: Mapping[str, Any]) -> None:
-    groups, known = [], dict[Any, str]()
-    for number, group in enumerate(state_dict["param_groups"]):
-        places = [positional(number, place) for place in range(len(group["params"]))]
-        names = group.get("param_names") or places
-        known.update(zip(group["params"], names, strict=True))
-        groups.append((names, {k: v for k, v in group.items() if k not in ("params", "param_names")}))
-    packed, state = content.packed_groups(groups), state_dict["state"]
-    for index, name in known.items():
-        if index in state:
-            content.add(f"{STATE}/{key_of(name)}", state[index])
-    content.add(EVERYWHERE, {key: value for key, value in state.items() if key not in known})
-    named = all("param_names" in group for group in state_dict["param_groups"])
-    content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}
-
-
 def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
     """Choose a rank for each key as an optimizer does by default: by size, group by group."""
     about = source.values.get(OPTIMIZER, {"groups": []})
-    costs = [[_cost(source, name) for name in group["names"]] for group in about["groups"]]
+
+    def cost(name: str) -> float:
+        """Return the number of elements of a parameter; if its shape is unknown, the bytes of its state."""
+        known, prefix = about["params"].get(name), f"{STATE}/{key_of(name)}/"
+        if known:
+            return float(math.prod(known[1]))
+        return sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
+
+    costs = [[cost(name) for name in group["names"]] for group in about["groups"]]
     names = [name for group in about["groups"] for name in group["names"]]
     owners = [owner for group in assign_owners(costs, world_size) for owner in group]
     of_name: dict[str, int] = dict(zip(names, owners, strict=True))
-    loads = [0.0] * world_size
-    weights = [key for part in model_parts(source.values).values() for key in tensors_in(part)]
-    for key in weights:
-        if _name(key, MODEL) in of_name:
-            loads[of_name[_name(key, MODEL)]] += source.boxes[key].nbytes
-    rest = [key for key in dict.fromkeys(weights) if _name(key, MODEL) not in of_name]
-    (more,) = assign_owners([[source.boxes[key].nbytes for key in rest]], world_size, loads)
+
+    def owner_by_name(key: str, section: str) -> int | None:
+        name = key[len(section) + 1 :].split("/", maxsplit=1)[0]
+        return of_name.get(unquote(name)) if key.startswith(section + "/") else None
+
+    loads, rest = [0.0] * world_size, dict[str, int]()
+    for part in model_parts(source.values).values():
+        for key in tensors_in(part):
+            owner = owner_by_name(key, MODEL)
+            if owner is None:
+                rest[key] = source.boxes[key].nbytes
+            else:
+                loads[owner] += source.boxes[key].nbytes
+    (more,) = assign_owners([list(rest.values())], world_size, loads)
     of_key = dict(zip(rest, more, strict=True))
 
     def owner_of(key: str) -> int:
         for section in (STATE, MODEL):
-            if key.startswith(section + "/") and _name(key, section) in of_name:
-                return of_name[_name(key, section)]
+            owner = owner_by_name(key, section)
+            if owner is not None:
+                return owner
         if key.startswith(RANDOM + "/"):
             rank = int(key.split("/")[1])
             return rank if rank < world_size else 0
         return of_key.get(key, 0)
 
     return owner_of
-
-
-def _cost(source: _Source, name: str) -> float:
-    """Return the number of elements of a parameter; if its shape is unknown, the bytes of its state."""
-    about = source.values[OPTIMIZER]["params"].get(name)
-    if about:
-        return float(math.prod(about[1]))
-    prefix = f"{STATE}/{key_of(name)}/"
-    return sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
-
-
-def _name(key: str, section: str) -> str:
-    return unquote(key[len(section) + 1 :].split("/", maxsplit=1)[0])
 
 
 def _write(source: _Source, owner_of: Callable[[str], int], out: Path) -> tuple[dict[str, DataFile], Written]:
@@ -312,3 +311,86 @@ def _write(source: _Source, owner_of: Callable[[str], int], out: Path) -> tuple[
             discard(out, token, *boxes)
             raise
     return files, written
+
+
+# ---------------------------------------------------------------------- what a checkpoint holds
+
+
+def inspect(folder: Path) -> "Inspection":
+    """Read all of a checkpoint and compare every byte with its checksum; CheckpointError without a folder."""
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
+    manifest, reason = Manifest(0, 0, {}, {}, {}, {}, {}), ""
+    try:
+        manifest = parse(folder)
+        CheckpointReader(folder).check_all()
+    except CheckpointError as error:
+        reason = str(error)
+    return Inspection(folder, reason, manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a folder holds, and the reason why that is no complete checkpoint; empty if it is one."""
+
+    folder: Path
+    reason: str
+    manifest: Manifest
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing or damaged."""
+        return not self.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON: sizes in bytes, time in UTC; little if there is no manifest."""
+        manifest, sections = self.manifest, dict[str, dict[str, Any]]()
+        time = datetime.fromtimestamp(manifest.time_ns / 1e9, timezone.utc)
+        for key in {**manifest.entries, **manifest.values}:
+            name = re.split(r"[/.]", key, maxsplit=1)[0]
+            blank = {"name": name, "num_tensors": 0, "nbytes": 0, "num_values": 0}
+            section = sections.setdefault(name, blank)
+            section["num_values"] += key in manifest.values
+            section["num_tensors"] += key in manifest.entries
+            section["nbytes"] += manifest.entries[key].nbytes if key in manifest.entries else 0
+        return {
+            "path": str(self.folder),
+            "complete": self.complete,
+            "reason": self.reason,
+            "version": manifest.version,
+            "saved": time.strftime("%Y-%m-%d %H:%M:%S UTC") if manifest.time_ns else "",
+            "world_size": manifest.world_size,
+            "software": dict(manifest.software),
+            "sections": [sections[name] for name in sorted(sections)],
+            "files": [(name, file.rank, file.nbytes) for name, file in manifest.files.items()],
+        }
+
+    def __str__(self) -> str:
+        """Write it as a table."""
+        about = self.to_dict()
+        head = [("checkpoint", about["path"]), ("complete", f"no: {self.reason}" if self.reason else "yes")]
+        if about["saved"]:
+            by = ", ".join(f"{name} {version}" for name, version in about["software"].items())
+            ranks = f"{about['world_size']} rank{'s' if about['world_size'] > 1 else ''}"
+            head += [
+                ("saved", f"{about['saved']} by {ranks}, {by}"),
+                ("format", f"version {about['version']}"),
+            ]
+        lines = [f"{name:<12}{value}" for name, value in head]
+        if about["sections"]:
+            rows = [list(section.values()) for section in about["sections"]]
+            lines += ["", *_table(("section", "tensors", "bytes", "values"), rows)]
+        if about["files"]:
+            rows = [[name, str(rank), nbytes] for name, rank, nbytes in about["files"]]
+            lines += ["", *_table(("file", "rank", "bytes"), rows)]
+        return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Align rows in columns: the first to the left, the others to the right."""
+    text = [head, *([f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in text
+    ]

@@ -110,13 +110,13 @@ def save_async(  # noqa: PLR0913 - keyword-only
     objects = model, optimizer, scheduler, scaler
     with _agreed("save_async()", path, objects, extra, keep, process_group, timeout) as agreed:
         group, mesh = agreed.members.group, agreed.members.mesh
-        lane = _lane(group)
+        lane = _on_lane(group)
         if mesh is not None:  # apart from what ranks that write send
-            mesh = replace(mesh, everyone=replace(_lane(mesh.everyone).group, phase=mesh.everyone.phase))
+            mesh = replace(mesh, everyone=_on_lane(mesh.everyone))
         part = agreed.part.staged() if mesh is None or mesh.across.rank == 0 else RankContent()
-        members = Members(replace(lane.group, phase=group.phase), mesh)
-        lane.last = PendingSave(replace(agreed, members=members, part=part), began)
-    return lane.last
+        pending = PendingSave(replace(agreed, members=Members(lane, mesh), part=part), began)
+        _LANES[group.process_group].last = pending
+    return pending
 
 
 class PendingSave:
@@ -127,19 +127,19 @@ class PendingSave:
         stall: seconds that the caller waited in `save_async`.
     """
 
-    def __init__(self, agreed: "_Save", began: float) -> None:
-        self.path = agreed.folder
+    def __init__(self, save: "_Save", began: float) -> None:
+        self.path = save.folder
         self._error: Exception | None = None
-        self._told = False
-        self._thread = Thread(target=self._run, args=(agreed,), name="zero_optim save")
+        self._was_raised = False
+        self._thread = Thread(target=self._run, args=(save,), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
 
-    def _run(self, agreed: "_Save") -> None:
-        group = agreed.members.group
+    def _run(self, save: "_Save") -> None:
+        group = save.members.group
         try:
             with watching(group), group.doing("a save in the background"):
-                agreed.write()
+                save.write()
         except Exception as error:  # noqa: BLE001 - kept for whoever waits
             self._error = error
 
@@ -154,14 +154,14 @@ class PendingSave:
             CheckpointError: on every rank that waits, if the checkpoint could not be written.
         """
         self._thread.join()
-        self._told = True
         if self._error is not None:
+            self._was_raised = True
             raise self._error
 
-    def wait_unless_told(self) -> None:
+    def wait_unless_raised(self) -> None:
         """Wait, and raise the error unless `wait` has already raised it."""
         self._thread.join()
-        if not self._told:
+        if not self._was_raised:
             self.wait()
 
 
@@ -172,60 +172,51 @@ class _Lane:
     lease: Lease
     last: PendingSave | None = None
 
-    @property
-    def group(self) -> RankGroup:
-        return self.lease.groups[0]
-
 
 # One for each process group, as long as the group lives: saves of one group run one after the other.
 _LANES: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 
 
-def _lane(group: RankGroup) -> _Lane:
+def _on_lane(group: RankGroup) -> RankGroup:
+    """Return the same ranks with the process group for saves in the background."""
     if group.process_group not in _LANES:
         _LANES[group.process_group] = _Lane(lease(group, 1, ON_HOST))
-    return _LANES[group.process_group]
+    return replace(_LANES[group.process_group].lease.groups[0], phase=group.phase)
 
 
 @contextmanager
 def _agreed(
     call: str,
     path: str | os.PathLike[str],
-    kept: tuple[Any, Any, Any, Any],
+    parts: tuple[Any, Any, Any, Any],
     extra: object,
     keep: int | None,
     process_group: dist.ProcessGroup | None,
     timeout: float | None,
 ) -> Iterator["_Save"]:
     """List what this rank will write, once all ranks agree; the arguments are those of `save`."""
-    model, optimizer, *_ = kept
+    model, optimizer, *_ = parts
     members = Members.of(model, optimizer, process_group, timeout)
     with members.doing(f"checkpoint.{call}"):
         with failing_together(members.everyone):
             check_patience(timeout)
             check_group(process_group)
-            folder, objects = folders.own_folder(path), Objects(*kept)
+            folder, objects = folders.own_folder(path), Objects(*parts)
             lane = _LANES.get(members.group.process_group)
             if lane is not None and lane.last is not None:
-                lane.last.wait_unless_told()
+                lane.last.wait_unless_raised()
         with failing_together(members.everyone):
             if keep is not None and (type(keep) is not int or keep < 1):
                 raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
             part, alike = collect(members, objects, extra)
         items = [f"path={Path(path)}", f"keep={keep}", f"model={model is not None}", *alike]
         agree(members.everyone, items, "what to save")
-        if members.mesh is not None:
-            _gather_random(members, objects, part)
+        if members.mesh is not None:  # the first replica writes the random states of all ranks
+            own = [members.everyone.rank, random_state(objects.device)]
+            for number, state in _of_others(members.mesh.across, own, "the random state"):
+                part.add(key_of(RANDOM, str(number)), state)
         age = 0 if objects.optimizer is None else objects.optimizer.core.snapshot.age
         yield _Save(members, folder, part, keep, objects.optimizer, age)
-
-
-def _gather_random(members: Members, objects: Objects, part: RankContent) -> None:
-    """Have the first replica write the random states of all ranks; all ranks of a mesh call."""
-    assert members.mesh is not None  # the caller has asked
-    own = [members.everyone.rank, random_state(objects.device)]
-    for number, state in _of_others(members.mesh.across, own, "the random state"):
-        part.add(key_of(RANDOM, str(number)), state)
 
 
 def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
@@ -252,52 +243,58 @@ class _Save:
         """Write by the first replica alone; all ranks call, and raise what it raised, naming the rank."""
         mesh = self.members.mesh
         if mesh is None:
-            self._note(self._write())
-            return
-        token, failure = "", None
-        if mesh.across.rank == 0:
+            token = self._write()
+        else:
+            token, failure = "", None
+            if mesh.across.rank == 0:
+                try:
+                    token = self._write()
+                except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
+                    failure = error
+            # A failure of another rank is told by that rank itself.
+            is_own = failure is not None and not message_of(failure).startswith("rank ")
+            others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
             try:
-                token = self._write()
-            except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
-                failure = error
-        # A failure of another rank is told by that rank itself.
-        is_own = failure is not None and not message_of(failure).startswith("rank ")
-        others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
-        try:
-            if failure is not None:
-                raise failure
-            if others is not None:
-                raise others
-        finally:
-            # Their tracebacks have this frame, see Note [Groups that end] in `comm.works`.
-            failure = others = None
-        self._note(next(told.decode() for told in mesh.everyone.all_gather_bytes(token.encode()) if told))
-
-    def _note(self, token: str) -> None:
+                if failure is not None or others is not None:
+                    raise failure or others  # type: ignore[misc]
+            finally:
+                # Their tracebacks have this frame, see Note [Groups that end] in `comm.works`.
+                failure = others = None
+            tokens = mesh.everyone.all_gather_bytes(token.encode())
+            token = next(each.decode() for each in tokens if each)
         if self.optimizer is not None:
             self.optimizer.core.snapshot.note_saved(token, self.age)
 
     def _write(self) -> str:
-        """Write this rank's file; then rank 0 completes the checkpoint. Gives the token of the save."""
+        """Write this rank's file; then rank 0 completes the checkpoint. Returns the token of the save."""
         group, folder = self.members.group, self.folder
         lock: FolderLock | None = None
         try:
-            with failing_together(group), _clear(folder):
+            with self._together():
                 lock = FolderLock(folder) if group.rank == 0 else None
             token = group.all_gather_fixed(folders.new_token().encode())[0].decode()
             try:
-                with failing_together(group), _clear(folder):
+                with self._together():
                     boxes = self.part.all_boxes()
                     files, written = write_tensors(folder, token, group.rank, boxes, self.part.bytes_of)
-                values = _gather(group, files, written, self.part.values)
-                with failing_together(group), _clear(folder):
+                mine = [
+                    [[name, *astuple(file)] for name, file in files.items()],
+                    [[astuple(box), astuple(chunk)] for box, chunk in written],
+                    self.part.values,
+                ]
+                values = dict(self.part.values)
+                for numbers, chunks, more in _of_others(group, mine, "the checkpoint's manifest"):
+                    files.update({name: DataFile(*each) for name, *each in numbers})
+                    written += [(Box(*box), Chunk(*chunk)) for box, chunk in chunks]
+                    values.update(more)
+                with self._together():
                     if lock is not None:
                         alone = lock.keeps_out
                         folders.complete(folder, group.size, files, written, values, {}, alone=alone)
             except Exception:
                 folders.discard(folder, token, group.rank)
                 raise
-            with failing_together(group), _clear(folder):
+            with self._together():
                 if self.keep is not None and group.rank == 0:
                     folders.prune(folder, self.keep)
         finally:
@@ -307,29 +304,15 @@ class _Save:
                     folder.rmdir()  # succeeds only if nothing was written
         return token
 
-
-@contextmanager
-def _clear(folder: Path) -> Iterator[None]:
-    """Raise a `CheckpointError` that explains an error of the file system."""
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise CheckpointError(
-            f"cannot write the checkpoint {folder}: {error.strerror or error}{where}. Checkpoints that were "
-            "whole before still are"
-        ) from error
-
-
-def _gather(
-    group: RankGroup, files: dict[str, DataFile], written: list[tuple[Box, Chunk]], values: dict[str, Any]
-) -> dict[str, Any]:
-    """Add lists of what the other ranks have written on rank 0; all ranks call."""
-    of_files = [[name, *astuple(file)] for name, file in files.items()]
-    pairs = [[astuple(box), astuple(chunk)] for box, chunk in written]
-    values = dict(values)
-    for numbers, chunks, more in _of_others(group, [of_files, pairs, values], "the checkpoint's manifest"):
-        files.update({name: DataFile(*each) for name, *each in numbers})
-        written += [(Box(*box), Chunk(*chunk)) for box, chunk in chunks]
-        values.update(more)
-    return values
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Fail on all ranks that write, with a `CheckpointError` that explains the file system's."""
+        with failing_together(self.members.group):
+            try:
+                yield
+            except OSError as error:
+                where = f" ({error.filename})" if error.filename else ""
+                raise CheckpointError(
+                    f"cannot write the checkpoint {self.folder}: {error.strerror or error}{where}. "
+                    "Checkpoints that were whole before still are"
+                ) from error

@@ -73,6 +73,7 @@ class RankGroup:
     backends: Mapping[str, str] = field(compare=False)
     works: GroupWorks = field(compare=False, repr=False)
     phase: Phase = field(default_factory=Phase, compare=False, repr=False)
+    _during: dict[object, "RankGroup"] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
@@ -125,8 +126,12 @@ class RankGroup:
 
     def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
         """Return a copy that counts traffic and waits under one of `traffic.PHASES`."""
-        is_exposed = self.phase.is_exposed if is_exposed is None else is_exposed
-        return replace(self, phase=replace(self.phase, name=phase, is_exposed=is_exposed))
+        known = self._during.get((phase, is_exposed))  # every step asks for two
+        if known is None:
+            exposed = self.phase.is_exposed if is_exposed is None else is_exposed
+            known = replace(self, phase=replace(self.phase, name=phase, is_exposed=exposed))
+            self._during[phase, is_exposed] = known
+        return known
 
     def within(self, timeout: float | None) -> "RankGroup":
         """Return a copy with a timeout in seconds; None for the group's."""
@@ -324,4 +329,5 @@ def bytes_to_tensor(payload: bytes) -> Tensor:
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:
     """Copy a 1-D uint8 tensor into bytes."""
-    return tensor.cpu().numpy().tobytes()
+    # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs where pages cannot move.
+    return tensor.to("cpu", copy=True).numpy().tobytes()

@@ -1,11 +1,21 @@
 """Started work that nobody has waited for yet. Does not communicate itself."""
 
+import atexit
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from zero_optim.comm.threads import start_thread
+from zero_optim.compat.streams import StreamBeside
 
 
 class Startable(Protocol):
@@ -16,21 +26,20 @@ class Startable(Protocol):
         ...
 
 
-Started = TypeVar("Started", bound=Startable)
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     work: Startable
     size: float
     keys: tuple[Hashable, ...]
+    beside: Callable[[], AbstractContextManager[None]]  # uses the stream that waits
     is_unclaimed: bool = True
     is_over: bool = False  # no stream has to wait any more
 
     def wait(self) -> None:
         if not self.is_over:
             self.is_unclaimed, self.is_over = False, True  # also if it fails
-            self.is_over = self.work.wait() is not False
+            with self.beside():
+                self.is_over = self.work.wait() is not False
 
 
 class Flow:
@@ -39,10 +48,22 @@ class Flow:
     The sum of its sizes is at most ``most``: before more is started, the oldest is waited for. On an
     accelerator work stays until it is over, as each stream that reads must wait. Two threads may use one
     flow: one may step during backward, while checkpointing runs a forward pass.
+
+    ``streams``: an extra stream waits for the work, and `wait` lets the current one wait for that.
+    ``thread``: starts the work and waits for it, beside the caller. What fails there is raised by `wait`.
     """
 
-    def __init__(self, most: float = math.inf) -> None:
+    def __init__(
+        self,
+        most: float = math.inf,
+        *,
+        streams: StreamBeside | None = None,
+        thread: "Worker | None" = None,
+    ) -> None:
         self._most = most
+        self._streams = streams
+        self._is_apart = False  # something waits on extra streams that the current one has not waited for
+        self._thread = thread
         self._entries: deque[_Entry] = deque()
         self._by_key: dict[Hashable, list[_Entry]] = {}
         self._lock = threading.RLock()  # waiting for work may start more
@@ -60,18 +81,29 @@ class Flow:
         with self._lock:
             return any(entry.is_unclaimed for entry in self._entries)
 
-    def start(self, begin: Callable[[], Started], size: float = 1, keys: Iterable[Hashable] = ()) -> Started:
-        """Start work when it fits beside the rest; ``keys`` are what `wait_for` will ask for."""
+    def start(
+        self,
+        begin: Callable[[], Startable],
+        size: float = 1,
+        keys: Iterable[Hashable] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """Start work when it fits beside the rest.
+
+        ``keys`` are what `wait_for` will ask for; ``device`` is that of its stream, with ``streams``.
+        """
         with self._lock:
             while self._entries and sum(entry.size for entry in self._entries) + size > self._most:
                 self.finish_first()
-        work = begin()
-        entry = _Entry(work, size, tuple(keys))
+        work = begin() if self._thread is None else self._thread.run(lambda: begin().wait())
+        beside: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._streams is not None and device is not None:
+            beside, self._is_apart = partial(self._streams.behind, device), True
+        entry = _Entry(work, size, tuple(keys), beside)
         with self._lock:
             self._entries.append(entry)
             for key in entry.keys:
                 self._by_key.setdefault(key, []).append(entry)
-        return work
 
     def finish_first(self) -> None:
         """Wait for the oldest work."""
@@ -98,7 +130,11 @@ class Flow:
                 entry = self._entries.popleft()  # if the wait raises, the rest stays
                 entry.wait()
                 self._entries.append(entry)
-            self._forget()
+            if self._entries:
+                self._forget()
+        if self._streams is not None and self._is_apart:
+            self._streams.join()
+            self._is_apart = False
 
     def abandon(self) -> None:
         """Drop all work; the backend keeps its memory until it is done."""
@@ -119,3 +155,62 @@ class Flow:
             left = [one for one in self._by_key.pop(key, ()) if one is not entry]
             if left:
                 self._by_key[key] = left
+
+
+class Worker:
+    """A thread for `Flow`, which runs work in order. It ends with this object or the process.
+
+    It keeps nothing alive while idle. The end of this object does not wait for it: it may wait for another
+    rank, and a finalizer can run anywhere.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._works: SimpleQueue[_Run | None] = SimpleQueue()
+        self.end = partial(self._works.put, None)
+        start_thread(partial(_run_all, self._works), name)
+        weakref.finalize(self, self.end).atexit = False
+        _WORKERS.add(self)
+
+    def run(self, work: Callable[[], object]) -> "_Run":
+        """Run some work after what came before."""
+        run = _Run(work)
+        self._works.put(run)
+        return run
+
+
+class _Run:
+    """Work on a thread, and its end."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+        self._error: BaseException | None = None
+        self._end = threading.Event()
+
+    def run(self) -> None:
+        work, self._work = self._work, None
+        assert work is not None  # it runs once
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
+            self._error = error
+        self._end.set()
+
+    def wait(self) -> None:
+        self._end.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _run_all(works: "SimpleQueue[_Run | None]") -> None:
+    while (work := works.get()) is not None:
+        work.run()
+        del work
+
+
+_WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+@atexit.register  # before `zero_optim.comm.threads` waits for all, as that was registered earlier
+def _end_workers() -> None:
+    for worker in list(_WORKERS):
+        worker.end()

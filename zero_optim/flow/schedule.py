@@ -67,8 +67,11 @@ class Schedule:
         for moment in self._with(Operation.STEP) if is_whole else _USES:
             if Operation.GATHER not in self[moment] or not self._waits_behind(moment):
                 raise ValueError(f"expected a gather at {moment.value!r}, and a wait behind it: {self}")
-        frees = (Operation.FREE in self[moment] for moment in (Moment.AFTER_FORWARD, Moment.BUCKET_FULL))
-        if tuple(frees) != (not is_whole, self.gradients is Placement.ROW):
+        freed = self._with(Operation.FREE)
+        ends = Moment.AFTER_BACKWARD in freed, Moment.BUCKET_FULL in freed
+        if ends != (not is_whole, self.gradients is Placement.ROW) or (
+            is_whole and Moment.AFTER_FORWARD in freed
+        ):
             raise ValueError(f"expected all but own rows to be freed after use, nothing else: {self}")
 
     def __getitem__(self, moment: Moment) -> tuple[Operation, ...]:
@@ -105,6 +108,10 @@ class Schedule:
         }
         return replace(self, moments={**moments, Moment.BEFORE_FORWARD: (Operation.WAIT,)})
 
+    def kept_after_forward(self) -> "Schedule":
+        """Return the recipe in which parameters stay whole from the forward to the backward pass."""
+        return replace(self, moments={**self.moments, Moment.AFTER_FORWARD: ()})
+
     def to_owners(self) -> "Schedule":
         """Return the recipe in which gradients are reduced to their owners alone."""
         full = {Moment.BUCKET_FULL: (Operation.REDUCE, Operation.FREE)}
@@ -139,6 +146,7 @@ ZERO3 = Schedule(
     parameters=Placement.ROW,
     gradients=Placement.ROW,
 )
+ZERO3_KEPT = ZERO3.kept_after_forward()  # reshard_after_forward=False
 RECIPES = MappingProxyType(
     {"ZeRO-1": ZERO1, "gather_lazily": LAZY, "zero_step": OVERLAP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 )

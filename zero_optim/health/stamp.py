@@ -1,7 +1,7 @@
 """The 32-byte stamp of one rank, and the errors that the ranks' stamps amount to."""
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,11 +68,13 @@ def write_headers(
     flat: Tensor, rooms: Sequence[Span], rank: int, mine: Tensor, start: int = 0
 ) -> list[Tensor]:
     """Write this rank's bytes into its header space from ``start``; returns all ranks' places for them."""
-    octets, size = flat.view(torch.uint8), flat.element_size()
-    places = [octets[room.start * size + start :][: mine.numel()] for room in rooms]
-    for room, place in zip(rooms, places, strict=True):
+    octets, size, length = flat.view(torch.uint8), flat.element_size(), mine.numel()
+    places = []
+    for room in rooms:
+        begin = room.start * size + start
+        places.append(octets[begin : begin + length])
         if room.owner == rank:
-            copy_to(place, mine)
+            copy_to(places[-1], mine)
     return places
 
 
@@ -81,16 +83,22 @@ class Arrival:
 
     def __init__(self, rooms: Sequence[Span], places: Sequence[Tensor]) -> None:
         self._owners = [room.owner for room in rooms]
-        self._copy = HostCopy(torch.stack(list(places)))
+        self._octets: list[bytes] | None = None
+        if places[0].device.type == "cpu":
+            self._octets = list(map(tensor_to_bytes, places))
+        else:
+            self._copy = HostCopy(torch.stack(list(places)))
 
     @property
     def is_here(self) -> bool:
         """Whether the CPU would not wait."""
-        return self._copy.is_here
+        return self._octets is not None or self._copy.is_here
 
-    def read(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> Iterator[tuple[int, bytes]]:
+    def read(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> list[tuple[int, bytes]]:
         """Return each owner and its bytes; ``read`` waits."""
-        return zip(self._owners, map(tensor_to_bytes, read(self._copy)), strict=True)
+        if self._octets is None:
+            self._octets = list(map(tensor_to_bytes, read(self._copy)))
+        return list(zip(self._owners, self._octets, strict=True))
 
 
 def failed_ranks(stamps: Mapping[int, Stamp]) -> list[int]:

@@ -81,13 +81,22 @@ class _Step:
     came: list[Arrival] = field(default_factory=list)
     is_told: bool = False
     failure: Failure | None = None
+    _packed: bytes = b""
     _mine: Tensor | None = None
 
     def stamp(self) -> Tensor:
         if self._mine is None:
             failed = None if self.failure is None else self.failure[0]
-            self._mine = bytes_to_tensor(Stamp.of(self.number, self.digest, self.name, failed).packed())
+            self._packed = Stamp.of(self.number, self.digest, self.name, failed).packed()
+            self._mine = bytes_to_tensor(self._packed)
         return self._mine
+
+    def are_alike(self, read: Callable[[HostCopy], Tensor]) -> bool:
+        """Whether this rank went on well, and all that arrived is its own stamp."""
+        mine = self._packed
+        return self.failure is None and all(
+            octets == mine for arrival in self.came for _, octets in arrival.read(read)
+        )
 
     def fail(self, failure: BaseException) -> None:
         if self.failure is None:
@@ -185,6 +194,8 @@ class Stamps:
         error: Exception | None = None
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
+            if step.are_alike(group.read):  # as nearly always
+                continue
             stamps = step.stamps(group.read)
             has_failed = bool(failed_ranks(stamps))
             if has_failed:

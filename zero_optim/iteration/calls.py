@@ -1,8 +1,9 @@
 """Calls that change parameters: prepare, step own rows, gather even after an error; all ranks call."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
 from typing import TypeVar
 
 from zero_optim.health.stamps import Call, Origins
@@ -13,6 +14,23 @@ from zero_optim.state.core import Core
 T = TypeVar("T")
 
 
+class _AtEnd:
+    """A context that calls ``end`` with the body's error, or None."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Callable[[BaseException | None], object]) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+
 class Calls:
     """Makes calls, and sends their results to other ranks and replicas."""
 
@@ -21,60 +39,47 @@ class Calls:
         self._tell_replicas: Callable[[BaseException], None] | None = None
 
     def make(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
-        """Prepare, change this rank's parameters in ``work``, then gather.
+        """Prepare, change this rank's parameters in ``work``, then gather, and wait as the schedules say.
 
         ``name``: of the call, such as ``step()``. ``at_end`` runs before the gather, also after an error.
         """
-        core = self._core
-        core.check_attached()
-
-        def gather(call: Call) -> None:
-            with self.mirrored():
-                core.sharding.gather(core.groups, call, frozen_too=core.owned.local.moves_frozen)
-
-        with self.telling_replicas(), self.whatever_happens(name, gather):
+        self._core.check_attached()
+        with self.telling_replicas(), self.whatever_happens(name, self._gather):
             try:
                 self.prepare()
-                core.check_sparse(core.sparse_cut_params())
+                self._core.check_sparse(self._core.sparse_cut_params())
                 return work()
             finally:
                 if at_end is not None:
                     at_end()
 
-    @contextmanager
-    def whatever_happens(self, name: str, end: Callable[[Call], None]) -> Iterator[None]:
-        """Call ``end`` after the body, also after an error: the other ranks wait for it."""
-        call = Call(name, self._origins, None)
-        try:
-            yield
-        except BaseException as error:
-            call = call._replace(failure=error)
-            raise
-        finally:
-            end(call)
-            del call  # has the error, whose traceback has this frame: together they would keep the group
-
-    @contextmanager
-    def mirrored(self) -> Iterator[None]:
-        """Mirror the state after the body, also after an error, which other ranks may not have."""
-        try:
-            yield
-        except BaseException:
-            with suppress(RuntimeError):  # the first error tells more
-                self._core.mirror_state()
-            raise
-        self._core.mirror_state()
-
     def prepare(self) -> None:
         """Check the parameters before a step, and apply the user's changes."""
         core = self._core
         core.check_weights()
-        if core.is_mirrored and core.mirror.tells_of != core.snapshot.age:
+        if core.is_mirrored and core.mirror.last_age != core.snapshot.age:
             core.mirror_state()
         core.snapshot.changed()
-        core.sharding.refresh(core.groups)
+        core.refresh()
         core.check_cuts(core.groups)
         core.follow_state()
+
+    def _gather(self, call: Call) -> None:
+        core = self._core
+        with self.mirrored():
+            core.sharding.gather(core.groups, call, frozen_too=core.owned.local.moves_frozen)
+
+    def whatever_happens(self, name: str, end: Callable[[Call], None]) -> _AtEnd:
+        """Return a context that calls ``end``, also after an error: the other ranks wait for it."""
+        return _AtEnd(lambda error: end(Call(name, self._origins, error)))
+
+    def mirrored(self) -> _AtEnd:
+        """Return a context that mirrors the state, also after an error, which other ranks may not have."""
+        return _AtEnd(self._mirror)
+
+    def _mirror(self, error: BaseException | None) -> None:
+        with suppress(*() if error is None else (RuntimeError,)):  # the first error tells more
+            self._core.mirror_state()
 
     def _origins(self, options: Sequence[Mapping[str, Plain]]) -> Origins:
         return Origins(*self._core.owned.local.origins(options))
@@ -96,15 +101,13 @@ class Calls:
             stamps.tell = tell
             stamps.numbers = self._core.group.numbers
 
-    @contextmanager
-    def telling_replicas(self) -> Iterator[None]:
-        """Send an exception, which all ranks here raise, to the other replicas of a mesh."""
-        try:
-            yield
-        except BaseException as error:
-            if self._tell_replicas is not None:
-                self._tell_replicas(error)
-            raise
+    def telling_replicas(self) -> _AtEnd:
+        """Return a context that sends an exception, which all ranks here raise, to the other replicas."""
+        return _AtEnd(self._tell)
+
+    def _tell(self, error: BaseException | None) -> None:
+        if error is not None and self._tell_replicas is not None:
+            self._tell_replicas(error)
 
     def unit_stamps(self) -> UnitStamps:
         """Return the stamps that unit gathers send. No communication. Holds weak references only."""
@@ -116,7 +119,7 @@ class Calls:
 
         def tell(error: Exception) -> None:
             calls = reference()
-            if calls is not None and calls._tell_replicas is not None:
-                calls._tell_replicas(error)
+            if calls is not None:
+                calls._tell(error)
 
         return UnitStamps(lambda: gathers.stamps, self._core.group, origins, tell)

@@ -5,6 +5,7 @@ Note [Overlap is no mode]
     rest. The optimizer's owners and buckets never change, so DDP may rebuild its buckets at any time.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +15,9 @@ from torch import Tensor
 from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import RankMismatchError, RemoteRankError
-from zero_optim.flow.flow import Flow
+from zero_optim.flow.flow import Flow, Worker
 from zero_optim.health.stamps import Call
 from zero_optim.iteration.calls import Calls
 from zero_optim.iteration.joins import Joins
@@ -99,8 +101,8 @@ class Overlap:
 
     All ranks construct it, which takes process groups (``lanes``), and call its methods in one order with
     equal parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or
-    none] in `zero_optim.hooks.queues`. ``current``: the unfinished step. ``under_way``: buckets that another
-    thread or stream steps.
+    none] in `zero_optim.hooks.passes`. ``current``: the unfinished step. ``under_way``: buckets of DDP that
+    the thread steps, or the next hook, on a stream of ``streams``.
     """
 
     def __init__(self, core: Core, calls: Calls, joins: Joins) -> None:
@@ -108,7 +110,9 @@ class Overlap:
         self.takes_thread = may_run_beside(core.group, core.sharding.pieces)
         self.lanes = self.new_lanes()
         self.current: OverlappedStep | None = None
-        self.under_way = Flow()
+        self.streams = StreamBeside()
+        worker = Worker("zero_step") if self.takes_thread else None
+        self.under_way = Flow(1 if worker is None else math.inf, streams=self.streams, thread=worker)
         self._core = core
         self._calls = calls
         self._joins = joins
@@ -132,7 +136,7 @@ class Overlap:
         except RuntimeError:  # of the backend
             self.lanes.abandon()
             is_left = True
-        self.under_way.abandon()
+        self.under_way = Flow()  # which ends the thread
         current, self.current = self.current, None
         self.group = self.group.let_go()
         self.lanes = Lease.of(self.group)

@@ -6,7 +6,7 @@
 ``rooms``: header space for a stamp, in a row's padding or behind all rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
@@ -35,6 +35,14 @@ class Row(NamedTuple):
     start: int
     stop: int
     extents: tuple[Extent, ...]
+
+    def within(self, start: int, stop: int) -> Iterator[Extent]:
+        """Yield the parts of extents in ``[start, stop)`` of the flat tensor."""
+        for extent in self.extents:
+            low, high = max(extent.offset, start), min(extent.end, stop)
+            if low < high:
+                first = extent.start + low - extent.offset
+                yield Extent(extent.param, first, first + high - low, low)
 
 
 class Span(NamedTuple):

@@ -119,9 +119,12 @@ class OptionValues:
         self.digest = bytes(DIGEST_NBYTES)
         self._groups: list[dict[str, _Entry]] = []
         self._left_out: frozenset[OptionKey] = frozenset()
+        self._options: list[ParamGroup] = []  # with the same values, if none can change in place
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
         """Store all groups' options; the digest ignores ``left_out`` ones."""
+        if self._left_out == left_out and self._are_those(groups):
+            return
         before = self._groups
         if len(groups) != len(before) or self._left_out != left_out:
             before, self._left_out = [{} for _ in groups], frozenset(left_out)
@@ -129,12 +132,18 @@ class OptionValues:
             _entries_of(number, *pair, left_out)
             for number, pair in enumerate(zip(groups, before, strict=True))
         ]
-        pairs = list(zip(self._groups, before, strict=True))
-        if pairs and all(len(a) == len(b) and all(map(is_, a.values(), b.values())) for a, b in pairs):
-            return
+        is_stable = all(entry.is_stable for group in self._groups for entry in group.values())
+        self._options = list(map(dict, groups)) if is_stable else []
         self.by_group = [{name: entry.plain for name, entry in group.items()} for group in self._groups]
         texts = ["\0".join([group[name].text for name in sorted(group)]) for group in self._groups]
         self.digest = hashlib.blake2b("\1".join(texts).encode(), digest_size=DIGEST_NBYTES).digest()
+
+    def _are_those(self, groups: Sequence[ParamGroup]) -> bool:
+        """Whether the groups have the keys and the very values that `follow` saw last."""
+        return len(groups) == len(self._options) != 0 and all(
+            group.keys() == former.keys() and all(map(is_, group.values(), map(former.__getitem__, group)))
+            for group, former in zip(groups, self._options, strict=True)
+        )
 
 
 def _entries_of(

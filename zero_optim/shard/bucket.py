@@ -41,8 +41,11 @@ class InFlat:
 
     def take_in_moved(self) -> list[int]:
         """Move parameters with replaced ``data`` back in; list those that do not fit."""
-        here = zip(self._params, self._addresses, strict=True)
-        moved = [index for index, (param, address) in enumerate(here) if param.data_ptr() != address]
+        addresses = list(map(Tensor.data_ptr, self._params))  # twice a step, hence the one comparison
+        if addresses == self._addresses:
+            return []
+        pairs = zip(addresses, self._addresses, strict=True)
+        moved = [index for index, (address, former) in enumerate(pairs) if address != former]
         fits = [self._forms[index].fits(self._params[index]) for index in moved]
         for index in itertools.compress(moved, fits):
             self._take_in(index)
@@ -89,6 +92,7 @@ class Bucket:
         parts = [(index, piece) for index, of_param in enumerate(pieces) for piece in of_param]
         self.own = [part for part in parts if part[1].owner == rank]
         self._others = [part for part in parts if part[1].owner != rank]
+        self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
         self._in_flat = InFlat(params, self.forms, layout) if as_views and can_be_views(params) else None
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
@@ -144,14 +148,15 @@ class Bucket:
 
     def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Copy other ranks' rows of ``flat`` to the parameters, or to those in ``changed``; tell autograd."""
-        others = self._others
+        others, received = self._others, self._received
         if changed is not None:
             others = [part for part in others if self.params[part[0]] in changed]
+            received = [param for param in received if param in changed]
         if self._in_flat is not None:
-            indices = dict.fromkeys(index for index, _ in others)
-            torch.autograd.graph.increment_version([self.params[index] for index in indices])
-            shared = [part for part in others if part[0] in self._in_flat.shared]
-            others = [part for part in shared if self.forms[part[0]].fits(self.params[part[0]])]
+            torch.autograd.graph.increment_version(received)
+            shared = self._in_flat.shared
+            others = [part for part in others if part[0] in shared] if shared else []
+            others = [part for part in others if self.forms[part[0]].fits(self.params[part[0]])]
         self._copy(flat, others, into_params=True)
 
     def give_back(self, param: Tensor) -> None:

@@ -174,8 +174,10 @@ class Gathers:
 
 def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
     """Whether lanes make a gather faster; the same on every rank."""
+    if group.size == 1 or sum(bucket.nbytes for bucket in buckets) < LANES_FROM_NBYTES:
+        return False
     sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
-    if group.size == 1 or sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
+    if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
         return False
     return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
 

@@ -54,9 +54,9 @@ class Registration:
         )
 
     @property
-    def units(self) -> dict[Tensor, int]:
+    def params(self) -> dict[Tensor, int]:
         """The parameters, with the numbers of their units."""
-        return self.store.units
+        return self.store.params
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -70,7 +70,7 @@ class Registration:
 
     def mark(self) -> None:
         """Set this registration as an attribute of the parameters."""
-        for param in self.units:
+        for param in self.params:
             setattr(param, _NAME, self)
 
     def unmark(self, params: Iterable[Tensor]) -> None:
@@ -87,7 +87,7 @@ class Registration:
             of_unit.clear()
         for bucket in buckets:
             assert isinstance(bucket, RowBucket)  # of `store`
-            self.buckets[self.units[bucket.params[0]]].append(bucket)
+            self.buckets[self.params[bucket.params[0]]].append(bucket)
 
     # ------------------------------------------------------------------ an optimizer that comes later
 
@@ -105,14 +105,14 @@ class Registration:
                 "the optimizer has another process group than the fully sharded model: give both the same "
                 "process_group"
             )
-        missing = sum(param.requires_grad for param in set(self.units).difference(params))
+        missing = sum(param.requires_grad for param in set(self.params).difference(params))
         if missing:
             raise ValueError(
                 f"the optimizer lacks {missing} trainable parameters of the fully sharded model, so nobody "
                 "would step them: give it all of wrapped.parameters(), in groups if need be, or freeze them "
                 "(requires_grad=False) before wrapping"
             )
-        if any(param.grad is not None for param in self.units):
+        if any(param.grad is not None for param in self.params):
             raise RuntimeError(
                 "there are gradients already, with owners that change now: build the optimizer before the "
                 "first backward pass, or call wrapped.zero_grad() first"
@@ -160,7 +160,7 @@ class Registration:
         """
         was_open, self.is_open = self.is_open, False
         if was_open:
-            self._make_whole(set(self.units).difference(params), group)
+            self._make_whole(set(self.params).difference(params), group)
         self.store = store
         self.place(buckets, group)
         if not was_open:
@@ -180,7 +180,7 @@ class Registration:
                     param.data = value
         self.unmark(params)
         for param in params:
-            del self.units[param]
+            del self.params[param]
 
 
 def _move_rows(bucket: RowBucket, bucket_of: Mapping[Tensor, RowBucket], group: RankGroup) -> None:

@@ -202,6 +202,16 @@ class RowBucket(Uncopied, Bucket):
                 rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
                 self._keeping.keep([rows])
 
+    @torch.no_grad()
+    def load(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Replace this rank's rows of some parameters and free all; RuntimeError if they are pinned."""
+        self.check_unpinned()
+        for param, rows in self.kept().items():
+            if param in values:
+                rows.copy_(values[param])
+                self._keeping.keep([rows])
+        self.has_changed()
+
     def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
         """Make some parameters, by default all, show NaN and release their memory; their values are new."""
         self._has_changed = True

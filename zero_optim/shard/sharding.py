@@ -6,7 +6,7 @@
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -23,7 +23,6 @@ from zero_optim.plan.groups import (
     ParamGroup,
     bucket_text,
     describe_options,
-    member_ids,
     param_names,
     params_of,
 )
@@ -86,7 +85,6 @@ class Sharding:
         self._maker = BucketMaker(as_views, store)
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
-        self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
     @property
     def under_way(self) -> Flow:
@@ -110,11 +108,11 @@ class Sharding:
         new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
         with failing_together(self._group):
-            check_shardable(groups, set(filter(is_freed, store.units)))
+            check_shardable(groups, set(filter(is_freed, store.params)))
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             every = params_of(new)
-            numbers = [store.units.get(param) for param in every]
+            numbers = [store.params.get(param) for param in every]
             used = [store.compute_dtypes.get(param, param.dtype) for param in every]
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
@@ -124,11 +122,11 @@ class Sharding:
             plan = planned(None if why_whole is None else [True] * len(every))
             if why_whole is not None and plan.is_cut:
                 reasons = why_whole(plan.pieces)
-            alike = Alike.among(new, store.units.keys())
+            alike = Alike.among(new, store.params.keys())
             # Owners come last: they differ if anything else does, and only the first difference is reported.
             items = [*describe_params(new), *describe_options(new), *about]
             items.append(f"buckets of {self.cap_nbytes} bytes")
-            items += [f"units of the parameters: {numbers}, used as {used}"] if store.units else []
+            items += [f"units of the parameters: {numbers}, used as {used}"] if store.params else []
             items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         alike.check_order(self._group, new)
@@ -221,26 +219,31 @@ class Sharding:
             bucket.check_unpinned()
 
     @eager
-    def refresh(self, groups: Sequence[ParamGroup]) -> None:
+    def refresh(self) -> None:
         """Wait for gathers, then take over the user's changes: `Bucket.refresh`.
 
         For `step` and comm hooks only: Note [Moving parameters] in `bucket`. RuntimeError, after refreshing
-        the rest, if a parameter no longer fits; ValueError for one added without ``add_param_group()``.
+        the rest, if a parameter no longer fits.
         """
         self.under_way.wait()
         self.take_over()
-        places = member_ids(groups)
-        if places != self._checked:
-            self._check_owned(groups)
-            self._checked = places
 
     def take_over(self) -> None:
         """Like `refresh`, without waiting."""
-        with ExitStack() as stack:  # which calls them all, then raises
-            for bucket in self.buckets:
-                stack.callback(bucket.refresh)
+        failure: Exception | None = None
+        for bucket in self.buckets:  # all of them, then it raises
+            try:
+                bucket.refresh()
+            except RuntimeError as error:
+                failure = failure or error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # the error has this frame
 
-    def _check_owned(self, groups: Sequence[ParamGroup]) -> None:
+    def check_owned(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise ValueError for a parameter that was added without ``add_param_group()``."""
         for index, param in enumerate(params_of(groups)):
             if param not in self.pieces:
                 name = param_names(groups)[index]

@@ -25,9 +25,12 @@ from zero_optim.shard.row_bucket import RowBucket
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """The parameters of which ranks keep rows, by the number of the unit that becomes whole together."""
+    """The parameters of which ranks keep rows, and how they keep them.
 
-    units: dict[Tensor, int] = field(default_factory=dict)
+    Of ``params``, those with one number become whole together.
+    """
+
+    params: dict[Tensor, int] = field(default_factory=dict)
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
     keeping: RowKeeping = field(default_factory=RowKeeping)
     pages: FreePages = field(default_factory=FreePages)  # of the CPU, that flat tensors use in turn
@@ -63,11 +66,13 @@ class BucketMaker:
         """Make a plan's buckets of rows, empty; former ones with an equal plan are reused."""
         store, rows = self.store, dict[Tensor, RowBucket]()
         there = {bucket.params[0]: bucket for bucket in former}
-        layouts = layouts_with_rooms(plan, params, group.size, store.units, store.compute_dtypes, self._heard)
+        layouts = layouts_with_rooms(
+            plan, params, group.size, store.params, store.compute_dtypes, self._heard
+        )
         for planned, layout in zip(plan.buckets, layouts, strict=True):
             members = [params[index] for index in planned.params]
             first = members[0]
-            if first not in store.units:
+            if first not in store.params:
                 continue
             bucket = there.get(first)
             if bucket is None or bucket.layout != layout or not _are_same(bucket.params, members):

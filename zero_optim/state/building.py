@@ -52,8 +52,8 @@ def build(
             groups = GroupReader(params).param_groups
             every = params_of(groups)
             registration = registration_of(every)
-            if registration.units:
-                options.check_units()
+            if registration.params:
+                options.check_rows()
             registration.check(every, group)
             inputs.store = registration.next_store()
             sharding = new_sharding(inputs, group)
@@ -110,7 +110,7 @@ def new_sharding(
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
     """Make the leaves and averages, still empty."""
-    leaves = Leaves(inputs.options.master_dtype, inputs.store.units, inputs.store.on_host)
+    leaves = Leaves(inputs.options.master_dtype, inputs.store.params, inputs.store.on_host)
     return leaves, WeightAverage(inputs.options.ema_decay, leaves)
 
 

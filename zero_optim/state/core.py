@@ -1,6 +1,12 @@
 """The parts of an optimizer: owners, this rank's state, and the user's view of it.
 
 Nothing here communicates, but `mirror_state`, and `check_unreduced` in rare cases.
+
+Note [Whole state]
+    Before any step, every rank knows the whole state: the class's constructor makes it, equal on every rank.
+    Frameworks ask for a state dict then. After a step or a load, each rank knows only its own part, and
+    `consolidate` brings a snapshot of the whole to some ranks, valid until the next step, load or added
+    group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -13,23 +19,83 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names, params_of
+from zero_optim.errors import NotConsolidatedError
+from zero_optim.plan.groups import (
+    ParamGroup,
+    describe_options,
+    member_ids,
+    options_of,
+    param_names,
+    params_of,
+)
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
-from zero_optim.state.cut_state import CutState
 from zero_optim.state.mirror import Mirror
-from zero_optim.state.moving import Held, RowMap
+from zero_optim.state.moving import CutState, Held, RowMap
 from zero_optim.state.options import PlanInputs
-from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.averages import EMA
 from zero_optim.step.gradients import is_sparse
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.state_view import OwnedEntries
 from zero_optim.step.unreduced import check_unreduced, unreduced_among
+
+
+class Snapshot:
+    """This rank's whole state, if current, and its age: Note [Whole state].
+
+    Attributes:
+        untouched: nothing has changed the state since the optimizer was built.
+        age: how often it was changed since: steps, loads and the like, which all ranks do together.
+        steps: calls of step() on this rank, also skipped ones; going back restores the older count.
+        is_torn: a step broke off half way: some parameters have taken it.
+        saved: the token of the last checkpoint that was saved or loaded, and the age of its state.
+    """
+
+    def __init__(self, age: int = 0, steps: int = 0) -> None:
+        self.untouched = age == 0
+        self.age = age
+        self.steps = steps
+        self.is_torn = False
+        self.saved: tuple[str, int] | None = None
+        self._whole: dict[Any, Any] | None = None
+        self._was_held = False
+
+    def note_saved(self, token: str, age: int) -> None:
+        """Note that a checkpoint has the state of some age."""
+        self.saved = (token, age)
+
+    def was_saved_as(self, token: str) -> bool:
+        """Whether a checkpoint has this rank's state, or the rank is new."""
+        return not self.is_torn and (self.age == 0 or self.saved == (token, self.age))
+
+    def hold(self, whole: dict[Any, Any]) -> None:
+        """Keep the current whole state."""
+        self._whole, self._was_held = whole, True
+
+    def changed(self) -> None:
+        """Note a change of the state, and drop the whole state."""
+        self.age += 1
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the whole state, which is no longer known."""
+        self.untouched, self._whole = False, None
+
+    def get(self, rank: int) -> dict[Any, Any]:
+        """Return the whole state, in new containers; NotConsolidatedError if absent or outdated."""
+        if self._whole is None:
+            call = f"call consolidate_state_dict(to={rank}) on all ranks"
+            if self._was_held:
+                raise NotConsolidatedError(
+                    "the optimizer was stepped, loaded or given a group after the state was consolidated: "
+                    f"{call} again"
+                )
+            raise NotConsolidatedError(f"rank {rank} holds only its own part of the state: {call} first")
+        return {key: dict(value) if isinstance(value, dict) else value for key, value in self._whole.items()}
 
 
 @dataclass(eq=False)
@@ -73,9 +139,17 @@ class Core:
             raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
 
     def check_weights(self) -> None:
-        """Raise if the model holds averaged weights, or whole ones of units."""
+        """Raise if the model holds averaged weights, or somebody needs rows whole."""
         self.owned.average.check_out()
         self.sharding.check_unpinned()
+
+    def refresh(self) -> None:
+        """Take over what the user changed in parameters and groups, as `Sharding.refresh`."""
+        self.sharding.refresh()
+        members = member_ids(self.groups)
+        if members != self.owned.local.members:
+            self.sharding.check_owned(self.groups)
+            self.owned.local.follow_members(self.groups, members)
 
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse group options with which a class cannot step cut parameters.

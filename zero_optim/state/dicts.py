@@ -2,12 +2,6 @@
 
 Keys are those of ``torch.optim``: the parameter's index over all groups. A class's global entries have their
 own keys.
-
-Note [Whole state]
-    Before any step, every rank knows the whole state: the class's constructor makes it, equal on every rank.
-    Frameworks ask for a state dict then. After a step or a load, each rank knows only its own part, and
-    `consolidate` brings a snapshot of the whole to some ranks, valid until the next step, load or added
-    group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +25,10 @@ from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
-    """Return the whole state by parameter; NotConsolidatedError if this rank lacks it. No communication."""
+    """Return the whole state by parameter: Note [Whole state] in `zero_optim.state.core`.
+
+    NotConsolidatedError if this rank lacks it. No communication.
+    """
     params = core.params
     if core.snapshot.untouched:
         return core.owned.local.initial_state(core.groups)

@@ -82,7 +82,6 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
     Raises, on every rank, LostStateError or RankMismatchError unless the ranks hold one state.
     """
     pieces = [core.sharding.piece_here(param) for param in core.params]
-    former = [core.sharding.pieces[param] for param in core.params]
     snapshot, own = core.snapshot, core.held()
     mine = Holding(
         snapshot.age,
@@ -91,13 +90,17 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
         bool(own.everywhere),
         [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
         snapshot.steps,
-        None if may_lose else core.mirror.kept(former),
+        None if may_lose else core.mirror.kept(core.piece_list()),
     )
-    told = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
-    holdings = [
-        Holding(**{**each, "kept": None if each["kept"] is None else Kept(**each["kept"])}) for each in told
-    ]
-    goes_back = any(holding.kept for holding in holdings) and _loses_state(holdings)
+    reports = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
+    holdings = [Holding(**{**each, "kept": each["kept"] and Kept(**each["kept"])}) for each in reports]
+    mirrors = [each.kept for each in holdings if each.kept is not None]
+    # No rank goes back if one has changed its state without mirroring it, as after a load.
+    goes_back = bool(mirrors) and not any(each.age > 0 and each.kept is None for each in holdings)
+    if goes_back:  # only if a step broke off, or a rank is lost
+        is_missing = any(len(mirrors) < each.size for each in mirrors)
+        ages = {each.age for each in holdings if each.age > 0}
+        goes_back = any(each.is_torn for each in holdings) or is_missing or len(ages) > 1
     try:
         live = _live(core, group, holdings, own)
         if live is None or all(live.pieces) or not goes_back:
@@ -108,101 +111,78 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
     return _in_mirrors(core, group, holdings)
 
 
-def _loses_state(holdings: Sequence[Holding]) -> bool:
-    """Whether ranks may go back: a step broke off, or a rank is lost.
-
-    No rank goes back if one has changed its state without mirroring it, as after a load.
-    """
-    if any(each.age > 0 and each.kept is None for each in holdings):
-        return False
-    known = [each.kept for each in holdings if each.kept is not None]
-    is_torn = any(each.is_torn for each in holdings)
-    is_missing = any(len(known) < each.size for each in known)
-    return is_torn or is_missing or len({each.age for each in holdings if each.age > 0}) > 1
-
-
 def _live(core: Core, group: RankGroup, holdings: Sequence[Holding], own: Held) -> Holders | None:
-    """Return the holders of live state; None if all ranks are new. Does not communicate."""
-    holders = _holders_of_one_state(holdings)
-    if not holders:
-        return None
-    pieces = _held_pieces(core, holdings, holders)
-    tells = len(holders) < group.size or any(holdings[rank].has_everywhere for rank in holders)
-    steps = max(holdings[rank].steps for rank in holders)
-    age = holdings[holders[0]].age
-    return Holders(holders[0], age, steps, pieces, range(group.size), {group.rank: own}, tells)
-
-
-def _holders_of_one_state(holdings: Sequence[Holding]) -> list[int]:
-    """List the ranks whose state counts: Note [Who holds the state]; raises unless it is one."""
+    """Return the holders of live state: Note [Who holds the state]; None if all ranks are new."""
     torn = [rank for rank, each in enumerate(holdings) if each.is_torn]
     if torn:
         raise LostStateError(
             f"a step broke off on {ranks_text(torn)}: some parameters there have taken it, others have not. "
             f"{GO_BACK}"
         )
-    holders = [rank for rank, each in enumerate(holdings) if each.age > 0]
+    holders = {rank: each for rank, each in enumerate(holdings) if each.age > 0}
+    if not holders:
+        return None
     ages: dict[int, list[int]] = {}
-    for rank in holders:
-        ages.setdefault(holdings[rank].age, []).append(rank)
+    for rank, each in holders.items():
+        ages.setdefault(each.age, []).append(rank)
     if len(ages) > 1:
-        told = "; ".join(f"{ranks_text(ranks)} after {age} steps or loads" for age, ranks in ages.items())
-        raise RankMismatchError(f"ranks hold state of different moments: {told}. {GO_BACK}")
-    for rank in holders:
-        first, options = holdings[holders[0]].options, holdings[rank].options
-        if options != first:
-            one, other = next((a, b) for a, b in zip(first, options, strict=True) if a != b)
-            raise RankMismatchError(
-                f"ranks disagree about the options of the optimizer: rank {holders[0]} has {one}; "
-                f"rank {rank} has {other}"
-            )
-    return holders
-
-
-def _held_pieces(core: Core, holdings: Sequence[Holding], holders: Sequence[int]) -> list[Pieces]:
-    """Return each parameter's pieces by rank; none if any row is lost."""
-    names, every = param_names(core.groups), []
-    held: list[list[Piece]] = [[] for _ in names]
-    for rank in holders:
-        for index, start, stop in holdings[rank].pieces:
-            held[index].append(Piece(rank, start, stop))
-    for name, param, pieces in zip(names, core.params, held, strict=True):
-        pieces.sort(key=lambda piece: piece[1:])
-        for one, other in pairwise(pieces):
-            if other.start < one.stop or other[1:] == one[1:]:
+        moments = "; ".join(f"{ranks_text(ranks)} after {age} steps or loads" for age, ranks in ages.items())
+        raise RankMismatchError(f"ranks hold state of different moments: {moments}. {GO_BACK}")
+    first = min(holders)
+    for rank, each in holders.items():
+        for one, other in zip(holders[first].options, each.options, strict=True):
+            if one != other:
                 raise RankMismatchError(
-                    f"ranks {one.owner} and {other.owner} both hold {name}: they come from two runs. Rebind "
-                    "ranks of one former group, and new ones, whose optimizer was neither stepped nor loaded"
+                    f"ranks disagree about the options of the optimizer: rank {first} has {one}; "
+                    f"rank {rank} has {other}"
                 )
-        is_lost = sum(piece.stop - piece.start for piece in pieces) < num_rows(param.shape)
-        every.append(() if is_lost else tuple(pieces))
-    return every
+    of_param: list[list[Piece]] = [[] for _ in core.params]
+    for rank, each in holders.items():
+        for index, *rows in each.pieces:
+            of_param[index].append(Piece(rank, *rows))
+    pieces: list[Pieces] = []
+    for name, param, some in zip(param_names(core.groups), core.params, of_param, strict=True):
+        some.sort(key=lambda piece: piece[1:])
+        for piece, following in pairwise(some):
+            if following.start < piece.stop or following[1:] == piece[1:]:
+                raise RankMismatchError(
+                    f"ranks {piece.owner} and {following.owner} both hold {name}: they come from two runs. "
+                    "Rebind ranks of one former group, and new ones, whose optimizer was neither stepped nor "
+                    "loaded"
+                )
+        is_lost = sum(piece.stop - piece.start for piece in some) < num_rows(param.shape)
+        pieces.append(() if is_lost else tuple(some))
+    tells = len(holders) < group.size or any(each.has_everywhere for each in holders.values())
+    steps = max(each.steps for each in holders.values())
+    hosts = range(group.size)
+    return Holders(first, holders[first].age, steps, pieces, hosts, {group.rank: own}, tells)
 
 
 def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Holders:
     """Go back: Note [Going back to a mirror]. Does not communicate; the same error on every rank."""
-    here = {each.kept.rank: (rank, each.kept) for rank, each in enumerate(holdings) if each.kept is not None}
-    known = [each.kept for each in holdings if each.kept is not None]
-    if len({each.token for each in known}) > 1 or len(here) < len(known):
+    known = {rank: each.kept for rank, each in enumerate(holdings) if each.kept is not None}
+    here = {kept.rank: (rank, kept) for rank, kept in known.items()}
+    if len({kept.token for kept in known.values()}) > 1 or len(here) < len(known):
         raise RankMismatchError(
             "the ranks keep mirrors of two runs: rebind ranks of one former group, and new ones, whose "
             "optimizer was neither stepped nor loaded"
         )
-    size = known[0].size
-    lost = [rank for rank in range(size) if rank not in here]
-    buddies = {rank: (rank + 1) % size for rank in lost}
-    gone = [rank for rank in lost if buddies[rank] in lost]
+    first = min(known)
+    size = known[first].size
+    buddies = {rank: (rank + 1) % size for rank in range(size) if rank not in here}  # of the lost ones
+    gone = [rank for rank, buddy in buddies.items() if buddy in buddies]
     if gone:
         whose = ", ".join(f"that of rank {rank} was on rank {buddies[rank]}" for rank in gone)
         raise LostStateError(
-            f"{ranks_text(lost)} of the former group are lost, and mirrors with them: {whose}. {GO_BACK}"
+            f"{ranks_text(list(buddies))} of the former group are lost, and mirrors with them: {whose}. "
+            f"{GO_BACK}"
         )
-    numbers = set.intersection(*({number for number, *_ in each.own} for each in known))
-    numbers.intersection_update(*(here[buddies[rank]][1].others for rank in lost))
+    numbers = set.intersection(*({number for number, *_ in kept.own} for kept in known.values()))
+    numbers.intersection_update(*(here[buddy][1].others for buddy in buddies.values()))
     if not numbers:
         raise LostStateError(f"the ranks that are left have no version of the mirrors in common. {GO_BACK}")
     number = max(numbers)
-    versions = [each for rank in known for each in rank.own if each[0] == number]
+    versions = [each for kept in known.values() for each in kept.own if each[0] == number]
     hosts = [here[buddies.get(rank, rank)][0] for rank in range(size)]
     hosted = [former for former, host in enumerate(hosts) if host == group.rank]
     values, beside = core.mirror.values_of(number, hosted)
@@ -211,9 +191,8 @@ def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Ho
         former: Held(each["state"], each["values"], beside["everywhere"], is_live=False)
         for former, each in values.items()
     }
-    first, kept = min(here.values(), key=lambda each: each[0])
     pieces: list[list[Piece]] = [[] for _ in core.params]
-    for index, *piece in kept.pieces:
+    for index, *piece in known[first].pieces:
         pieces[index].append(Piece(*piece))
     age, steps = max(age for *_, age in versions), min(steps for _, steps, _ in versions)
     return Holders(first, age, steps, list(map(tuple, pieces)), hosts, held, True, beside["options"])

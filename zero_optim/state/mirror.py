@@ -24,7 +24,7 @@ import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,14 +63,6 @@ class Kept:
     pieces: list[list[int]]
 
 
-class _Packed(NamedTuple):
-    """What is sent; `form_bytes` is empty if the buddy has the form."""
-
-    form: Skeleton
-    tensors: list[Tensor]
-    form_bytes: bytes
-
-
 @dataclass(slots=True, eq=False)
 class _Copy:
     """A copy of one rank's state: the first ``nbytes`` of a memory, and its form."""
@@ -79,20 +71,12 @@ class _Copy:
     nbytes: int = 0
     form: Skeleton = field(default_factory=list)
 
-    def reserve(self, nbytes: int) -> Tensor:
-        """Return ``nbytes`` of memory."""
-        if self.memory.numel() < nbytes:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self.memory[:nbytes]
-
-    def take(self, packed: _Packed) -> Tensor:
-        """Copy a value; returns the bytes to send."""
-        self.nbytes, self.form = sum(tensor.nbytes for tensor in packed.tensors), packed.form
-        room = self.reserve(self.nbytes + len(packed.form_bytes))
-        pack(packed.tensors, room[: self.nbytes])
-        if packed.form_bytes:
-            room[self.nbytes :].copy_(bytes_to_tensor(packed.form_bytes))
-        return room
+    def reserve(self, nbytes: int, more: int) -> Tensor:
+        """Return memory for the tensors, and for more bytes behind them."""
+        self.nbytes = nbytes
+        if self.memory.numel() < nbytes + more:
+            self.memory = torch.empty(nbytes + more, dtype=torch.uint8)
+        return self.memory[: nbytes + more]
 
     def value(self) -> Nested:
         """Rebuild the value, in new memory."""
@@ -114,7 +98,7 @@ class _Version:
     other: _Copy | None = None
 
 
-class _UnderWay(NamedTuple):
+class _Transfer(NamedTuple):
     """A version in transit."""
 
     arriving: _Copy
@@ -130,18 +114,18 @@ class Mirror:
         self.nbytes = 0
         self._versions: list[_Version] = []
         self._spare: list[_Copy] = []
-        self._under_way: _UnderWay | None = None
+        self._transfer: _Transfer | None = None
         self._lease: Lease | None = None
         self._number = 0
         self._token, self._rank, self._size = "", 0, 1
-        self._said = ""  # the form that the buddy has, as text
+        self._sent_form = ""  # the form that the buddy has, as text
 
     def __reduce__(self) -> "tuple[type[Mirror], tuple[()]]":
         """Copy and pickle as new."""
         return Mirror, ()
 
     @property
-    def tells_of(self) -> int:
+    def last_age(self) -> int:
         """The age of the last version's state; -1 without versions."""
         return self._versions[-1].age if self._versions else -1
 
@@ -168,9 +152,24 @@ class Mirror:
         if is_first:
             self.take_lanes(group)  # a copy of an optimizer has none
             self._rank, self._size = group.rank, group.size
-            self._number, self._said = 0, ""  # equal on ranks that have come new
+            self._number, self._sent_form = 0, ""  # equal on ranks that have come new
         self._finish()
-        words, packed = self._exchange(value, steps)
+        lanes = self._lanes()
+        failure, form, tensors, form_text, form_bytes = None, Skeleton(), list[Tensor](), "", b""
+        try:
+            form, tensors = encode(value, "optimizer state")
+            form_text = repr(form)  # in which 1, 1.0 and True differ, and 0.0 and -0.0
+            form_bytes = b"" if form_text == self._sent_form else skeleton_to_bytes(form)
+        except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
+            failure = error
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        word = _WORD.pack(steps, len(form_bytes), nbytes, failure is not None, secrets.token_bytes(8))
+        words = [_WORD.unpack(each) for each in lanes[0].all_gather_fixed(word)]
+        if any(has_failed for *_, has_failed, _ in words):
+            with failing_together(lanes[0]):
+                if failure is not None:
+                    raise failure
+        self._sent_form, self.nbytes = form_text, len(form_bytes) + nbytes
         for old in self._versions[:-1]:  # now the last one is whole everywhere
             self._spare += [each for each in (old.own, old.other) if each is not None]
         del self._versions[:-1]
@@ -178,12 +177,23 @@ class Mirror:
             self._token = words[0][-1].hex()
         self._number += 1
         own, arriving = (self._spare.pop() if self._spare else _Copy() for _ in range(2))
-        room = own.take(packed)
+        outgoing, own.form = own.reserve(nbytes, len(form_bytes)), form
+        pack(tensors, outgoing[:nbytes])
+        if form_bytes:
+            outgoing[nbytes:].copy_(bytes_to_tensor(form_bytes))
         self._versions.append(_Version(self._number, max(word[0] for word in words), age, own, beside))
-        self._start(room, arriving, *words[(self._rank - 1) % self._size][1:3])
+        before, buddy = (self._rank - 1) % self._size, (self._rank + 1) % self._size
+        _, form_nbytes, incoming_nbytes, *_ = words[before]
+        incoming = arriving.reserve(incoming_nbytes, form_nbytes)
+        there, back = (lanes[sender % NUM_LANES] for sender in (self._rank, before))
+        received = [start_recv(back, incoming, before)] if incoming.numel() else []
+        sent = [start_send(there, outgoing, buddy)] if outgoing.numel() else []
+        self._transfer = _Transfer(arriving, form_nbytes, received, sent)
+        assert self._lease is not None
+        self._lease.under_way += [*received, *sent]
         if is_first:
             self._finish()
-            self._lanes()[0].all_gather_fixed(b"\1")
+            lanes[0].all_gather_fixed(b"\1")
 
     def take_lanes(self, group: RankGroup) -> None:
         """Lease process groups, when the optimizer is built or bound; all ranks call.
@@ -197,44 +207,12 @@ class Mirror:
         assert self._lease is not None  # the first update takes it
         return self._lease.groups
 
-    def _exchange(self, value: Nested, steps: int) -> tuple[list[tuple[Any, ...]], _Packed]:
-        """Exchange the bytes of Note [Versions] for the next version."""
-        lane, failure, packed = self._lanes()[0], None, _Packed([], [], b"")
-        said = self._said
-        try:
-            form, tensors = encode(value, "optimizer state")
-            said = repr(form)  # in which 1, 1.0 and True differ, and 0.0 and -0.0
-            packed = _Packed(form, tensors, b"" if said == self._said else skeleton_to_bytes(form))
-        except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
-            failure = error
-        sizes = len(packed.form_bytes), sum(tensor.nbytes for tensor in packed.tensors)
-        word = _WORD.pack(steps, *sizes, failure is not None, secrets.token_bytes(8))
-        words = [_WORD.unpack(each) for each in lane.all_gather_fixed(word)]
-        if any(each[3] for each in words):
-            with failing_together(lane):
-                if failure is not None:
-                    raise failure
-        self._said, self.nbytes = said, sum(sizes)
-        return words, packed
-
-    def _start(self, room: Tensor, arriving: _Copy, form_nbytes: int, nbytes: int) -> None:
-        """Start to send this rank's copy, and to receive that of the rank before."""
-        before, buddy = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-        there, back = (self._lanes()[sender % NUM_LANES] for sender in (self._rank, before))
-        into = arriving.reserve(nbytes + form_nbytes)
-        arriving.nbytes = nbytes
-        received = [start_recv(back, into, before)] if into.numel() else []
-        sent = [start_send(there, room, buddy)] if room.numel() else []
-        self._under_way = _UnderWay(arriving, form_nbytes, received, sent)
-        assert self._lease is not None
-        self._lease.under_way += [*received, *sent]
-
     def _finish(self) -> None:
         """Wait until the last version is whole here, and sent."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
             return
-        other, form_nbytes, received, sent = under_way
+        other, form_nbytes, received, sent = transfer
         for work in received:
             work.wait()
         if form_nbytes:
@@ -260,7 +238,7 @@ class Mirror:
         try:
             self._finish()
         finally:
-            self._versions, self._spare, self._under_way = [], [], None
+            self._versions, self._spare, self._transfer = [], [], None
 
     def let_go(self, *, waits: bool) -> None:
         """Release the process groups and keep the versions. Does not communicate.
@@ -273,7 +251,7 @@ class Mirror:
         except RuntimeError:  # of the backend
             waits = False
         finally:
-            taken, self._lease, self._under_way = self._lease, None, None
+            taken, self._lease, self._transfer = self._lease, None, None
             if not waits and taken is not None:
                 taken.abandon()
 

@@ -2,29 +2,174 @@
 
 Consolidating, loading, rebinding and going back to mirrors are such moves. Every rank derives the same list
 of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded size
-(`comm.wire`).
+(`comm.wire`). Checkpoints write and read the rows of a `CutState` in files instead.
 
 The caller may move a parameter with its state: if a rank died during a gather, only the owner surely has the
 new value.
+
+Note [State of cut parameters]
+    Each owner of a piece keeps state for its rows. Entries of the piece's shape are rows of a whole entry,
+    which has the parameter's shape. All other entries (a step count) are equal on every owner: only classes
+    with proof of that have cut parameters.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import Nested, Skeleton, decode, encode, map_tensors
-from zero_optim.comm.wire import recv_encoded, send_value
-from zero_optim.plan.pieces import Piece, Pieces
-from zero_optim.state.cut_state import CutState, Joined
+from zero_optim.comm.encoding import Nested, Place, decode, encode, map_tensors, new_memory
+from zero_optim.comm.wire import copied_to_cpu, recv_encoded, send_value
+from zero_optim.errors import StateMismatchError
+from zero_optim.plan.pieces import Piece, Pieces, piece_of
+from zero_optim.plan.strides import dense_strides, strides_of_rows
 
 _VALUES = "values"
-_Encoded = tuple[Skeleton, list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class CutState:
+    """The layout of one cut parameter's state on its owners: Note [State of cut parameters].
+
+    ``shaped`` names entries that surely have the parameter's shape. Others may have it too, with some
+    options.
+    """
+
+    shape: tuple[int, ...]
+    pieces: Pieces
+    shaped: frozenset[str]
+
+    def piece_of(self, rank: int) -> Piece:
+        """Return the piece of an owner."""
+        piece = piece_of(self.pieces, rank)
+        assert piece is not None  # it owns one
+        return piece
+
+    def shape_of(self, piece: Piece) -> tuple[int, ...]:
+        """Return the shape of a piece."""
+        return (piece.stop - piece.start, *self.shape[1:])
+
+    def is_cut(self, name: object, shape: tuple[int, ...], piece: Piece | None = None) -> bool:
+        """Whether an entry is cut by rows; ``shape`` is that of the whole, or of the piece's entry."""
+        wanted = self.shape if piece is None else self.shape_of(piece)
+        # A step count of shape (1,) beside a piece of one element is none of its rows.
+        return tuple(shape) == wanted and (name in self.shaped or max(shape) > 1)
+
+    def cut_entries(self, entries: Nested, piece: Piece) -> dict[str, Tensor]:
+        """List a piece's entries that are cut; TypeError if they cannot be joined."""
+        rows = {}
+        for name, value in entries.items() if isinstance(entries, dict) else ():
+            if isinstance(value, Tensor) and self.is_cut(name, value.shape, piece):
+                if type(value) not in (Tensor, Parameter) or value.layout != torch.strided:
+                    raise TypeError(
+                        f"'{name}' of a cut parameter is a {type(value).__name__} of layout {value.layout}, "
+                        "whose rows cannot be joined: build the optimizer with cuts=False"
+                    )
+                rows[name] = value
+        return rows
+
+    def picked(self, entries: Nested, piece: Piece, start: int, stop: int) -> Nested:
+        """Select rows ``[start, stop)`` of a piece's state: views of them, and all uncut entries."""
+        rows = self.cut_entries(entries, piece)
+        if not rows:
+            return entries
+        entries = copy(entries)
+        for name, value in rows.items():
+            entries[name] = value.detach()[start - piece.start : stop - piece.start]
+        return entries
+
+
+class Joined:
+    """Whole entries of cut parameters, by index, in CPU memory.
+
+    Rows are received at their place in the whole, without further memory.
+    """
+
+    def __init__(self, cuts: Mapping[int, CutState]) -> None:
+        self.cuts = cuts
+        self._whole: dict[tuple[int, str], Tensor] = {}
+        self._num_rows: Counter[tuple[int, str]] = Counter()
+        self._apart: list[tuple[Tensor, Tensor]] = []
+
+    def places_of(self, owner: int) -> Place:
+        """Return the allocator with which `wire.recv_encoded` receives an owner's state."""
+
+        def place(
+            path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+        ) -> Tensor:
+            cut = self.cuts.get(path[0]) if len(path) == 2 else None
+            if cut is not None and cut.is_cut(path[1], shape, cut.piece_of(owner)):
+                return self._place(path[0], path[1], owner, dtype, strides)
+            return new_memory(path, dtype, shape, strides)
+
+        return place
+
+    def _place(
+        self, index: int, name: str, owner: int, dtype: torch.dtype, strides: tuple[int, ...]
+    ) -> Tensor:
+        cut, key = self.cuts[index], (index, name)
+        piece = cut.piece_of(owner)
+        num_rows = piece.stop - piece.start
+        if key not in self._whole:
+            form = strides_of_rows(strides, num_rows, cut.shape)
+            self._whole[key] = torch.empty_strided(cut.shape, form, dtype=dtype)
+        rows = self._whole[key][piece.start : piece.stop]
+        if rows.dtype == dtype:
+            self._num_rows[key] += num_rows
+            if rows.stride() == tuple(strides) == dense_strides(rows):
+                return rows
+        apart = torch.empty_strided(
+            rows.shape, strides, dtype=dtype
+        )  # of rows that are not one run of memory
+        self._apart.append((rows, apart))
+        return apart
+
+    def copied(self, state: Mapping[Any, Any], rank: int) -> dict[Any, Any]:
+        """Copy this rank's state, by index; rows go to their place in the whole."""
+        copies: dict[Any, Any] = {}
+        for key, entries in state.items():
+            cut = self.cuts.get(key)
+            rows = {} if cut is None else cut.cut_entries(entries, cut.piece_of(rank))
+            rest = entries
+            if rows:
+                rest = copy(entries)
+                rest.update(dict.fromkeys(rows))  # in the same order
+            copies[key] = map_tensors(rest, copied_to_cpu)
+            for name, value in rows.items():
+                place = self._place(key, name, rank, value.dtype, dense_strides(value))
+                copies[key][name] = place.copy_(value.detach())
+        return copies
+
+    def merge(self, parts: list[dict[Any, Any]]) -> dict[Any, Any]:
+        """Merge the owners' parts, by index, in the order of ranks; the first of equal entries counts.
+
+        StateMismatchError if the owners of a parameter's pieces keep different entries.
+        """
+        for rows, apart in self._apart:
+            rows.copy_(apart)
+        merged: dict[Any, Any] = {}
+        for key, value in (item for part in parts for item in part.items()):
+            merged.setdefault(key, value)
+        for (index, name), whole in self._whole.items():
+            wanted, got = self.cuts[index].shape[0], self._num_rows[index, name]
+            if got != wanted or name not in merged[index]:
+                raise StateMismatchError(
+                    f"parameter {index} is cut, and its owners keep '{name}' for {got} of its {wanted} rows: "
+                    "expected the same entries, of one dtype, on all of them"
+                )
+            merged[index][name] = whole
+        return merged
+
+
+# ---------------------------------------------------------------------- maps and transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,25 +238,20 @@ class RowMap:
         """Collect a parcel: entries under the parameter's index, its own rows under ``~index``."""
         message: dict[Any, Nested] = dict(held.everywhere)
         for index, start, stop in parcel.moves:
-            entries: Nested = held.state.get(index)
-            values = held.values.get(index)
+            entries, values = held.state.get(index), held.values.get(index)
             if index in self.shaped:
                 cut = CutState(self.shapes[index], self.held[index], self.shaped[index])
                 piece = cut.piece_of(parcel.holder)
-                rows = slice(start - piece.start, stop - piece.start)
-                picked = cut.cut_entries(entries, piece)
-                if picked:
-                    entries = copy(entries)
-                    entries.update({name: value.detach()[rows] for name, value in picked.items()})
-                values = None if values is None else values[rows]
+                entries = cut.picked(entries, piece, start, stop)
+                values = None if values is None else values[start - piece.start : stop - piece.start]
             if entries is not None:
                 message[index] = entries
             if values is not None:
                 message[~index] = {_VALUES: values}
         return message
 
-    def joined_on(self, rank: int) -> dict[int, CutState]:
-        """Return how a rank joins the holders' rows of cut parameters."""
+    def joined_on(self, rank: int) -> Joined:
+        """Return what joins the holders' rows of cut parameters on a rank."""
         own = {
             index: piece for index, some in enumerate(self.wanted) for piece in some if piece.owner == rank
         }
@@ -121,12 +261,12 @@ class RowMap:
                 if index in self.shaped:
                     at = own[index].start
                     pieces.setdefault(index, []).append(Piece(holder, start - at, stop - at))
-        parts = {}
+        cuts = {}
         for index, some in pieces.items():
             shape = (own[index].stop - own[index].start, *self.shapes[index][1:])
-            parts[index] = CutState(shape, tuple(some), self.shaped[index])
-            parts[~index] = CutState(shape, tuple(some), frozenset({_VALUES}))
-        return parts
+            cuts[index] = CutState(shape, tuple(some), self.shaped[index])
+            cuts[~index] = CutState(shape, tuple(some), frozenset({_VALUES}))
+        return Joined(cuts)
 
 
 def move(
@@ -157,31 +297,7 @@ def move(
         StateMismatchError: on every rank, if the holders of a parameter keep different entries.
     """
     group = group.during("state")
-    joined = Joined(rows.joined_on(group.rank))
-    stays, received = _exchange(group, rows, held, joined, about, advance)
-    with failing_together(group):  # only now, as a rank that raises receives nothing more
-        parts = {holder: decode(skeleton, iter(tensors)) for holder, (skeleton, tensors) in received.items()}
-        for holder, message in stays.items():
-            cut = {key: value for key, value in message.items() if joined.has(key)}
-            drops = held[holder].is_live  # the rows are where they belong
-            rest = {k: v for k, v in message.items() if k not in cut and not (drops and _is_values(k))}
-            whole = rest if copy_with is None else map_tensors(rest, copy_with)
-            parts[holder] = {**whole, **joined.copied(cut, holder)}
-        merged = joined.merge([parts[holder] for holder in sorted(parts)])
-    values = {~key: merged.pop(key)[_VALUES] for key in list(merged) if _is_values(key)}
-    state = {key: merged.pop(key) for key in sorted(key for key in merged if isinstance(key, int))}
-    return Held(state, values, merged, is_live=False)
-
-
-def _exchange(
-    group: RankGroup,
-    rows: RowMap,
-    held: Mapping[int, Held],
-    joined: Joined,
-    about: str,
-    advance: Callable[[int], object],
-) -> tuple[dict[int, Any], dict[int, _Encoded]]:
-    """Send and receive all parcels; returns those that stay, and those received, by holder."""
+    joined = rows.joined_on(group.rank)
     with failing_together(group):
         mine = {
             number: rows.message(parcel, held[parcel.holder])
@@ -192,14 +308,24 @@ def _exchange(
         encoded = {number: encode(mine[number], about) for number in leaving}
     stays, received = {}, {}
     for number, (holder, _, takers) in enumerate(rows.parcels):
-        host = rows.hosts[holder]
         if number in encoded:
             send_value(group, [rank for rank in takers if rank != group.rank], *encoded[number])
-        if group.rank in takers and host == group.rank:
+        if group.rank in takers and number in mine:
             stays[holder] = mine[number]
         elif group.rank in takers:
-            received[holder] = recv_encoded(group, host, advance, joined.places_of(holder))
-    return stays, received
+            received[holder] = recv_encoded(group, rows.hosts[holder], advance, joined.places_of(holder))
+    with failing_together(group):  # only now, as a rank that raises receives nothing more
+        parts = {holder: decode(skeleton, iter(tensors)) for holder, (skeleton, tensors) in received.items()}
+        for holder, message in stays.items():
+            cut = {key: value for key, value in message.items() if key in joined.cuts}
+            drops = held[holder].is_live  # the rows are where they belong
+            rest = {k: v for k, v in message.items() if k not in cut and not (drops and _is_values(k))}
+            whole = rest if copy_with is None else map_tensors(rest, copy_with)
+            parts[holder] = {**whole, **joined.copied(cut, holder)}
+        merged = joined.merge([parts[holder] for holder in sorted(parts)])
+    values = {~key: merged.pop(key)[_VALUES] for key in list(merged) if _is_values(key)}
+    state = {key: merged.pop(key) for key in sorted(key for key in merged if isinstance(key, int))}
+    return Held(state, values, merged, is_live=False)
 
 
 def _is_values(key: object) -> bool:
@@ -209,13 +335,12 @@ def _is_values(key: object) -> bool:
 def told_by(group: RankGroup, source: int, value: Nested, about: str) -> Nested:
     """Return one rank's value on every rank; ``about`` names it in messages; all ranks call."""
     group = group.during("state")
-    others = [rank for rank in range(group.size) if rank != source]
     with failing_together(group):
         message = encode(value, about) if group.rank == source else None
     if message is None:
         message = recv_encoded(group, source)
     else:
-        send_value(group, others, *message)
+        send_value(group, [rank for rank in range(group.size) if rank != source], *message)
     with failing_together(group):  # only now, as a rank that raises receives nothing more
         return decode(message[0], iter(message[1]))
     raise AssertionError("it fails on every rank, or on none")

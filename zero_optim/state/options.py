@@ -54,8 +54,8 @@ class ShardingOptions:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
 
-    def check_units(self) -> None:
-        """Refuse options that a fully sharded model does not support."""
+    def check_rows(self) -> None:
+        """Refuse options that parameters kept as rows do not support."""
         if self.mirror:
             raise ValueError(
                 "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would have no "
@@ -81,8 +81,8 @@ class ShardingOptions:
 class PlanInputs:
     """The inputs of plans, beside parameters and ranks.
 
-    ``kept_whole``: parameters that the user does not want to be cut. ``store`` keeps the parameters of a
-    fully sharded model.
+    ``kept_whole``: parameters that the user does not want to be cut. ``store`` keeps parameters of
+    which ranks hold rows.
     """
 
     options: ShardingOptions

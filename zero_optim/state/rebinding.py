@@ -1,4 +1,4 @@
-"""Going to another process group, or to units: plan anew, and move the state to its new owners.
+"""Going to another process group, or to rows alone: plan anew, and move the state to its new owners.
 
 Note [Detached]
     `detach` does not communicate, so it works after a failure too. It leaves this rank's parameters, their
@@ -31,12 +31,11 @@ from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
-from zero_optim.state.core import Core
+from zero_optim.state.core import Core, Snapshot
 from zero_optim.state.dicts import check_targets
 from zero_optim.state.holders import Holders, find_holders, refuse_lost
 from zero_optim.state.moving import Held, move, told_by
 from zero_optim.state.options import KEPT_WHOLE
-from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
@@ -100,21 +99,20 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
 
 
 def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
-    """Keep the parameters of units on their owners alone, and plan anew; all ranks call.
+    """Keep a store's parameters on their owners alone, and plan anew; all ranks call.
 
     ``store`` is equal on all ranks. Before, every rank has all values. Memory is released bucket by bucket,
-    so there is no second copy. If it raises, on every rank, nothing has changed. Returns the units' buckets,
-    freed.
+    so there is no second copy. If it raises, on every rank, nothing has changed. Returns the freed buckets.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
         with failing_together(group):
-            if inputs.store.units:
+            if inputs.store.params:
                 raise RuntimeError(
                     "the optimizer has the parameters of a fully sharded model already: put all modules "
                     "into one, or give each an optimizer"
                 )
-            inputs.options.check_units()
+            inputs.options.check_rows()
         agree(group, [f"offload={store.keeping.description}"], "where a rank keeps what it owns")
         core.sharding.under_way.wait()
         before, inputs.store = inputs.store, store
@@ -177,17 +175,13 @@ def go_over(
     _keep_rows(core, former)
     owned.keep()
     core.show_state()
-    _note_moment(core, holders)
-    return [params[index] for index in lost]
-
-
-def _note_moment(core: Core, holders: Holders | None) -> None:
     if holders is None:
         core.snapshot = Snapshot()
     elif core.snapshot.age != holders.age or holders.options is not None:
         core.snapshot = Snapshot(holders.age, holders.steps)
     else:
         core.snapshot.steps = holders.steps
+    return [params[index] for index in lost]
 
 
 def _told(
@@ -227,8 +221,7 @@ def _built(
     core: Core, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
 ) -> OwnedState:
     """Build the new owned state; all ranks call. The plan is not added yet."""
-    params = core.params
-    pieces = sharding.owned(params, plan)
+    params, (leaves, average) = core.params, new_leaves(core.inputs)
     cut = {param: each for param, each in zip(params, plan.pieces, strict=True) if len(each) > 1}
 
     def cuts_of(of: ParamGroup) -> list[CutRows]:
@@ -239,12 +232,12 @@ def _built(
         local.check_cuts(groups, cuts_of)  # options may have changed, and other parameters are cut
         return local
 
-    leaves, average = new_leaves(core.inputs)
+    pieces = sharding.owned(params, plan)
     return new_owned(core.inputs, group, leaves, average, groups, pieces, local_over)
 
 
 def _keep_rows(core: Core, former: list[Bucket]) -> None:
-    """Move this rank's rows into the units' buckets and free these, one former bucket after the other.
+    """Move this rank's rows into buckets of rows and free these, one former bucket after the other.
 
     A former bucket's flat tensor is released with its last parameter; until then, the pages of parameters
     that left are given back.

@@ -5,6 +5,7 @@ find parameter indices by private attributes of PyTorch's class.
 """
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import piece_of
 from zero_optim.state.core import Core
 
+_DCP = "torch.distributed.checkpoint.state_dict"
 NOT_FOR_OURS = (
     "PyTorch's hook_with_zero_step and hook_with_zero_step_interleaved step PyTorch's "
     "ZeroRedundancyOptimizer alone: for this one import them from zero_optim.hooks, not from "
@@ -39,10 +41,10 @@ def is_no_step(core: Core) -> bool:
 
 
 def _is_called_by_dcp() -> bool:
-    frame = inspect.currentframe()
+    frame = inspect.currentframe() if _DCP in sys.modules else None
     while frame is not None:
         if frame.f_code.co_name == "_init_optim_state":
-            return bool(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict")
+            return bool(frame.f_globals.get("__name__") == _DCP)
         frame = frame.f_back
     return False
 

@@ -48,16 +48,18 @@ class WeightAverage:
         if self._swapped is not None:
             raise RuntimeError("the model holds the averaged weights: leave averaged_weights() first")
 
-    @torch.no_grad()
     def update(self, params: Iterable[Tensor] | None = None) -> None:
         """Move all averages, or some, towards their parameters."""
+        if self._decay is None:
+            return
         averaged = [
             param for param in (self.averages if params is None else params) if param in self.averages
         ]
-        if self._decay is not None and averaged:
+        if averaged:
             self._has_moved = True
             values = [self._leaves.value(param) for param in averaged]
-            private.foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
+            with torch.no_grad():
+                private.foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
 
     def check_swap_in(self) -> None:
         """Raise RuntimeError if there are no averages, or if the model holds them already."""

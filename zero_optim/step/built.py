@@ -1,18 +1,17 @@
 """One optimizer of the user's class over this rank's leaves."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
-from zero_optim.plan.option_values import Plain, are_close, plain
-from zero_optim.probe.cut_rows import CutRows
+from zero_optim.plan.option_values import plain
+from zero_optim.probe.cut_rows import CutRows, why_not_sparse_rows
 from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.traits import Traits, refusal
+from zero_optim.step.gradients import rows_of
 from zero_optim.step.spec import OptimizerSpec
 
 
@@ -20,7 +19,8 @@ class BuiltOptimizer:
     """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order.
 
     TypeError if the spec builds no optimizer, ValueError if sharding would change the algorithm. ``traits``
-    is None if not probed; ``first_options``: each group's options without the class's defaults.
+    is None if not probed; ``first_options``: each group's options without the class's defaults; ``defaults``:
+    the class's, as plain values.
     """
 
     def __init__(
@@ -34,26 +34,17 @@ class BuiltOptimizer:
     ) -> None:
         self.spec = spec
         self.numbers = numbers
+        self.traits: Traits | None = None
         self._is_tried = is_tried
         self._answers: dict[object, Any] = {}  # of probes that steps and loads ask again
         self.first_options = [options_of(group) for group in groups]
         leaves = _leaf_ids(groups)  # taken now: the class may change the dicts
         self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
-        self._defaults = {key: plain(value) for key, value in self.optimizer.defaults.items()}
-        self._check_followed(leaves)
-        self.traits = self._probe(steps_parts=steps_parts)
+        self.defaults = {key: plain(value) for key, value in self.optimizer.defaults.items()}
+        self._check_leaves(leaves, steps_parts=steps_parts)
 
-    def _probe(self, *, steps_parts: bool) -> Traits | None:
-        if not self._is_tried:
-            return None
-        traits = probe(self.spec.optimizer_class, self.spec.arguments, self.first_options)
-        if not traits.separable:
-            raise ValueError(refusal(self.spec.optimizer_class, traits))
-        if steps_parts:
-            self.spec.check_parts(traits)
-        return traits
-
-    def _check_followed(self, leaves: list[set[int]]) -> None:
+    def _check_leaves(self, leaves: list[set[int]], *, steps_parts: bool) -> None:
+        """Check that the class steps the last groups' leaves, and probe it."""
         first = len(self.numbers) - len(leaves)
         if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(
@@ -62,26 +53,32 @@ class BuiltOptimizer:
                 "would train another way. Use a class that keeps no copies, with master_dtype=torch.float32 "
                 "for masters, or use it without sharding"
             )
+        if self._is_tried:
+            traits = probe(self.spec.optimizer_class, self.spec.arguments, self.first_options)
+            if not traits.separable:
+                raise ValueError(refusal(self.spec.optimizer_class, traits))
+            if steps_parts:
+                self.check_parts(traits)
+            self.traits = traits
 
-    def is_default(self, key: str, value: Plain) -> bool:
-        """Return whether an option has the class's default, or there is no default."""
-        return key not in self._defaults or are_close(self._defaults[key], value)
+    def check_parts(self, traits: Traits | None) -> None:
+        """Raise ValueError if probed traits forbid steps of some parameters at a time."""
+        if traits is not None and not traits.steppable_in_parts:
+            raise ValueError(
+                f"{self.spec.name} cannot be stepped during the backward pass, some parameters at a time: "
+                f"{traits.counting}. Use it without zero_step (overlap_with_ddp)"
+            )
 
     def state_entries(self, num_dims: int) -> dict[str, bool]:
         """Return whether each state entry of such parameters has their shape, as a probe shows."""
-        spec = self.spec
-        work = partial(state_entries, spec.optimizer_class, spec.arguments, num_dims)
-        entries: dict[str, bool] = self._remembered(num_dims, work)
+        if num_dims not in self._answers:
+            self._answers[num_dims] = state_entries(self.spec.optimizer_class, self.spec.arguments, num_dims)
+        entries: dict[str, bool] = self._answers[num_dims]
         return entries
 
     def shaped_entries(self, num_dims: int) -> frozenset[str]:
         """Return the state entries with the shape of their parameter."""
         return frozenset(name for name, is_shaped in self.state_entries(num_dims).items() if is_shaped)
-
-    def _remembered(self, key: object, ask: Callable[[], Any]) -> Any:  # noqa: ANN401
-        if key not in self._answers:
-            self._answers[key] = ask()
-        return self._answers[key]
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
         """Return why the class cannot step some rows with rows of a sparse gradient; None if it can.
@@ -90,8 +87,11 @@ class BuiltOptimizer:
         """
         if not self._is_tried:
             return "it was not tried (assume_separable=True)"
-        ask = partial(self.spec.why_not_sparse_rows, options, dtype)
-        reason: str | None = self._remembered((dtype, _kinds(options)), ask)
+        key = (dtype, _kinds(options))
+        if key not in self._answers:
+            known = self.spec.optimizer_class, self.spec.arguments
+            self._answers[key] = why_not_sparse_rows(*known, options, dtype, rows_of)
+        reason: str | None = self._answers[key]
         return reason
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
@@ -105,9 +105,10 @@ class BuiltOptimizer:
             if not changed:
                 continue
             options, cuts = options_of(group), cuts_of(group)
-            ask = partial(self.spec.why_not_cut, [options], options, cuts, is_tried=self._is_tried)
-            reasons = self._remembered((_kinds(options), tuple(cuts)), ask)
-            reason = next((reason for reason in reasons if reason is not None), None)
+            key = (_kinds(options), tuple(cuts))
+            if key not in self._answers:
+                self._answers[key] = self.spec.why_not_cut([options], options, cuts, is_tried=self._is_tried)
+            reason = next((reason for reason in self._answers[key] if reason is not None), None)
             if reason is not None:
                 now = ", ".join(f"{key}={group.get(key)!r}" for key in changed)
                 raise ValueError(
@@ -122,8 +123,7 @@ class BuiltOptimizer:
         self.optimizer.add_param_group(group)
         self.numbers.append(number)
         self.first_options.append(first)
-        self._check_followed(leaves)
-        self.traits = self._probe(steps_parts=steps_parts)
+        self._check_leaves(leaves, steps_parts=steps_parts)
 
     def drop_groups(self, count: int) -> None:
         """Drop all groups after the first ``count`` public ones."""
@@ -165,14 +165,6 @@ class BuiltOptimizer:
         if exact:
             held: dict[Any, Any] = self.optimizer.state
             held.update({key: _as_saved(held[key], state[key]) for key in held if key in state})
-
-    def check_dict(self) -> None:
-        """Raise TypeError if the class has its own ``state_dict``, as wrappers do."""
-        if type(self.optimizer).state_dict is not Optimizer.state_dict:
-            raise TypeError(
-                f"{self.spec.name} has a state_dict() of its own, so what it keeps outside its `state` "
-                "would be lost: it can be trained sharded, but neither consolidated nor loaded"
-            )
 
 
 def _kinds(options: ParamGroup) -> object:

@@ -6,8 +6,7 @@ The public groups have all parameters and the true options. Each step copies the
 back: schedulers write to the public groups, schedule-free classes to their own.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import (
     PARAM_KEYS,
     ParamGroup,
-    member_ids,
     options_of,
     param_names,
     params_of,
@@ -29,6 +27,8 @@ from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.spec import OptimizerSpec
+
+_ABSENT = object()
 
 
 class LocalOptimizer:
@@ -50,7 +50,7 @@ class LocalOptimizer:
         self._default = default
         self._is_tried = not assume_separable
         self._leaf_of = dict(owned)
-        self._members: list[list[int]] = []  # of the public groups that the local ones follow
+        self.members: list[list[int]] = []  # `member_ids` of the public groups that the local ones follow
         self._written: set[OptionKey] = set()  # options that classes changed in steps
         self._steps_parts = False
         self._built: list[BuiltOptimizer] = []
@@ -85,13 +85,17 @@ class LocalOptimizer:
     def check_parts(self) -> None:
         """Raise ValueError, now and for later groups, if a class cannot step some parameters at a time."""
         for built in self._built:
-            built.spec.check_parts(built.traits)
+            built.check_parts(built.traits)
         self._steps_parts = True
 
     def check_dicts(self) -> None:
         """Raise TypeError if a class has its own ``state_dict``, as wrappers do."""
         for built in self._built:
-            built.check_dict()
+            if type(built.optimizer).state_dict is not Optimizer.state_dict:
+                raise TypeError(
+                    f"{built.spec.name} has a state_dict() of its own, so what it keeps outside its `state` "
+                    "would be lost: it can be trained sharded, but neither consolidated nor loaded"
+                )
 
     def traits(self) -> list[tuple[str, Traits | None]]:
         """Each class's probe result; None if not probed."""
@@ -199,42 +203,45 @@ class LocalOptimizer:
         self, groups: list[ParamGroup], methods: list[Callable[..., Any]], *args: object, **kwargs: object
     ) -> Any:  # noqa: ANN401 - whatever the class returns
         """Call the optimizers' own methods under the public groups' options; returns the first result."""
-        with self._following(groups):
-            results = [method(*args, **kwargs) for method in methods]
-            return results[0]
+        before = self._take_options(groups)
+        results = [method(*args, **kwargs) for method in methods]
+        self._give_options(groups, before)
+        return results[0]
 
     def step_some(self, groups: list[ParamGroup], leaves: Collection[Tensor], **kwargs: object) -> None:
         """Step some leaves under the public groups' options."""
         chosen = {id(leaf) for leaf in leaves}
-        with self._following(groups):
-            for built in self._built:
-                built.step_some(chosen, **kwargs)
+        before = self._take_options(groups)
+        for built in self._built:
+            built.step_some(chosen, **kwargs)
+        self._give_options(groups, before)
 
-    @contextmanager
-    def _following(self, groups: list[ParamGroup]) -> Iterator[None]:
-        """Copy options and members to local groups, run the body, and copy changes back."""
+    def follow_members(self, groups: Sequence[ParamGroup], members: list[list[int]]) -> None:
+        """Step what the public groups list now; ``members``: their `member_ids`."""
+        self.members = members
+        for public, local in zip(groups, self._groups(), strict=False):  # `_take_options` compares lengths
+            local["params"] = _leaves_of(public, self._leaf_of)
+
+    def _take_options(self, groups: list[ParamGroup]) -> list[dict[str, Plain]]:
+        """Copy the public options to the local groups; returns those that the class can change in place."""
         if len(groups) != self.num_groups:
             raise ValueError(
                 f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
                 ": leave the list as it is, and add groups with add_param_group(), on all ranks"
             )
-        members = member_ids(groups)
-        has_moved = members != self._members
-        for public, local in zip(groups, self._groups(), strict=True):
+        own = self._groups()
+        for public, local in zip(groups, own, strict=True):
             _set_options(local, public)
-            if has_moved:
-                local["params"] = _leaves_of(public, self._leaf_of)
-        self._members = members
-        before = list(map(changeable, self._groups()))
-        yield
+        return list(map(changeable, own))
+
+    def _give_options(self, groups: list[ParamGroup], before: list[dict[str, Plain]]) -> None:
+        """Copy what the class wrote to the local groups to the public ones."""
         for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
-            known = public.get
-            changed = [key for key in local if known(key) is not local[key] and key not in PARAM_KEYS]
+            changed = _set_options(public, local)
             if before[number]:
                 now = changeable(local)
                 changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
             self._written.update((number, str(key)) for key in changed)
-            _set_options(public, local)
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
@@ -244,7 +251,7 @@ class LocalOptimizer:
             for number, first in zip(built.numbers, built.first_options, strict=True)
             if number < len(options)  # the user may have deleted a group
             for key, value in options[number].items()
-            if key not in first and built.is_default(key, value)
+            if key not in first and are_close(built.defaults.get(key, value), value)
         ]
         return made, self._written
 
@@ -281,12 +288,12 @@ class LocalOptimizer:
         self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in leaves}
 
     def _groups(self) -> list[ParamGroup]:
-        numbered = [
-            (number, group)
-            for built in self._built
-            for number, group in zip(built.numbers, built.optimizer.param_groups, strict=True)
-        ]
-        return [group for _, group in sorted(numbered, key=lambda pair: pair[0])]
+        if len(self._built) == 1:
+            return self._built[0].optimizer.param_groups
+        numbered: dict[int, ParamGroup] = {}
+        for built in self._built:
+            numbered.update(zip(built.numbers, built.optimizer.param_groups, strict=True))
+        return [numbered[number] for number in sorted(numbered)]
 
     def _fill_in(self, groups: list[ParamGroup]) -> None:
         for public, local in zip(groups, self._groups(), strict=True):
@@ -360,7 +367,13 @@ def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
         public.setdefault(key, value)
 
 
-def _set_options(target: ParamGroup, source: ParamGroup) -> None:
-    for key in [key for key in target if key not in PARAM_KEYS and key not in source]:
-        del target[key]
-    target.update(options_of(source))
+def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
+    """Give ``target`` the options of ``source``; returns those that were other objects."""
+    known = target.get
+    changed = [key for key in source if known(key, _ABSENT) is not source[key] and key not in PARAM_KEYS]
+    for key in changed:
+        target[key] = source[key]
+    if not target.keys() <= source.keys():
+        for key in target.keys() - source.keys() - PARAM_KEYS:
+            del target[key]
+    return changed

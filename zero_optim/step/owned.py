@@ -1,7 +1,6 @@
 """The parameters that one rank owns, their optimizers, masters and averages."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -94,8 +93,7 @@ class OwnedState:
     def run(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the leaves and write them back to the parameters, even if it raises."""
         make_plain(self.leaves.owned)
-        with self._stepping():
-            result = work()
+        result = self._on_leaves(work)
         self.average.update()
         self.keep()
         return result
@@ -103,40 +101,38 @@ class OwnedState:
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
-        """Step everything; returns the class's result."""
+        """Step everything, with files as much at a time as the budget allows; returns the class's result."""
         if self._kept is None:
             return self.run(partial(self.local.step, groups, closure, **kwargs))
         assert closure is None  # see `takes_closures`
         make_plain(self.leaves.owned)
-        self._step_in_portions(self._kept, groups, kwargs)
-        return None
-
-    def _step_in_portions(
-        self, kept: KeptState, groups: list[ParamGroup], kwargs: Mapping[str, object]
-    ) -> None:
-        for gradients in kept.portions():
+        for gradients in self._kept.portions():
+            leaves = list(map(self.leaves.leaf, gradients))
             try:
-                with self._stepping(gradients):
-                    self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients], **kwargs)
+                self._on_leaves(partial(self.local.step_some, groups, leaves, **kwargs), gradients)
                 self.average.update(gradients)
             finally:
-                kept.take_back(gradients)
+                self._kept.take_back(gradients)
+        return None
 
     def keep(self) -> None:
         """Move everything back to the files."""
         if self._kept is not None:
             self._kept.keep()
 
-    @contextmanager
-    def _stepping(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> Iterator[None]:
+    def _on_leaves(self, work: Callable[[], T], gradients: Mapping[Tensor, Tensor | None] | None = None) -> T:
+        """Run ``work`` with the leaves' values and gradients set, and write the leaves back."""
+        leaves = self.leaves
+        if not leaves.separate:
+            return work()
         try:
-            self.leaves.take_in(gradients)
+            leaves.take_in(gradients)
             try:
-                yield
+                return work()
             finally:  # a step that broke off has changed parameters too, as in torch.optim
-                self.leaves.put_back(gradients)
+                leaves.put_back(gradients)
         finally:
-            self.leaves.let_go(gradients)
+            leaves.let_go(gradients)
 
     @torch.no_grad()
     def step_some(self, groups: list[ParamGroup], gradients: Mapping[Tensor, Tensor]) -> None:
@@ -145,18 +141,17 @@ class OwnedState:
         ``gradients``: with the parameter's shape, left unchanged; only owned rows are read. The caller moves
         the averages.
         """
-        spares = self.local.spares_gradients
         own = {param: self.leaves.own_rows(param, gradient) for param, gradient in gradients.items()}
-        own = own if spares else {param: gradient.clone() for param, gradient in own.items()}
-        separate = self.leaves.separate
-        held = {param: param.grad for param in own if param not in separate}
+        if not self.local.spares_gradients:
+            own = {param: gradient.clone() for param, gradient in own.items()}
+        leaf_of = {param: self.leaves.leaf(param) for param in own}
+        before = {param: param.grad for param, leaf in leaf_of.items() if leaf is param}
         try:
-            for param in held:
+            for param in before:
                 param.grad = own[param]
-            with self._stepping(own):
-                self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients])
+            self._on_leaves(partial(self.local.step_some, groups, list(leaf_of.values())), own)
         finally:
-            for param, grad in held.items():
+            for param, grad in before.items():
                 param.grad = grad
 
     def add_group(self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Piece]) -> None:

@@ -16,7 +16,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -215,6 +215,7 @@ class OwnedGradient(Tensor):
     """
 
     agree: "weakref.WeakMethod[Agree]"
+    has_any: ClassVar[bool] = False  # whether this process has made one, as most have not
 
     @classmethod
     def __torch_function__(
@@ -245,14 +246,14 @@ class OwnedGradient(Tensor):
 def owned(grad: Tensor, agree: Agree | None) -> Tensor:
     """Turn a whole gradient into an `OwnedGradient`, in place; nothing without ``agree``."""
     if agree is not None:
-        grad.__class__ = OwnedGradient
+        grad.__class__, OwnedGradient.has_any = OwnedGradient, True
         grad.agree = weakref.WeakMethod(agree)  # type: ignore[attr-defined] # it is one now
     return grad
 
 
 def make_plain(params: Iterable[Tensor]) -> None:
     """Turn each `OwnedGradient` into an ordinary tensor, in place."""
-    for param in params:
+    for param in params if OwnedGradient.has_any else ():
         grad: Any = param.grad
         if type(grad) is OwnedGradient:
             grad.__class__ = Tensor  # type: ignore[assignment] # mypy sees the class that it had

@@ -4,15 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
-from zero_optim.probe.cut_rows import CutRows, why_not_sparse_rows, why_rows_not_cut
+from zero_optim.probe.cut_rows import CutRows, why_rows_not_cut
 from zero_optim.probe.cut_rows import why_not_cut as why_class_not_cut
-from zero_optim.probe.traits import Traits
-from zero_optim.step.gradients import rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +67,6 @@ class OptimizerSpec:
         }
         every = [of_class[cut.dtype] or reasons[cut] for cut in cuts]
         return [None if reason is None else f"{self.name}: {reason}" for reason in every]
-
-    def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
-        """Return why these options cannot step rows with rows of sparse gradients, or None."""
-        return why_not_sparse_rows(self.optimizer_class, self.arguments, options, dtype, rows_of)
-
-    def check_parts(self, traits: Traits | None) -> None:
-        """Raise ValueError if probed traits forbid steps in parts."""
-        if traits is not None and not traits.steppable_in_parts:
-            raise ValueError(
-                f"{self.name} cannot be stepped during the backward pass, some parameters at a time: "
-                f"{traits.counting}. Use it without zero_step (overlap_with_ddp)"
-            )
 
 
 def _shown(value: object) -> str:

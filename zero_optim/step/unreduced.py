@@ -42,6 +42,8 @@ _REGISTERED: WeakSet[FrozenParams] = WeakSet()
 
 def unreduced_among(params: Container[Tensor]) -> dict[str, Tensor]:
     """Return, by name, parameters that train but that no wrapper reduces. No communication."""
+    if not _REGISTERED:
+        return {}
     found = (pair for frozen in list(_REGISTERED) for pair in frozen.unfrozen())
     return {name: param for name, param in found if param in params}
 

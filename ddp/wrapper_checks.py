@@ -1,9 +1,11 @@
-"""Checks before construction that all ranks wrap the same model with the same arguments."""
+"""What wrappers refuse: models that differ between ranks, and what does not fit together."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import UninitializedParameter
@@ -12,7 +14,9 @@ from zero_optim.comm.agreement import agree, check_flags, failing_together, rais
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.assignment import describe_params
+from zero_optim.ddp.reducer.report import names_text
 from zero_optim.health.watchdog import check_patience, learn_addresses, patient, watch
+from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.places import is_freed
 
 # Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.
@@ -26,6 +30,32 @@ _NOT_COMPARED = (
     "param_to_hook_all_reduce",
     "process_group",
 )
+
+
+OPTIONS = (
+    "broadcast_buffers",
+    "device_ids",
+    "dim",
+    "find_unused_parameters",
+    "init_sync",
+    "mixed_precision",
+    "on_stall",
+    "output_device",
+    "static_graph",
+    "timeout",
+)
+REFUSED = {
+    "batched_grad_copy": "gradients are copied as they come, so that they can be dropped",
+    "bucket_cap_mb": "buckets are those of the optimizer: give it bucket_cap_mb",
+    "bucket_cap_mb_list": "buckets are those of the optimizer: give it bucket_cap_mb",
+    "check_reduction": "it has had no effect for long",
+    "delay_all_reduce_named_params": "every gradient goes to its owner, and none can be averaged elsewhere",
+    "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group(), and a 2-D "
+    "mesh of replicas by the name of mesh",
+    "gradient_as_bucket_view": "an owner's gradients are views already, and nobody else has whole ones",
+    "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
+    "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
+}
 
 
 def agree_on_model(
@@ -66,21 +96,18 @@ def _agree(
         _check_devices(module, given.get("device_ids"), given.get("output_device"))
         if not may_be_freed:
             refuse_freed(module)
-        items = [f"init_sync={syncs}", *(_described(group, given, timeout, on_stall) if syncs else ())]
+        items = [f"init_sync={syncs}"]
+        if syncs:
+            pairs = seen_params(module)
+            group.check_serves([param for _, param in pairs])
+            PrecisionPolicy.of_ddp(given)
+            delayed = [name for name, _ in given.get("delay_all_reduce_named_params") or ()]
+            delayed_by = "no parameter" if given.get("param_to_hook_all_reduce") is None else "a parameter"
+            options = {key: given[key] for key in given if key not in _NOT_COMPARED}
+            limits = f"timeout={timeout}, on_stall={on_stall}"
+            items += [f"arguments {options}, delayed: {delayed} by {delayed_by}, {limits}"]
+            items += describe_params(pairs)
     agree(group, items, "the model to wrap")
-
-
-def _described(group: RankGroup, given: dict[str, Any], timeout: object, on_stall: object) -> list[str]:
-    """Describe what ranks must have in common; raises if it is invalid."""
-    pairs = seen_params(given["module"])
-    group.check_serves([param for _, param in pairs])
-    PrecisionPolicy.of_ddp(given)
-    params = describe_params(pairs)
-    delayed = [name for name, _ in given.get("delay_all_reduce_named_params") or ()]
-    delayed_by = "no parameter" if given.get("param_to_hook_all_reduce") is None else "a parameter"
-    options = {key: given[key] for key in given if key not in _NOT_COMPARED}
-    limits = f"timeout={timeout}, on_stall={on_stall}"
-    return [f"arguments {options}, delayed: {delayed} by {delayed_by}, {limits}", *params]
 
 
 def _check_devices(module: nn.Module, device_ids: object, output_device: object) -> None:
@@ -118,4 +145,63 @@ def refuse_freed(module: object) -> None:
     if any(is_freed(param) for _, param in seen_params(module)):
         raise ValueError(
             "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
+        )
+
+
+def check_arguments(
+    wrapper: type, accumulate: object, options: Mapping[str, object], refused: Mapping[str, str]
+) -> None:
+    """Raise TypeError for an option that a wrapper does not take, ValueError for a wrong ``accumulate``.
+
+    ``refused`` says what to do in the place of an option of PyTorch's.
+    """
+    if accumulate not in ("owner", "local"):
+        raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
+    for name in options:
+        if name in refused:
+            raise TypeError(f"{wrapper.__name__} takes no {name}: {refused[name]}")
+        if name not in OPTIONS:
+            arguments = inspect.signature(wrapper).parameters.values()
+            keywords = {argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
+            raise TypeError(f"expected options among {', '.join(sorted({*OPTIONS, *keywords}))}, got {name}")
+
+
+def check_group(optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None) -> None:
+    """Refuse another process group than the optimizer's."""
+    if process_group is not None and process_group is not optimizer.ranks.process_group:
+        raise ValueError(
+            "process_group is another group than that of the optimizer, whose ranks own the gradients: leave "
+            "it out, or give both the same"
+        )
+
+
+def check_module(module: object) -> None:
+    """Refuse what is no module, or reduces gradients itself."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
+        raise ValueError(
+            "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
+            "what is inside of it, its .module"
+        )
+
+
+def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    """Refuse an optimizer that lacks parameters of the module, or waits for a comm hook."""
+    if optimizer.core.inputs.options.overlap_with_ddp:
+        raise ValueError(
+            "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
+            "that out"
+        )
+    known = optimizer.pieces()
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    unknown = [
+        name
+        for name, param in module.named_parameters()
+        if param.requires_grad and name not in ignored and param not in known
+    ]
+    if unknown:
+        raise ValueError(
+            f"the optimizer does not have {names_text(unknown)}, so nobody owns the gradients: add them to "
+            "it, or freeze them (requires_grad=False) before wrapping"
         )
