@@ -248,7 +248,6 @@ def _keep_rows(core: Core, former: list[Bucket]) -> None:
         left = former.pop(0)
         for param in left.params:
             if param in bucket_of:
-                bucket_of[param].take_in({param: param})
-                bucket_of[param].let_go({param})
+                bucket_of[param].take_in(param)
                 left.give_back(param)
     core.owned.leaves.keep(new)

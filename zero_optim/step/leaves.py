@@ -82,7 +82,7 @@ class Leaves:
     def keep(self, buckets: Iterable[RowBucket]) -> None:
         """Record the owned rows in buckets of rows."""
         for bucket in buckets:
-            self.kept.update(bucket.kept())
+            self.kept.update(bucket.own_rows())
 
     @property
     def owned(self) -> Collection[Tensor]:
