@@ -459,9 +459,11 @@ def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding(avera
 # ---------------------------------------------------------------------- steps during the backward pass
 
 REFUSED_IN_PARTS = {"torch_optimizer.Lookahead", "torch_optimizer.MADGRAD"}  # they count their steps
-SOME = tuple(
-    name for name in ("torch.optim.AdamW", "torch.optim.Muon", "torch_optimizer.AccSGD") if name in BITWISE
-)
+SOME = [
+    name
+    for name in ("torch.optim.AdamW", "torch.optim.Muon", "torch.optim.SparseAdam", "torch_optimizer.AccSGD")
+    if name in BITWISE
+]
 
 
 def in_small_buckets(optimizer_class: Any, options: Options, model: nn.Module) -> ZeroRedundancyOptimizer:
