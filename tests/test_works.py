@@ -62,6 +62,7 @@ def record_works() -> list[tuple[str, int]]:
         assert record.failure is None
     group = RankGroup.of(None).works
     assert not group.log.waits
+    assert not group.pending
     activity = group.log.activity
     assert not activity.open
     assert activity.last is not None
@@ -130,6 +131,7 @@ def test_a_work_gives_what_it_failed_with_and_the_reason_if_that_is_known() -> N
     failure = work.exception()
     assert isinstance(failure, RuntimeError)
     assert failure.__traceback__ is None
+    assert work in group.works.pending
     group.works.log.give_up(group.works.ranks, Verdict("rank 1 is away", (1,)))
     assert str(work.exception()) == "rank 1 is away"
 

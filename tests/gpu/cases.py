@@ -19,6 +19,7 @@ import test_fully_sharded as parameters
 import test_fully_sharded_made as made
 import test_fully_sharded_odd as odd
 import test_fully_sharded_precision as precision
+import test_fully_sharded_state as state
 import test_hooks_training as hooks
 import test_mesh as mesh
 import test_overlap_training as overlap
@@ -30,7 +31,6 @@ from gpu.setting import Figures, Here, NotHere, Setup, asleep_on_device, need_fu
 from parity_runs import STAGES, Row, Run
 from sharded import Setting, cut_adamw
 from test_fully_sharded_forms import trains_as_optimizer_first
-from test_fully_sharded_state import trains_alone
 from training import HAS_MUON
 from zero_optim.ddp import PrecisionPolicy
 from zero_optim.hooks import zero_step
@@ -142,7 +142,7 @@ ANYWHERE: Tests = {
     "mixed precision: every policy": (casts.test_training_gives_the_bits_of_a_run_by_hand, {}),
     "parameters: units kept": (parameters.test_units_that_stay_have_the_bits_of_whole_parameters, "", False),
     **{
-        f"parameters: LoRA{name}": (parameters.test_adapters_of_a_frozen_base_train_alike, *of_base)
+        f"parameters: LoRA{name}": (parameters.test_adapters_train_alike, *of_base)
         for name, of_base in {
             "": (True, ""),
             ", checkpointing": (True, "not reentrant"),
@@ -155,18 +155,24 @@ ANYWHERE: Tests = {
     ),
     "parameters: odd ones": (made.test_parameters_of_any_form_become_units, False),
     "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
-    "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
+    "parameters: bf16, several passes": (precision.test_bits_are_those_of_masters, NARROW, "", 3, False),
     "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
     **{
         f"parameters: {kind}": (odd.test_odd_models_and_losses_have_the_bits_of_whole_parameters, kind)
         for kind in list(odd.ODD)[:3]
     },
     **{
-        f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
+        f"parameters: checkpointing, {how}, bf16": (
+            precision.test_bits_are_those_of_masters,
+            NARROW,
+            how,
+            1,
+            False,
+        )
         for how in ("reentrant", "not reentrant")
     },
 }
-ON_ONE_RANK: Tests = {"parameters: save, load, evaluate": (trains_alone, FOLDER)}
+ON_ONE_RANK: Tests = {"parameters: save, load, evaluate": (state.test_one_rank_alone, FOLDER)}
 ON_TWO_RANKS: Tests = {
     "gradients: cut": (
         gradients.test_cut_parameters_train_with_the_bits_of_whole_gradients,
@@ -179,8 +185,14 @@ ON_TWO_RANKS: Tests = {
 ON_MORE_RANKS: Tests = {  # the sums of the reference are made in the order of ranks
     "gradients: order of sums, passes on owners": (accumulation.adds_up, "owner"),
     "gradients: order of sums, passes on ranks": (accumulation.adds_up, "local"),
-    "parameters: order of sums, float32": (precision.follows, WIDE, "not reentrant", 2),
-    "parameters: order of sums, bf16": (precision.follows, NARROW, "", 2),
+    "parameters: order of sums, float32": (
+        precision.test_bits_are_those_of_masters,
+        WIDE,
+        "not reentrant",
+        2,
+        False,
+    ),
+    "parameters: order of sums, bf16": (precision.test_bits_are_those_of_masters, NARROW, "", 2, False),
 }
 ON_A_MESH: Tests = {  # of two replicas of two ranks
     **table("gradients; fully; fully, state over all", "tower", "ordinary", "mesh"),

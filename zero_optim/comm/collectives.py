@@ -211,12 +211,10 @@ class RankGroup:
                 with coalesced(self.process_group, device) as handles:
                     for owner, row in listed:
                         self._broadcast(row, owner)
-        is_tree, size = self.transport(device).is_tree, self.size
-        sent = (
-            broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_tree=is_tree)
-            for owner, row in listed
-        )
-        self.phase.sent(sum(sent), len(handles))
+        is_tree, size, nbytes = self.transport(device).is_tree, self.size, 0
+        for owner, row in listed:
+            nbytes += broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_tree=is_tree)
+        self.phase.sent(nbytes, len(handles))
         return self.works_of(handles, record, device)
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:

@@ -12,6 +12,13 @@ Note [Groups that end]
     gloo closes a group's connections when nothing refers to it. An error's traceback does, by the frames that
     waited, in a cycle until garbage is collected, while other ranks wait. So nothing here keeps an error. A
     caller may: so releasing ranks after a failed wait cuts all their groups (`WorkLog.cut_if_failed`).
+
+Note [Works that outlive the interpreter]
+    The last reference to a work releases its tensors, which takes the GIL. If gloo's thread does that while
+    Python ends, Python ends the thread inside a destructor, and the process aborts (exit status 134). It was
+    seen after a wait was given up: the thread had just told the waiting one of the failure. So works that did
+    not end well are kept as long as their group, or until Python's modules are gone, when PyTorch takes no
+    GIL any more.
 """
 
 import itertools
@@ -62,7 +69,9 @@ class Work:
         self._polls = polls
         self._phase = phase
         self.record = record
-        if late_on is not None and record.group.outstanding is None and not is_capturing(late_on):
+        if late_on is None:
+            record.group.pending.add(self)
+        elif record.group.outstanding is None and not is_capturing(late_on):
             record.group.outstanding = self
 
     def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
@@ -74,8 +83,10 @@ class Work:
             self.record.timeout = timeout
         with self._phase.held_up(), self.record.waiting():
             if self._polls and isinstance(self.handle, dist.Work | Paired):
-                return self.record.group.wait_for(self.handle)
-            result = self.handle.wait()
+                result: Any = self.record.group.wait_for(self.handle)
+            else:
+                result = self.handle.wait()
+        self.record.group.pending.discard(self)
         if self.record.group.outstanding is self and self.late_on is not None:
             self._let_go(self.late_on)
         return result
@@ -146,7 +157,8 @@ class GroupWorks:
     ``limit``: the timeout in seconds. ``verdict``: why the group was given up; no work begins any more.
     ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts, equal
     on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
-    ``outstanding``: the one pending work of a device (they end in order).
+    ``outstanding``: the one pending work of a device (they end in order). ``pending``: works of the CPU that
+    nobody has waited for, or that failed: Note [Works that outlive the interpreter].
     """
 
     def __init__(
@@ -166,7 +178,8 @@ class GroupWorks:
         self.tags = itertools.count(1)
         self.apart = 0
         self.outstanding: Work | None = None
-        self.group = weakref.ref(process_group)
+        self.pending = pending = set[Work]()
+        self.group = weakref.ref(process_group, lambda _: pending.clear())  # the works keep connections
         self._numbers = itertools.count(1)
         self._can_cut = can_cut
 

@@ -85,7 +85,8 @@ class Arrival:
         self._owners = [room.owner for room in rooms]
         self._octets: list[bytes] | None = None
         if places[0].device.type == "cpu":
-            self._octets = list(map(tensor_to_bytes, places))
+            # Not by numpy, which would have PyTorch refuse to empty the storage of a unit's flat tensor.
+            self._octets = [bytes(place.tolist()) for place in places]
         else:
             self._copy = HostCopy(torch.stack(list(places)))
 

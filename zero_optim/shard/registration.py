@@ -189,7 +189,7 @@ def _move_rows(bucket: RowBucket, bucket_of: Mapping[Tensor, RowBucket], group: 
     start_gather((group,), wide).wait()
     for param, value in wide.values.items():
         if param in bucket_of:
-            bucket_of[param].take_in({param: value})
+            bucket_of[param].take_in(param, value)
 
 
 def is_registered(param: Tensor) -> bool:

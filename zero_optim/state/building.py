@@ -131,11 +131,11 @@ def new_owned(
         local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
     local.agree_on_traits(group)
     files = inputs.store.files
-    kept = None if files is None else KeptState(files, leaves, average, local)
-    owned = OwnedState(group, leaves, average, local, pieces, kept)
-    if kept is not None:
+    in_files = None if files is None else KeptState(files, leaves, average, local)
+    owned = OwnedState(group, leaves, average, local, pieces, in_files)
+    if in_files is not None:
         with failing_together(group):
-            kept.reserve(groups, pieces)
+            in_files.reserve(groups, pieces)
     return owned
 
 
