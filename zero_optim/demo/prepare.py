@@ -37,7 +37,7 @@ class Started(NamedTuple):
     @staticmethod
     def here() -> "Started | None":
         """Return this process's place; None if torchrun did not start it."""
-        names = [name.upper() for name in Started._fields]
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         is_started = os.environ.keys() >= set(names)
         return Started(*(int(os.environ[name]) for name in names)) if is_started else None
 
