@@ -85,8 +85,7 @@ class Arrival:
         self._owners = [room.owner for room in rooms]
         self._octets: list[bytes] | None = None
         if not is_asynchronous(places[0].device):
-            # Not by numpy, which would have PyTorch refuse to empty the storage of a unit's flat tensor.
-            self._octets = [bytes(place.tolist()) for place in places]
+            self._octets = list(map(tensor_to_bytes, places))
         else:
             self._copy = HostCopy(torch.stack(list(places)))
 

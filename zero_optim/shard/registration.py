@@ -151,7 +151,7 @@ class Registration:
             items = [*described, *describe_owners(groups, plan)]
             agree_between_replicas(self.everyone, items)
 
-    def passed_on(
+    def hand_over(
         self, buckets: Sequence[RowBucket], store: Store, group: RankGroup, params: Sequence[Tensor]
     ) -> Callable[[Any], None] | None:
         """Move the units to other buckets; return the callback for the new optimizer. All ranks call.

@@ -77,7 +77,7 @@ def build(
         owned.keep()
     # Now that no leaf holds the memory that parameters leave.
     sharding.add(every, plan, short_names(groups))
-    told = registration.passed_on(buckets, inputs.store, group, every)
+    told = registration.hand_over(buckets, inputs.store, group, every)
     core = Core(inputs, group, sharding, owned, groups)
     _begin(core, read_by)
     return core, told
