@@ -85,9 +85,9 @@ class Watched:
         history = History(len(numels))
         self.current = BackwardPass(self.assignment, history, options, self.launch, divisor=2.0)
 
-    def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Wait:
+    def launch(self, bucket: ReducerBucket) -> Wait:
         self.read(bucket.indices)
-        self.launched.append(number)
+        self.launched.append(bucket.number)
         return pytest.fail
 
     def read(self, indices: Sequence[int]) -> None:

@@ -188,7 +188,7 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
+        line = OwnerLine(self._route, self._summing, is_apart=self._is_apart)
         adds_at_once = self.defers_reports and not self.in_join
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
