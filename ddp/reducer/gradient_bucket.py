@@ -277,8 +277,8 @@ class GradBucket:
             return list(self._bucket.views)
         if self._buffer.numel() != self._bucket.flat.numel():
             raise RuntimeError(
-                f"the buffer of bucket {self.index()} was replaced by one of {self._buffer.numel()} elements: "
-                f"it cannot be viewed as gradients of {self._bucket.flat.numel()} elements"
+                f"the buffer of bucket {self.index()} was replaced by one of {self._buffer.numel()} "
+                f"elements: it cannot be viewed as gradients of {self._bucket.flat.numel()} elements"
             )
         return self._bucket.views_of(self._buffer)
 
