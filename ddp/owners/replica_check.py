@@ -55,8 +55,8 @@ class ReplicaCheck:
         self._optimizer = optimizer
         self._values = OptionValues()
         self._asked: _Asked | None = None
-        self._told: list[_Asked] = []  # nobody waits for these, but they need their memory
-        self._told_after = -1  # steps
+        self._sent: list[_Asked] = []  # nobody waits for these, but they need their memory
+        self._sent_after = -1  # steps
         optimizer.iteration.calls.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
@@ -68,16 +68,16 @@ class ReplicaCheck:
 
     def tell(self, error: BaseException) -> None:
         """Send other replicas the error that all ranks of this one raise of a step, once. No wait."""
-        if self._told_after != self._optimizer.num_steps:
-            self._told_after = self._optimizer.num_steps
-            self._told.append(self._begun(error))
+        if self._sent_after != self._optimizer.num_steps:
+            self._sent_after = self._optimizer.num_steps
+            self._sent.append(self._begun(error))
 
     def _begun(self, error: BaseException | None) -> _Asked:
         values, num_steps = self._values, self._optimizer.num_steps
         values.follow(self._optimizer.param_groups, ())
         failed = None if error is None else type(error).__name__
-        told = message_of(error) if isinstance(error, RemoteRankError) else f"{failed}: {error}"
-        excerpt = b"" if error is None else told.encode()[:_EXCERPT]
+        text = message_of(error) if isinstance(error, RemoteRankError) else f"{failed}: {error}"
+        excerpt = b"" if error is None else text.encode()[:_EXCERPT]
         stamp = Stamp.of(num_steps, values.digest, "step()", failed).packed() + excerpt.ljust(_EXCERPT, b"\0")
         mine = to_device(bytes_to_tensor(stamp), self._across.device)
         stamps, work = self._across.start_gather(mine, "the options of replicas")
@@ -93,11 +93,11 @@ class ReplicaCheck:
         if not failed or len(failed) == len(stamps):  # each has raised
             return stamps
         self._asked = None
-        said = rows[failed[0]][STAMP_NBYTES:].rstrip(b"\0").decode(errors="ignore")
-        told = f"a step has failed in replica {failed[0]} of the mesh: {said}"
+        excerpt = rows[failed[0]][STAMP_NBYTES:].rstrip(b"\0").decode(errors="ignore")
+        text = f"a step has failed in replica {failed[0]} of the mesh: {excerpt}"
         if len(failed) > 1:
-            told = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
-        raise RemoteRankError(f"{told}. {_DRIFTED}")
+            text = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
+        raise RemoteRankError(f"{text}. {_DRIFTED}")
 
     def read(self) -> None:
         """Wait for what was begun, if there is something. The CPU waits.
