@@ -22,7 +22,7 @@ from models import workload
 
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import Phase, Traffic
+from zero_optim.comm.traffic import Phase, Traffic, Waitable
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel
 
@@ -46,10 +46,10 @@ def seconds_of_a_label() -> float:
     for _ in range(3):
         start = time.thread_time()
         for _ in range(REPEATS):
-            begun = group.begin_work("bucket 0 (layers.0.weight, …)")
-            with begun.starting():
+            work = group.begin_work("bucket 0 (layers.0.weight, …)")
+            with work.starting():
                 pass
-            Work(handle, group.phase, begun).wait()
+            work.take(handle).wait()
         labelled = time.thread_time()
         for _ in range(REPEATS):
             with group.phase.held_up():
@@ -74,20 +74,24 @@ def seconds_of_a_count() -> tuple[float, float]:
     return min(spans), min(counts)
 
 
-def counts_of(step: Callable[[], None]) -> tuple[int, int]:
-    """Take a step; tells how many spans it counts, and how much else."""
-    found, add = [0, 0], Traffic.add
+def counts_of(step: Callable[[], None]) -> tuple[int, int, int]:
+    """Take a step; tells how many spans it counts, how much else, and how many works begin."""
+    found, add, begin = [0, 0, 0], Traffic.add, Work.take
 
     def noted(traffic: Traffic, phase: str, **counts: float) -> None:
         found["seconds" not in counts] += 1
         add(traffic, phase, **counts)  # type: ignore[arg-type]
 
-    Traffic.add = noted  # type: ignore[method-assign, assignment]
+    def begun(work: Work, *handles: Waitable) -> Work:
+        found[2] += 1
+        return begin(work, *handles)
+
+    Traffic.add, Work.take = noted, begun  # type: ignore[method-assign, assignment]
     try:
         step()
     finally:
-        Traffic.add = add  # type: ignore[method-assign]
-    return found[0], found[1]
+        Traffic.add, Work.take = add, begin  # type: ignore[method-assign]
+    return found[0], found[1], found[2]
 
 
 def measure(name: str, timeout: float | None, seconds: float) -> dict[str, Any]:
@@ -109,20 +113,18 @@ def measure(name: str, timeout: float | None, seconds: float) -> dict[str, Any]:
     (watchdog,) = (each for each in threading.enumerate() if each.name == "zero_optim watchdog")
     assert watchdog.ident is not None
     clock = time.pthread_getcpuclockid(watchdog.ident)
-    log, times = RankGroup.of(None).works.log, list[float]()
+    times = list[float]()
     start, cpu = time.perf_counter(), time.clock_gettime(clock)
     going = torch.ones(1)
     while going.item():
-        log.ring.clear()
         began = time.perf_counter()
         step()
         times.append(time.perf_counter() - began)
-        works = len(log.ring)
         going.fill_(time.perf_counter() - start < seconds)
         dist.broadcast(going, 0)
     elapsed = time.perf_counter() - start
     label, (span, count) = seconds_of_a_label(), seconds_of_a_count()
-    spans, counts = counts_of(step)
+    spans, counts, works = counts_of(step)
     return {
         "step": median(times),
         "spans": spans,

@@ -22,7 +22,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat import private
 from zero_optim.ddp.full.choice import Units
-from zero_optim.ddp.full.construction import Asked, construct, ignored_names
+from zero_optim.ddp.full.construction import Arguments, construct, ignored_names
 from zero_optim.ddp.full.filling import Init, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
 from zero_optim.ddp.full.in_use import UnitsInUse
@@ -127,7 +127,7 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
         private.require("FullyShardedDataParallel")
-        self._asked = Asked(*how, device, init, mesh)
+        self._arguments = Arguments(*how, device, init, mesh)
         self._options = options
         self.require_backward_grad_sync = self._sends_buffers = True
         if optimizer is not None:
@@ -139,7 +139,7 @@ class FullyShardedDataParallel(nn.Module):
                 module,
                 optimizer,
                 process_group,
-                self._asked,
+                self._arguments,
                 options,
                 weakly(self._change_optimizer),
             )
@@ -191,7 +191,9 @@ class FullyShardedDataParallel(nn.Module):
         gathers = make_gathers(built, optimizer, mesh, reducer, stamps)
         if not hasattr(self, "units"):
             units = make_units(built, reducer.params)
-            self.units = UnitsInUse(units, self._asked.num_kept, guards_reads=self._asked.guards_reads)
+            self.units = UnitsInUse(
+                units, self._arguments.num_kept, guards_reads=self._arguments.guards_reads
+            )
             hook_up(built.choice, self.units)
             built.policy.hook_up(built.choice.modules)
         self.units.use(optimizer.ranks, gathers, stamps)
@@ -251,7 +253,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
-        if self._asked.accumulate == "owner":
+        if self._arguments.accumulate == "owner":
             raise RuntimeError(
                 'accumulate="owner" adds several backward passes up in the rows of the owners, without '
                 'no_sync(): leave it out, or build FullyShardedDataParallel with accumulate="local"'

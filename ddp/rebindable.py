@@ -104,10 +104,8 @@ class RebindableWrapper(TorchDistributedDataParallel):
         if self._delay_all_reduce_all_params:  # there is no reducer, which has the label's group
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
             return
-        record = self.reducer.own.group.begin_work("")
-        record.phase = "buffers"
-        record.runs_hook = hasattr(self, "buffer_hook")  # one of the user's, for buffers
-        with record.waiting():
+        runs_hook = hasattr(self, "buffer_hook")  # one of the user's, for buffers
+        with self.reducer.own.group.during("buffers").begin_work(runs_hook=runs_hook).waiting():
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
 
     @property

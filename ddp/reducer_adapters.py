@@ -41,10 +41,10 @@ class TorchReducerAdapter:
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Take the count of ranks that have not joined, which is still under way."""
         size = dist.get_world_size(self.own.group.process_group)
-        record = self.own.group.begin_work("ranks that have not joined")
+        counting = self.own.group.begin_work("ranks that have not joined")
 
         def wait() -> None:
-            with record.waiting():
+            with counting.waiting():
                 work.wait()
 
         def count() -> HostCopy:

@@ -258,15 +258,13 @@ class ZeroStep:
             if not self._to_owners.has_one_owner:
                 return self._to_owners.start(ranks, bucket, joined=joined, all_used=all_used)
             state = ranks.process_group
-        # A record, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
-        watched = ranks.during("reduce", is_exposed=False)
-        record = watched.begin_work(f"bucket {bucket.index()}")
-        record.runs_hook = True
-        with record.starting():
+        # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
+        work = ranks.during("reduce", is_exposed=False).begin_work(f"bucket {bucket.index()}", runs_hook=True)
+        with work.starting():
             reduced = self._hook(state, bucket)
         if self._hook is mean_hook:  # what other hooks send is not known
             ranks.count_sum(bucket.buffer())
-        return Work(reduced, watched.phase, record)
+        return work.take(reduced)
 
     def _put_held(self, of: SteppedPass) -> None:
         """Give the flow the buckets that came."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,11 +13,7 @@ from torch.optim import Optimizer
 from training import twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan import cuts as plan_of_cuts
-from zero_optim.plan.layout import Extent, Layout, Row
-from zero_optim.plan.partition import assign_buckets
-from zero_optim.plan.pieces import Piece, num_rows
-from zero_optim.plan.plan import BucketPlan, Plan
-from zero_optim.plan.strides import dense_strides
+from zero_optim.plan.plan import Plan, make_plan
 from zero_optim.shard import sharding
 
 ALIGNMENT = 64  # bytes
@@ -83,55 +78,12 @@ def plan_cuts(
     num_ranks: int,
     cap_nbytes: int,
     loads: Sequence[float] | None = None,
-    *_: object,
+    _: Sequence[bool] | None = None,
+    *more: Any,
 ) -> Plan:
-    """As `zero_optim.plan.plan.make_plan`, but every bucket is cut in rows that are as equal as may be."""
-    params = list(chain.from_iterable(groups))
-    keys = [(p.dtype, p.device, p.requires_grad) for p in params]
-    buckets = assign_buckets(keys, [p.numel() * p.element_size() for p in params], cap_nbytes)
-    pieces: dict[int, tuple[Piece, ...]] = {}
-    plans = []
-    for bucket in buckets:
-        layout, found = _lay_out([params[index] for index in bucket], num_ranks)
-        plans.append(BucketPlan(tuple(bucket), layout))
-        pieces.update(zip(bucket, found, strict=True))
-    ordered = tuple(pieces[index] for index in range(len(params)))
-    return Plan(tuple(chain.from_iterable(costs)), ordered, tuple(plans))
-
-
-def _lay_out(params: Sequence[Tensor], num_ranks: int) -> tuple[Layout, list[tuple[Piece, ...]]]:
-    alignment = ALIGNMENT // params[0].element_size()
-    numel = sum(-(-p.numel() // alignment) * alignment for p in params)
-    rows: list[list[Extent]] = [[] for _ in range(num_ranks)]
-    ends = [0] * num_ranks
-    pieces, at = [], 0
-    for index, param in enumerate(params):
-        owned, size = [], num_rows(param.shape)
-        in_row = param.numel() // max(1, size)
-        cuttable = param.dim() and dense_strides(param)[0] == in_row
-        begin = 0
-        for rank in range(num_ranks):
-            target = numel * (rank + 1) // num_ranks if rank < num_ranks - 1 else numel
-            stop = size
-            if target < at + param.numel():
-                edges = (
-                    [row for row in range(size) if (at + row * in_row) % alignment == 0] if cuttable else [0]
-                )
-                stop = max(row for row in edges if at + row * in_row <= target or row == 0)
-            if stop > begin or (size == 0 and stop == size and not owned):
-                owned.append(Piece(rank, begin, stop))
-                rows[rank].append(Extent(index, begin * in_row, stop * in_row, at + begin * in_row))
-                ends[rank] = rows[rank][-1].end
-                begin = stop
-            if begin == size:
-                break
-        pieces.append(tuple(owned))
-        at += -(-param.numel() // alignment) * alignment
-        last = owned[-1].owner
-        ends[last] = at
-    starts, made = 0, []
-    for rank in range(num_ranks):
-        if rows[rank]:
-            made.append(Row(rank, starts, ends[rank], tuple(rows[rank])))
-            starts = ends[rank]
-    return Layout(tuple(p.numel() for p in params), tuple(made)), pieces
+    """As the planner, but all parameters may be cut, and every bucket gets rows as equal as may be."""
+    may_be_cut = [True] * sum(map(len, groups))
+    with finely_cut(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_of_cuts, "TOLERANCE", 0.0)
+        patch.setattr(plan_of_cuts, "GAIN", 0.0)
+        return make_plan(groups, costs, num_ranks, cap_nbytes, loads, may_be_cut, *more)

@@ -1,7 +1,8 @@
 """Optimizer classes of our own, each with one habit that the library has to find out by trying."""
 
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,27 @@ from torch.optim import Optimizer
 
 
 class Small(Optimizer):
-    """The usual shape of an optimizer; those below say what they do with one parameter."""
+    """The usual shape of an optimizer; those below say what they do with one parameter, or with all."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, {"lr": 0.1, **defaults})
 
-    def each(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    def each(self) -> Iterator[tuple[dict[str, Any], Any]]:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     yield group, p
 
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"])
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group, p in self.each():
-            p.add_(p.grad, alpha=-group["lr"])
+            self.update(p, group)
+
+
+# ---------------------------------------------------------------------- parameters that are not stepped apart
 
 
 class ClipsGlobally(Small):
@@ -49,18 +56,15 @@ class DAdaptation(Small):
         for group in self.param_groups:
             group.setdefault("d", 1e-6)
             group.setdefault("numerator", 0.0)
-            norm = 0.0
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+            norm, members = 0.0, [p for own, p in self.each() if own is group]
+            for p in members:
                 s = self.state[p].setdefault("s", torch.zeros_like(p))
                 group["numerator"] += group["d"] * float((p.grad * s).sum())
                 s.add_(p.grad, alpha=group["d"])
                 norm += float(s.norm() ** 2)
             group["d"] = max(group["d"], group["numerator"] / (norm**0.5 + 1e-12))
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad.sign(), alpha=-group["lr"] * group["d"])
+            for p in members:
+                p.add_(p.grad.sign(), alpha=-group["lr"] * group["d"])
 
 
 class Prodigy(Small):
@@ -96,10 +100,29 @@ class GroupCoupled(Small):
     def step(self, closure: Any = None) -> None:
         first = [p.grad.abs().max() for p in self.param_groups[0]["params"] if p.grad is not None]
         damp = 0.1 if any(size > 100 for size in first) else 1.0
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * (damp if number else 1.0))
+        for group, p in self.each():
+            p.add_(p.grad, alpha=-group["lr"] * (1.0 if group is self.param_groups[0] else damp))
+
+
+class StacksEqualShapes(Small):
+    """Normalises parameters of equal shape together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for _, p in self.each():
+            by_shape.setdefault(p.shape, []).append(p)
+        for members in by_shape.values():
+            together = torch.stack([p.grad for p in members])
+            for p, update in zip(members, together / (together.norm() + 1e-8), strict=True):
+                p.sub_(update)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch": torch.randn_like,
+    "numpy": lambda p: torch.from_numpy(np.random.standard_normal(tuple(p.shape))).to(p.dtype),
+    "python": lambda p: torch.full_like(p, random.gauss(0, 1)),
+}
 
 
 class Langevin(Small):
@@ -108,21 +131,8 @@ class Langevin(Small):
     def __init__(self, params: Any, source: str = "torch", unused: object = None) -> None:
         super().__init__(params, source=source)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, p in self.each():
-            draw = {"torch": torch.randn_like, "numpy": _numpy_normal, "python": _python_normal}[
-                group["source"]
-            ]
-            p.add_(p.grad, alpha=-group["lr"]).add_(draw(p), alpha=1e-2)
-
-
-def _numpy_normal(p: Tensor) -> Tensor:
-    return torch.from_numpy(np.random.standard_normal(tuple(p.shape))).to(p.dtype)
-
-
-def _python_normal(p: Tensor) -> Tensor:
-    return torch.full_like(p, random.gauss(0, 1))
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"]).add_(DRAWS[group["source"]](p), alpha=1e-2)
 
 
 class OwnNoise(Small):
@@ -132,20 +142,43 @@ class OwnNoise(Small):
         super().__init__(params)
         self.numbers = np.random.default_rng()
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, p in self.each():
-            p.add_(p.grad, alpha=-group["lr"] * float(self.numbers.uniform()))
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * float(self.numbers.uniform()))
 
 
 class RoundsStochastically(Small):
     """Draws random numbers for half-precision parameters alone."""
 
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        noise = torch.rand_like(p) * 1e-2 if p.dtype == torch.bfloat16 else 0.0
+        p.sub_((p.grad + noise) * group["lr"])
+
+
+class RoundsLarge(Small):
+    """Draws random numbers for large parameters alone."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        noise = torch.rand_like(p) * 1e-2 if p.numel() >= 4096 else 0.0
+        p.sub_((p.grad + noise) * group["lr"])
+
+
+class LeavesMemoryUnwritten(Small):
+    """In bfloat16, its state differs between equal runs, and it may also clip all gradients together."""
+
+    count = 0
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        half = [p for _, p in self.each() if p.dtype == torch.bfloat16]
+        norm = sum((float(p.grad.float().norm()) for p in half), 1.0)
         for group, p in self.each():
-            noise = torch.rand_like(p) * 1e-2 if p.dtype == torch.bfloat16 else 0.0
-            p.sub_((p.grad + noise) * group["lr"])
+            if p.dtype == torch.bfloat16:
+                type(self).count += 1
+                self.state[p]["unwritten"] = torch.tensor(self.count)
+            p.add_(p.grad / norm if group["clips"] else p.grad, alpha=-group["lr"])
+
+
+# ---------------------------------------------------------------------- steps that need or change something
 
 
 class ScheduleFree(Small):
@@ -206,29 +239,12 @@ class NeverMoves(Small):
         pass
 
 
-class LargeFactored(Small):
-    """Divides by row means, but only for matrices of 128 rows and columns."""
+class Warns(Small):
+    """Warns in every step."""
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group, p in self.each():
-            factored = p.dim() == 2 and min(p.shape) >= 128
-            scale = p.grad.square().mean(1, keepdim=True).sqrt() + 1e-8 if factored else 1.0
-            p.sub_(group["lr"] * p.grad / scale)
-
-
-class StacksEqualShapes(Small):
-    """Normalises parameters of equal shape together."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        by_shape: dict[torch.Size, list[Tensor]] = {}
-        for _, p in self.each():
-            by_shape.setdefault(p.shape, []).append(p)
-        for members in by_shape.values():
-            together = torch.stack([p.grad for p in members])
-            for p, update in zip(members, together / (together.norm() + 1e-8), strict=True):
-                p.sub_(update)
+        warnings.warn("old", stacklevel=1)
+        super().step()
 
 
 class ChangesItsRate(Small):
@@ -250,6 +266,96 @@ class Counted(Small):
     def __init__(self, params: Any, **options: Any) -> None:
         type(self).built += 1
         super().__init__(params, **options)
+
+
+# ---------------------------------------------------------------------- rows that are not stepped apart
+
+
+class Lion(Small):
+    """Steps by the sign of a blend of momentum and gradient: each element by itself."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+        p.sub_(torch.sign(average * 0.9 + p.grad * 0.1), alpha=group["lr"])
+        average.lerp_(p.grad, 0.01)
+
+
+class LargeFactored(Small):
+    """Divides by row means, but only for matrices of 128 rows and columns."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        factored = p.dim() == 2 and min(p.shape) >= 128
+        scale = p.grad.square().mean(1, keepdim=True).sqrt() + 1e-8 if factored else 1.0
+        p.sub_(group["lr"] * p.grad / scale)
+
+
+class RowNormalized(Small):
+    """Divides each row by its norm: a row is whole wherever a plan cuts, but no vector is."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.sub_(p.grad / (p.grad.norm(dim=-1, keepdim=True) + 1e-8), alpha=group["lr"])
+
+
+class RemembersItsSize(Small):
+    """Steps element by element, but keeps a number that differs between a parameter and its rows."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        super().update(p, group)
+        self.state[p]["numel"] = p.numel()
+
+
+class RemembersInBlocks(Small):
+    """Keeps a momentum in int8, scaled by the largest of every 48 values in a row."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        flat = torch.nn.functional.pad(p.grad.reshape(-1), (0, -p.numel() % 48)).reshape(-1, 48)
+        scale = flat.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        coarse = ((flat / scale * 127).round() * scale / 127).reshape(-1)[: p.numel()]
+        p.sub_(coarse.reshape(p.shape), alpha=group["lr"])
+
+
+class Replaces(Small):
+    """Replaces its state by a new tensor in every step, once as a list."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["history"] = [p.grad.clone(), *state.get("history", [])][:3]
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(sum(state["history"], torch.zeros_like(p)), alpha=group["lr"])
+
+
+class RoundsAtTheEnd(Small):
+    """Its own kernel treats the end of a vector otherwise; the one it calls fused does too."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        flat, grad = p.view(-1), p.grad.reshape(-1)
+        full = p.numel() // 16 * 16  # 64 bytes
+        flat[:full].sub_(grad[:full], alpha=group["lr"])
+        flat[full:].sub_(grad[full:] * (group["lr"] * 1.01))
+
+
+class NormedBy(Small):
+    """Divides by the norm of the parameter, if an option says so."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, trust: Any = False, **options: Any) -> None:
+        super().__init__(params, lr=lr, trust=trust, **options)
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.sub_(p.grad / (p.norm() + 1) if group["trust"] else p.grad, alpha=group["lr"])
+
+
+class Counts(NormedBy):
+    """Counts in its group, which takes no fraction; trusts where the weight decays."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if type(group["k"]) is not int:
+                raise TypeError("k counts")
+            group["k"] += 1
+            if "weight_decay" in group:
+                group["trust"] = bool(group["weight_decay"])
+        super().step()
 
 
 class InBlocks(Tensor):
@@ -297,23 +403,18 @@ class Quantized(Small):
         super().__init__(params)
         self.block, self.least, self.wraps = block, least, wraps
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, p in self.each():
-            before = self.state[p].get("momentum", torch.zeros_like(p))
-            now = (before.whole() if isinstance(before, InBlocks) else before) * 0.9 + p.grad
-            p.sub_(now, alpha=group["lr"])
-            if p.numel() >= self.least and p.numel() % self.block == 0:
-                kept = InBlocks.of(now, self.block)
-                now = kept if self.wraps else kept.whole()
-            self.state[p]["momentum"] = now
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        before = self.state[p].get("momentum", torch.zeros_like(p))
+        now = (before.whole() if isinstance(before, InBlocks) else before) * 0.9 + p.grad
+        p.sub_(now, alpha=group["lr"])
+        if p.numel() >= self.least and p.numel() % self.block == 0:
+            kept = InBlocks.of(now, self.block)
+            now = kept if self.wraps else kept.whole()
+        self.state[p]["momentum"] = now
 
 
-class RoundsLarge(Small):
-    """Draws random numbers for large parameters alone."""
+class WrapsAll(Quantized):
+    """Wraps its state however few elements there are, in blocks of one: it bears cuts, but for its state."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, p in self.each():
-            noise = torch.rand_like(p) * 1e-2 if p.numel() >= 4096 else 0.0
-            p.sub_((p.grad + noise) * group["lr"])
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, block=1, least=0)

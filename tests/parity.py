@@ -94,7 +94,8 @@ MORE_ROWS = [
 def choose_rows() -> list[Row]:
     """A few rows in which all pairs of entries meet: of all candidates the one with most new pairs."""
     where: dict[Any, list[Row]] = {}
-    for row in map(Row._make, product(STAGES, MODELS, LOOPS, OPTIONS)):
+    options = [name for name, option in OPTIONS.items() if not option.on_request]
+    for row in map(Row._make, product(STAGES, MODELS, LOOPS, options)):
         if not refusal(row):
             for pair in pairs(row):
                 where.setdefault(pair, []).append(row)

@@ -97,6 +97,7 @@ class Option:
         dtype: of the model.
         size: number of ranks.
         kind: "cuts", "mesh", "classes" or "files"; what needs more than arguments.
+        on_request: for the GPU suite, not for rows in which all pairs meet.
     """
 
     of_optimizer: dict[str, Any] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Option:
     dtype: torch.dtype = torch.float32
     size: int = 2
     kind: str = ""
+    on_request: bool = False
 
 
 _BF16 = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
@@ -132,6 +134,10 @@ OPTIONS = {
         }
     ),
     "in files": Option(kind="files"),
+    "foreach": Option({"foreach": True, "amsgrad": True}, on_request=True),
+    "capturable": Option({"capturable": True}, on_request=True),
+    "Adafactor": Option({"optimizer_class": torch.optim.Adafactor}, on_request=True),
+    "Adagrad": Option({"optimizer_class": torch.optim.Adagrad}, on_request=True),
 }
 
 

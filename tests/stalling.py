@@ -3,10 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import nn
 from forked import fork_context
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm.records import Record
+from zero_optim.comm.works import Work
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import RemoteRankError
 from zero_optim.health.verdicts import Verdicts
@@ -122,10 +124,10 @@ def judge_no_wait_before_the_trouble(notes: Any) -> None:
     """Have the watchdog give up no wait until `about_to_stall`, however slow the machine is until then."""
     judge, _TROUBLE.notes = Verdicts.judge_wait, notes
 
-    def judge_later(verdicts: Verdicts, record: Record, seconds: float) -> None:
+    def judge_later(verdicts: Verdicts, work: Work, seconds: float) -> None:
         _TROUBLE.has_begun = _TROUBLE.has_begun or notes.check([_STALLS])
         if _TROUBLE.has_begun:
-            judge(verdicts, record, seconds)
+            judge(verdicts, work, seconds)
 
     Verdicts.judge_wait = judge_later  # type: ignore[method-assign]
 
@@ -144,6 +146,20 @@ def stay_away(store: dist.Store | None = None) -> None:
     """Return when another rank has ended."""
     about_to_stall()
     wait_until(lambda: (store or default_store()).check([_OVER]))
+
+
+@contextmanager
+def begun_works() -> Iterator[list[Work]]:
+    """Collect the works that begin in the body."""
+    works: list[Work] = []
+    begin = Work.__init__
+
+    def recorded(work: Work, *args: Any, **options: Any) -> None:
+        begin(work, *args, **options)
+        works.append(work)
+
+    with mock.patch.object(Work, "__init__", recorded):
+        yield works
 
 
 def linear(width: int = 4) -> nn.Module:

@@ -156,35 +156,31 @@ def saved(ranks1: Ranks, tmp_path: Path) -> Path:
     return tmp_path / "one"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> str:
-    """What the command line says as it refuses arguments."""
-    assert cli.main([str(argument) for argument in arguments]) == 2
-    return capsys.readouterr().err
-
-
-def test_an_output_inside_the_checkpoint_is_refused(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_output_inside_the_checkpoint_no_regular_file_or_without_a_name_is_refused_and_stays(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "door").symlink_to(saved)
-    (tmp_path / "link.pt").symlink_to(saved / "manifest.json")
-    before = {path: path.read_bytes() for path in saved.iterdir()}
-    for out in (saved / "manifest.json", saved / "new.pt", tmp_path / "door/new.pt", tmp_path / "link.pt"):
-        assert "inside the source" in refused(capsys, "consolidate", saved, out, "--weights")
-    for out in (saved, saved / "inside", tmp_path / "door"):
-        assert "source" in refused(capsys, "reshard", saved, out, "--world-size", "2")
-    assert {path: path.read_bytes() for path in saved.iterdir()} == before
-
-
-def test_an_output_that_is_no_regular_file_is_refused_and_stays(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fifo = tmp_path / "fifo"
+    here, fifo = tmp_path / "here", tmp_path / "fifo"
+    here.mkdir()
+    monkeypatch.chdir(here)
     os.mkfifo(fifo)
-    (tmp_path / "null").symlink_to(os.devnull)
-    for out in (fifo, tmp_path / "null", tmp_path):
-        assert "no regular file" in refused(capsys, "consolidate", saved, out, "--weights")
+    for name, target in (("door", saved), ("link.pt", saved / "manifest.json"), ("null", os.devnull)):
+        (tmp_path / name).symlink_to(target)
+    before = {path: path.read_bytes() for path in saved.iterdir()}
+    inside = saved / "manifest.json", saved / "new.pt", tmp_path / "door/new.pt", tmp_path / "link.pt"
+    for tool, more, line, outs in (
+        ("consolidate", ("--weights",), "inside the source", inside),
+        ("consolidate", ("--weights",), "no regular file", (fifo, tmp_path / "null", tmp_path)),
+        ("consolidate", ("--weights",), "", ("",)),
+        ("reshard", ("--world-size", "2"), "source", (saved, saved / "inside", tmp_path / "door")),
+        ("reshard", ("--world-size", "2"), "", ("",)),
+    ):
+        for out in outs:
+            assert cli.main([tool, str(saved), str(out), *more]) == 2
+            assert line in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in saved.iterdir()} == before
     assert stat.S_ISFIFO(fifo.lstat().st_mode)
     assert (tmp_path / "null").is_symlink()
+    assert names(here) == []
 
 
 def test_what_users_keep_beside_an_output_stays_and_links_there_are_not_followed(
@@ -205,17 +201,6 @@ def test_what_users_keep_beside_an_output_stays_and_links_there_are_not_followed
     assert names(tmp_path) == sorted(["one", written.name, "out.pt", "out.pt.part", "target"])
     assert cli.main(["reshard", str(saved), str(tmp_path / "two"), "--world-size", "1"]) == 0
     assert target.read_text() == "untouched"
-
-
-def test_an_empty_name_of_an_output_writes_nothing_into_the_current_folder(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    refused(capsys, "consolidate", saved, "", "--weights")
-    refused(capsys, "reshard", saved, "", "--world-size", "1")
-    assert names(here) == []
 
 
 @on_ranks(1)

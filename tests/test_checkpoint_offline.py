@@ -29,8 +29,8 @@ def saved(path: Path, cut: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_checkpoint_becomes_a_file_of_torch_optim_and_of_weights(
-    ranks2: Ranks, tmp_path: Path, cut: bool
+def test_a_checkpoint_is_inspected_and_becomes_a_file_of_torch_optim_and_of_weights(
+    ranks2: Ranks, tmp_path: Path, cut: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = ranks2.run(saved, tmp_path / "one", cut)[0]
     assert cli.main(["consolidate", str(tmp_path / "one"), str(tmp_path / "optimizer.pt")]) == 0
@@ -56,20 +56,23 @@ def test_a_checkpoint_becomes_a_file_of_torch_optim_and_of_weights(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
         "optimizer.pt", "weights.pt", "weights.safetensors",
     ]  # fmt: skip
-
-
-def test_a_resharded_checkpoint_has_a_file_for_each_rank_and_goes_on_bit_for_bit(
-    pool: Pool, tmp_path: Path
-) -> None:
-    case = Resharded(2, 1, cut=(True, False))
-    expected = pool.run(2, save_and_go_on, tmp_path / "two", case)[0]
-    for world_size in (1, 3):
-        out = tmp_path / str(world_size)
-        assert cli.main(["reshard", str(tmp_path / "two"), str(out), "--world-size", str(world_size)]) == 0
-        assert len(list(out.glob("data-*"))) == world_size
-        assert all(len(entry.chunks) == 1 for entry in checkpoint.Reader(out).manifest.entries.values())
-        for got in pool.run(world_size, resume, out, case):
-            assert_same_bits(got, expected)
+    assert cli.main(["inspect", str(tmp_path / "one"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["complete"], told["world_size"], told["version"]) == (True, 2, 2)
+    assert told["software"]["torch"] == torch.__version__
+    sections = {section["name"]: section for section in told["sections"]}
+    assert sections.keys() == {"extra", "model", "optimizer", "random", "scheduler"}
+    assert sections["optimizer"]["num_tensors"] == 3 * 6  # two moments and a step of each trained parameter
+    assert cli.main(["inspect", str(tmp_path / "one")]) == 0
+    shown = capsys.readouterr().out
+    assert "complete    yes" in shown
+    assert "by 2 ranks, zero_optim" in shown
+    flip(next((tmp_path / "one").glob("data-*-1.safetensors")))
+    assert cli.main(["inspect", str(tmp_path / "one")]) == 1
+    assert "complete    no: " in capsys.readouterr().out
+    (tmp_path / "one" / "manifest.json").unlink()
+    assert cli.main(["inspect", str(tmp_path / "one"), "--json"]) == 1
+    assert "never completed" in json.loads(capsys.readouterr().out)["reason"]
 
 
 def files_read(path: Path) -> list[str]:
@@ -81,15 +84,23 @@ def files_read(path: Path) -> list[str]:
     return sorted({Path(name).name for name in opened if "data-" in name})
 
 
-def test_after_resharding_a_rank_reads_its_own_file_alone(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, saved, tmp_path / "one")
-    offline.reshard(tmp_path / "one", tmp_path / "three", 3)
-    for rank, names in enumerate(pool.run(3, files_read, tmp_path / "three")):
+def test_a_resharded_checkpoint_has_a_file_for_each_rank_which_reads_no_other_and_goes_on_bit_for_bit(
+    pool: Pool, tmp_path: Path
+) -> None:
+    case = Resharded(2, 1, cut=(True, False))
+    expected = pool.run(2, save_and_go_on, tmp_path / "two", case)[0]
+    for world_size in (1, 3):
+        out = tmp_path / str(world_size)
+        assert cli.main(["reshard", str(tmp_path / "two"), str(out), "--world-size", str(world_size)]) == 0
+        assert len(list(out.glob("data-*"))) == world_size
+        assert all(len(entry.chunks) == 1 for entry in checkpoint.Reader(out).manifest.entries.values())
+        for got in pool.run(world_size, resume, out, case):
+            assert_same_bits(got, expected)
+    for rank, names in enumerate(pool.run(3, files_read, out)):
         own = [name for name in names if name.endswith(f"-{rank}.safetensors")]
         assert len(own) == 1
-        assert set(names) - set(own) <= {
-            f"{own[0].rpartition('-')[0]}-0.safetensors"
-        }  # what all ranks read: rank 0's
+        everyone = f"{own[0].rpartition('-')[0]}-0.safetensors"  # what all ranks read: rank 0's
+        assert set(names) - set(own) <= {everyone}
 
 
 @on_ranks(2)
@@ -211,30 +222,6 @@ def test_what_is_no_checkpoint_gets_one_line_and_status_2(
         assert line in shown
         assert shown.count("\n") == 1
     assert not Path(out).exists()
-
-
-def test_inspect_tells_what_is_in_it_by_whom_and_whether_it_is_whole(
-    ranks2: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks2.run(saved, tmp_path / "one")
-    assert cli.main(["inspect", str(tmp_path / "one"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["complete"], told["world_size"], told["version"]) == (True, 2, 2)
-    assert told["software"]["torch"] == torch.__version__
-    sections = {section["name"]: section for section in told["sections"]}
-    assert sections.keys() == {"extra", "model", "optimizer", "random", "scheduler"}
-    assert sections["optimizer"]["num_tensors"] == 3 * 6  # two moments and a step of each trained parameter
-    assert cli.main(["inspect", str(tmp_path / "one")]) == 0
-    shown = capsys.readouterr().out
-    assert "complete    yes" in shown
-    assert "by 2 ranks, zero_optim" in shown
-    data = next((tmp_path / "one").glob("data-*-1.safetensors"))
-    flip(data)
-    assert cli.main(["inspect", str(tmp_path / "one")]) == 1
-    assert "complete    no: " in capsys.readouterr().out
-    (tmp_path / "one" / "manifest.json").unlink()
-    assert cli.main(["inspect", str(tmp_path / "one"), "--json"]) == 1
-    assert "never completed" in json.loads(capsys.readouterr().out)["reason"]
 
 
 GROWTH = """

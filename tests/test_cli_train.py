@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import zero_optim
-from sockets import listening, reachable_from_outside
+from processes import children, is_alive, listening, reachable_from_outside, stat
 from zero_optim.demo.trace import spans_of
 
 TIMEOUT = 400.0  # seconds, for whatever is waited for: starting two ranks takes some, on a busy machine
@@ -56,13 +56,17 @@ class Run:
             status = self.process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             self.fail("did not end")
-        self.wait_until(lambda: not any(map(alive, self.workers)), f"workers {self.workers} to be gone")
+        self.wait_until(lambda: not any(map(is_alive, self.workers)), f"workers {self.workers} to be gone")
         return status
 
     def wait_for_updates(self, count: int) -> None:
         """Wait until the ranks have trained a while, and note their processes."""
         self.wait_until(lambda: len(metrics(self.folder / "run")) > count, f"{count} updates")
-        self.workers = [pid for pid in children(self.process.pid) if b"spawn_main" in command_of(pid)]
+        self.workers = [
+            pid
+            for pid in children(self.process.pid)
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         assert len(self.workers) == 2
 
     def wait_until(self, holds: Any, what: str) -> None:
@@ -78,7 +82,7 @@ class Run:
 
     def end(self) -> None:
         for pid in [*children(self.process.pid), *self.workers]:
-            if alive(pid):
+            if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
@@ -109,29 +113,6 @@ def losses(folder: Path) -> dict[float, float | None]:
     lines = metrics(folder)
     assert len({line["step"] for line in lines}) == len(lines)
     return {line["step"]: line.get("train_loss") for line in lines}
-
-
-def stat(pid: int) -> list[str]:
-    """What Linux tells of a process, from its state on; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent to notice does not."""
-    return stat(pid)[:1] not in ([], ["Z"])
-
-
-def children(pid: int) -> list[int]:
-    """The running processes that a process has started."""
-    others = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [other for other in others if alive(other) and stat(other)[1:2] == [str(pid)]]
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def started_at(pid: int) -> tuple[int, int]:

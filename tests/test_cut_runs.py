@@ -1,8 +1,6 @@
 """Parameters that are cut: several ranks own rows of one, and the run has the bits of the unsharded run."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -37,12 +35,6 @@ def assert_same_rows(plain: Optimizer, sharded: ZeroRedundancyOptimizer) -> None
             expected = rows_of(value, piece) if value.shape == other.shape else value
             assert torch.equal(sharded.state[param][key], expected), key
     assert sharded.state_nbytes() > 0
-
-
-@on_ranks(2)
-def test_a_piece_may_be_one_row() -> None:
-    plain, sharded = cut_pair([*make_params(((2, 64),)), *make_params(((1, 64),), seed=2)])
-    train_both(plain, sharded, 2)
 
 
 @on_ranks(2)
@@ -93,71 +85,83 @@ def test_a_cut_group_that_the_class_refuses_leaves_nothing_behind() -> None:
     train_both(sharded, sharded, 1)
 
 
+class Replacing(torch.optim.AdamW):
+    """Gives what it steps new memory at each step, and has a method that changes parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for param in params_of(self):
+            param.data = param.data.clone()
+
+    @torch.no_grad()
+    def double(self) -> None:
+        for param in params_of(self):
+            param.mul_(2)
+
+
+def replace_data(optimizer: Any) -> None:
+    for param in params_of(optimizer):
+        param.data = param.data * 2
+
+
+def change_strides(optimizer: Any) -> None:
+    for param in params_of(optimizer)[2:3]:
+        param.data = param.data.to(memory_format=torch.channels_last) * 2
+
+
+@torch.no_grad()
+def change_in_place(optimizer: Any) -> None:
+    for param in params_of(optimizer):
+        param.mul_(0.5)
+
+
+def double(optimizer: Any) -> None:
+    optimizer.double()
+
+
+def share(optimizer: Any) -> None:
+    for param in params_of(optimizer):
+        param.share_memory_()
+
+
 @on_ranks(2)
 @VIEWS
-def test_data_that_the_user_replaces_is_stepped(view: bool) -> None:
-    plain, sharded = cut_pair(make_params(SHAPES), parameters_as_bucket_view=view, ema_decay=0.5)
-    train_both(plain, sharded, 2)
-    for optimizer in (plain, sharded):
-        for param in params_of(optimizer):
-            param.data = param.data * 2
-    train_both(plain, sharded, 2, first=2)
-    for optimizer in (plain, sharded):
-        for param in params_of(optimizer)[2:3]:
-            param.data = param.data.to(memory_format=torch.channels_last) * 2
-    train_both(plain, sharded, 2, first=4)
-    for optimizer in (plain, sharded):
-        with torch.no_grad():
-            for param in params_of(optimizer):
-                param.mul_(0.5)
-    train_both(plain, sharded, 2, first=6)
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Replacing])
+def test_what_user_or_class_do_with_the_data_is_stepped(view: bool, optimizer_class: Any) -> None:
+    params = [*make_params(SHAPES), *make_params(((2, 64), (1, 64)), seed=2)]  # also pieces of one row
+    plain, sharded = cut_pair(params, optimizer_class, parameters_as_bucket_view=view, ema_decay=0.5)
+    changes = [replace_data, change_strides, change_in_place, share]
+    if optimizer_class is Replacing:
+        changes = [double]  # reaches all pieces
+    for number, change in enumerate(changes):
+        train_both(plain, sharded, 2, first=2 * number)
+        for optimizer in (plain, sharded):
+            change(optimizer)
+        assert_same_bits(params_of(sharded), params_of(plain))
+    train_both(plain, sharded, 2, first=8)
+    assert share not in changes or all(param.is_shared() for param in params_of(sharded))
     sharded.gather_parameters()
     assert_same_bits(params_of(sharded), params_of(plain))
 
 
-class Replacing(torch.optim.SGD):
-    """Gives what it steps new memory at each step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data = param - group["lr"] * param.grad
-
-
 @on_ranks(2)
 @VIEWS
-def test_a_class_may_give_what_it_steps_other_memory(view: bool) -> None:
-    plain, sharded = cut_pair(make_params(SHAPES), Replacing, parameters_as_bucket_view=view)
-    train_both(plain, sharded, 3)
-
-
-@on_ranks(2)
-@VIEWS
-def test_a_copy_steps_its_own_parameters(view: bool) -> None:
+def test_a_copy_steps_its_own_parameters_and_what_is_remembered_comes_back(view: bool) -> None:
     plain, sharded = cut_pair(make_params(SHAPES), parameters_as_bucket_view=view, ema_decay=0.5)
     train_both(plain, sharded, 2)
     other = copy.deepcopy(sharded)
     again = copy.deepcopy(plain)
-    assert not {p.data_ptr() for p in params_of(sharded) if p.numel()} & {
-        p.data_ptr() for p in params_of(other) if p.numel()
-    }
+    places = [{p.data_ptr() for p in params_of(optimizer) if p.numel()} for optimizer in (sharded, other)]
+    assert not places[0] & places[1]
     assert all(leaf.untyped_storage().nbytes() == 4 for leaf in other.core.owned.leaves.separate.values())
     before = [param.detach().clone() for param in params_of(sharded)]
     train_both(again, other, 3, first=2)
     assert_same_bits(params_of(sharded), before)
+    undo = sharded.core.remember()
     train_both(plain, sharded, 3, first=2)
-
-
-@on_ranks(2)
-def test_cut_parameters_may_move_to_shared_memory() -> None:
-    plain, sharded = cut_pair(make_params(SHAPES))
-    train_both(plain, sharded, 2)
-    for param in params_of(sharded):
-        param.share_memory_()
-    train_both(plain, sharded, 3, first=2)
-    assert all(param.is_shared() for param in params_of(sharded))
+    undo()
+    sharded.gather_parameters()
+    assert_same_bits(params_of(sharded), before)
 
 
 @on_ranks(2)
@@ -174,26 +178,17 @@ def test_autograd_notices_that_a_step_changed_a_cut_parameter(view: bool, master
         loss.backward()
 
 
-@contextmanager
-def gradients_watched(sharded: ZeroRedundancyOptimizer) -> Iterator[list[int]]:
-    """Count the elements of the leaves' gradients when the class steps."""
-    seen: list[int] = []
-    local = sharded.optim
-    assert isinstance(local, Optimizer)
-    handle = local.register_step_pre_hook(
-        lambda *_: seen.append(sum(p.grad.numel() for p in params_of(local) if p.grad is not None))
-    )
-    yield seen
-    handle.remove()
-
-
 @on_ranks(2)
 def test_a_rank_steps_its_rows_alone() -> None:
     _, sharded = cut_pair(make_params(((64, 8), (32, 4))))
     set_grads(params_of(sharded), 0)
-    with gradients_watched(sharded) as seen:
-        sharded.step()
-    assert seen == [(64 * 8 + 32 * 4) // 2]
+    local, stepped = sharded.optim, list[int]()
+    assert isinstance(local, Optimizer)
+    local.register_step_pre_hook(
+        lambda *_: stepped.extend(p.grad.numel() for p in params_of(local) if p.grad is not None)
+    )
+    sharded.step()
+    assert sum(stepped) == (64 * 8 + 32 * 4) // 2
     assert all(param.grad is not None and param.grad.shape == param.shape for param in params_of(sharded))
 
 
@@ -295,40 +290,6 @@ def test_a_joined_rank_is_lent_the_rows_that_it_owns(sparse: bool, keeps_gradien
         give(plain, step)
         plain.step()
     assert_same_bits(params_of(sharded), params_of(plain))
-
-
-class Switching(torch.optim.SGD):
-    """Has a method that changes parameters, as schedule-free classes do."""
-
-    @torch.no_grad()
-    def double(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.mul_(2)
-
-
-@on_ranks(2)
-def test_methods_of_the_class_reach_all_pieces() -> None:
-    plain, sharded = cut_pair(make_params(SHAPES), Switching)
-    train_both(plain, sharded, 1)
-    plain.double()  # type: ignore[attr-defined]
-    sharded.double()
-    assert_same_bits(params_of(sharded), params_of(plain))
-    train_both(plain, sharded, 1, first=1)
-
-
-@on_ranks(2)
-def test_what_is_remembered_of_cut_parameters_comes_back() -> None:
-    plain, sharded = cut_pair(make_params(SHAPES), ema_decay=0.5)
-    train_both(plain, sharded, 2)
-    undo = sharded.core.remember()
-    before = [param.detach().clone() for param in params_of(sharded)]
-    for step in range(2, 4):
-        set_grads(params_of(sharded), step)
-        sharded.step()
-    undo()
-    sharded.gather_parameters()
-    assert_same_bits(params_of(sharded), before)
 
 
 # ---------------------- cut parameters stepped during the backward pass

@@ -12,9 +12,8 @@ from torch import Tensor
 from drawn import draw_the_same
 from zero_optim.plan import cuts
 from zero_optim.plan.cuts import MIN_ROW_NBYTES
-from zero_optim.plan.layout import Extent, Layout, Row
 from zero_optim.plan.partition import RankLoads, assign_owners, fullest_row
-from zero_optim.plan.pieces import Piece, num_rows
+from zero_optim.plan.pieces import num_rows
 from zero_optim.plan.plan import Plan, make_plan
 
 draw_the_same()
@@ -74,22 +73,6 @@ def test_even_buckets_do_not_cost_the_balance_of_the_model(
     # A cut is at most half a step from where it should be, and 128 rows are a step of any parameter.
     step = max(128 * max(1, shape.numel() // max(1, num_rows(shape))) for shape in map(torch.Size, shapes))
     assert max(loads) <= max(1.05 * sum(loads) / num_ranks, *before) + (step if bears else 0)
-
-
-# ---------------------------------------------------------------------- rows of a bucket
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([Row(0, 0, 4, (Extent(0, 0, 2, 0),)), Row(1, 4, 8, (Extent(0, 2, 4, 4),))], "one ends at 2"),
-        ([Row(0, 0, 4, (Extent(0, 0, 2, 0), Extent(0, 2, 4, 2)))], "two extents of one parameter"),
-        ([Row(0, 0, 2, (Extent(0, 2, 4, 0),)), Row(1, 2, 4, (Extent(0, 0, 2, 2),))], "start at 0, got 2"),
-    ],
-)
-def test_a_layout_that_scatters_a_parameter_cannot_be_made(rows: list[Row], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Layout((4,), tuple(rows))
 
 
 # ---------------------------------------------------------------------- plans
@@ -156,7 +139,10 @@ def test_a_large_embedding_is_shared_by_all_ranks() -> None:
     assert max(before) / (sum(before) / 2) > 1.5
     assert max(loads) / (sum(loads) / 2) <= 1.01
     assert [piece.owner for piece in plan.pieces[0]] == [0, 1]
-    assert plan.is_cut
+    # Loads from before choose who gets rows.
+    loads = [5.0] * 8 + [0.0] * 8
+    plan = plan_of([[meta((1024, 128))]], 16, 10**9, bears=True, loads=loads)  # 512 KiB: eight rows
+    assert [piece.owner for piece in plan.pieces[0]] == list(range(8, 16))
 
 
 def test_what_bears_no_cuts_is_whole_and_in_other_buckets() -> None:
@@ -168,35 +154,32 @@ def test_what_bears_no_cuts_is_whole_and_in_other_buckets() -> None:
     assert any(len(plan.pieces[index]) > 1 for index in (0, 1))
 
 
-def test_only_rows_that_are_contiguous_memory_are_cut() -> None:
-    images = torch.empty(640, 64, 3, 3, device="meta").to(memory_format=torch.channels_last)
-    turned = torch.empty(640, 640, device="meta").t()
-    assert len(plan_of([[images]], 4, 10**9, bears=True).pieces[0]) == 4
-    assert plan_of([[turned]], 4, 10**9, bears=True).pieces[0] == (Piece(0, 0, 640),)
+IMAGES = torch.empty(640, 64, 3, 3, device="meta").to(memory_format=torch.channels_last)
 
 
-def test_small_buckets_and_single_ranks_are_not_cut() -> None:
-    assert not plan_of([[meta((128, 128))]], 8, 10**9, bears=True).is_cut  # 64 KiB
-    assert not plan_of([[meta((4096, 128))]], 1, 10**9, bears=True).is_cut
-    assert plan_of([[meta((4096, 128))]], 8, 10**9, bears=True).is_cut
-
-
-def test_rows_are_no_shorter_than_a_message_is_worth() -> None:
-    plan = plan_of([[meta((4096, 128))]], 1024, 10**9, bears=True)
-    rows = plan.buckets[0].layout.rows
-    assert len(rows) == 4096 * 128 * 4 // MIN_ROW_NBYTES
-    assert min((row.stop - row.start) * 4 for row in rows) >= MIN_ROW_NBYTES
+@pytest.mark.parametrize(
+    ("param", "num_ranks", "num_pieces"),
+    [
+        (IMAGES, 4, 4),
+        (torch.empty(640, 640, device="meta").t(), 4, 1),  # its rows are not contiguous memory
+        (meta((128, 128)), 8, 1),  # 64 KiB
+        (meta((4096, 128)), 1, 1),
+        (meta((4096, 128)), 8, 8),
+        (meta((4096, 128)), 1024, 4096 * 128 * 4 // MIN_ROW_NBYTES),  # no shorter than a message is worth
+    ],
+)
+def test_a_parameter_has_as_many_pieces_as_are_worth_it(
+    param: Tensor, num_ranks: int, num_pieces: int
+) -> None:
+    plan = plan_of([[param]], num_ranks, 10**9, bears=True)
+    assert len(plan.pieces[0]) == num_pieces
+    rows = [row for row in plan.buckets[0].layout.rows if row.extents]
+    assert num_pieces == 1 or min((row.stop - row.start) * 4 for row in rows) >= MIN_ROW_NBYTES
 
 
 def test_the_number_of_rows_does_not_grow_with_a_very_large_model() -> None:
     assert cuts.min_row_nbytes(16 * 2**30) == MIN_ROW_NBYTES
     assert cuts.min_row_nbytes(2 * 2**40) == 2 * 2**40 // cuts.MAX_ROWS
-
-
-def test_loads_from_before_choose_who_gets_the_rows() -> None:
-    param = meta((1024, 128))  # 512 KiB: eight rows
-    plan = plan_of([[param]], 16, 10**9, bears=True, loads=[5.0] * 8 + [0.0] * 8)
-    assert [piece.owner for piece in plan.pieces[0]] == list(range(8, 16))
 
 
 def test_without_flags_owners_are_those_of_the_whole_model() -> None:

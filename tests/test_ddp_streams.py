@@ -1,10 +1,11 @@
 """Gradients that come on several streams: who reads one waits for the stream it was made on."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,137 +14,80 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
-from modelled.clocks import Clocks, Event, Stream
+from fake_streams import fake_streams
+from modelled import modelled_streams
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.compat import streams
 from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, Wait
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.history import History
-from zero_optim.ddp.reducer.reduction import Wait
+from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.hooks import allreduce_hook
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A piece of work on a stream."""
-
-    stream: Stream
-    tick: int
-
-    @classmethod
-    def on(cls, stream: Stream) -> "Moment":
-        return cls(stream, stream.tick())
-
-    def is_before(self, stream: Stream) -> bool:
-        return stream.sees({self.stream.number: self.tick})
-
-
-@dataclass(frozen=True)
-class Accelerator(streams.Accelerator):
-    """Streams that are never ahead of what they are known to have waited for."""
-
-    module: Any = None
-    clocks: Clocks = field(default_factory=Clocks)
-    num_events: list[int] = field(default_factory=lambda: [0])
-    uses: list[tuple[int, Stream]] = field(default_factory=list)
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.clocks.current
-
-    def using(self, stream: Stream) -> AbstractContextManager[None]:
-        return self.clocks.using(stream)
-
-    def recorded_event(self, device: torch.device) -> Event:
-        self.num_events[0] += 1
-        return self.clocks.current.record_event()
-
-    def record_use(self, tensor: Tensor) -> None:
-        self.uses.append((id(tensor), self.clocks.current))
-
-
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    made = Accelerator()
-    monkeypatch.setattr(streams, "accelerator_of", lambda _: made)
-    return made
-
-
-class Watched:
-    """A backward pass whose gradients come as they are told to, and who sees them read too early."""
-
-    def __init__(self, accelerator: Accelerator, numels: Sequence[int], *caps: int) -> None:
-        self.accelerator = accelerator
-        self.params = [torch.zeros(numel, requires_grad=True) for numel in numels]
-        options = ReducerOptions(bucket_caps_nbytes=caps or (2**30,), limits_first_buckets=True)
-        self.begun = Moment.on(accelerator.clocks.current)  # buckets are filled with zeros
-        self.assignment = assign(ReducedParams.of(self.params), options)
-        self.made: dict[int, Moment] = {}
-        self.launched: list[int] = []
-        history = History(len(numels))
-        self.current = BackwardPass(self.assignment, history, options, self.launch, divisor=2.0)
-
-    def launch(self, bucket: ReducerBucket) -> Wait:
-        self.read(bucket.indices)
-        self.launched.append(bucket.number)
-        return pytest.fail
-
-    def read(self, indices: Sequence[int]) -> None:
-        current = self.accelerator.clocks.current
-        assert all(self.made[index].is_before(current) for index in indices if index in self.made)
-
-    def come(self, index: int, stream: Stream) -> int:
-        """Have a gradient come on a stream; give its id."""
-        with self.accelerator.using(stream):
-            grad = self.params[index].grad = torch.ones_like(self.params[index])
-            self.made[index] = Moment.on(stream)
-            self.current.arrived(index)
-            assert self.begun.is_before(stream)
-            stream.tick()
-            return id(grad)
-
 
 SMALL = 10
 
 
-def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_then(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = Watched(accelerator, [SMALL] * 3)
-    copied = []
-    original = ReducerBucket.take
+class Begun:
+    """A backward pass whose gradients come as they are told to, and the buckets that it launches."""
 
-    def take(bucket: ReducerBucket, slots: Sequence[int], divisor: float) -> None:
-        watched.read([bucket.indices[slot] for slot in slots])
-        copied.extend(slots)
-        original(bucket, slots, divisor)
+    def __init__(self, num_params: int, *caps: int) -> None:
+        self.params = [torch.zeros(SMALL, requires_grad=True) for _ in range(num_params)]
+        self.launched: list[int] = []
+        options = ReducerOptions(bucket_caps_nbytes=caps or (2**30,), limits_first_buckets=True)
+        assignment = assign(ReducedParams.of(self.params), options)
+        self.current = BackwardPass(assignment, History(num_params), options, self.launch, divisor=2.0)
 
-    monkeypatch.setattr(ReducerBucket, "take", take)
-    beside = [accelerator.clocks.new_stream() for _ in range(3)]
-    grads = [watched.come(index, stream) for index, stream in enumerate(beside)]
-    assert len(copied) == 3
-    assert set(accelerator.uses) == {(grad, beside[-1]) for grad in grads}
+    def launch(self, bucket: ReducerBucket) -> Wait:
+        self.launched.append(bucket.number)
+        return pytest.fail
+
+    def come(self, index: int) -> None:
+        self.params[index].grad = torch.ones(SMALL, device=torch.device("cpu"))
+        self.current.arrived(index)
 
 
-def test_one_stream_costs_one_event_a_pass(accelerator: Accelerator) -> None:
-    watched = Watched(accelerator, [SMALL] * 6, 8 * SMALL)
-    for index in reversed(range(6)):
-        watched.come(index, accelerator.clocks.default)
-    assert watched.launched == [0, 1, 2]
-    assert accelerator.num_events == [1]
-    assert accelerator.uses == []
+DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "none": nullcontext,
+    "the last stream waits for no other": partial(mock.patch.object, StreamOrder, "of", return_value=None),
+    "gradients are dropped too early": partial(
+        mock.patch.object, ReducerBucket, "record_use", lambda *_: None
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_then(defect: str) -> None:
+    with modelled_streams(checks=False) as model, DEFECTS[defect]():
+        begun = Begun(3)
+        for index in range(3):
+            with model.using(model.new_stream()):
+                begun.come(index)
+        assert begun.launched == [0]
+        for param in begun.params:
+            param.grad = None
+        assert bool(model.settle()) == (defect != "none")
+
+
+def test_one_stream_costs_one_event_a_pass() -> None:
+    with fake_streams() as accelerator:
+        begun = Begun(6, 8 * SMALL)
+        for index in reversed(range(6)):
+            begun.come(index)
+        assert begun.launched == [0, 1, 2]
+        assert len(accelerator.events) == 1
+        assert accelerator.used == []
 
 
 def test_the_cpu_is_asked_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr(streams, "current_stream", asked.append)
-    watched = Watched(Accelerator(), [SMALL] * 2)
+    begun = Begun(2)
     for index in range(2):
-        watched.params[index].grad = torch.ones(SMALL)
-        watched.current.arrived(index)
-    assert watched.launched == [0]
+        begun.come(index)
+    assert begun.launched == [0]
     assert not asked
 
 

@@ -158,7 +158,7 @@ def trained(model: nn.Module) -> Iterator[Tensor]:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("inside", "how"), [(True, "not reentrant"), (False, "")])
-def test_adapters_of_a_frozen_base_train_alike(inside: bool, how: str) -> None:
+def test_adapters_train_alike(inside: bool, how: str) -> None:
     """The optimizer has the frozen base or not; it stays as it was."""
     model = Tower(how=how).requires_grad_(False)
     for block in model.blocks:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from fully import Tower, adamw, assert_alike, assert_equal, both, fully, loss_of, state_of, train
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from stalling import TIMEOUT, outcomes
 from zero_optim import ReductionError, RemoteRankError
 from zero_optim.ddp import (
@@ -163,39 +163,30 @@ WRONG: dict[str, Callable[[Any, bool], object]] = {
 }
 
 
-def calls_wrongly() -> dict[str, str]:
-    """Give what each call raises."""
+@on_ranks(2)
+def test_a_state_dict_that_one_rank_asks_for_wrongly_raises_on_all_and_changes_nothing() -> None:
     wrapped, _ = fully()
     loss_of(wrapped, 0).backward()  # before that, calls agree on conversions first
-    before, said = full_state_dict(wrapped, ranks=(0, 1)), {}
+    before = full_state_dict(wrapped, ranks=(0, 1))
     assert before is not None
-    for name, call in WRONG.items():
+    for call in WRONG.values():
         with pytest.raises((TypeError, ValueError)) as caught:
             call(wrapped, dist.get_rank() == 1)
-        said[name] = str(caught.value)
+        assert dist.get_rank() or "rank 1: " in str(caught.value)
         after = full_state_dict(wrapped, ranks=(0, 1))
         assert after is not None
         assert_equal(after, before)
         loss_of(wrapped, 0).backward()
-    return said
 
 
-def test_a_state_dict_that_one_rank_asks_for_wrongly_raises_on_all_and_changes_nothing(ranks2: Ranks) -> None:
-    for name, said in ranks2.run(calls_wrongly)[0].items():
-        assert "rank 1: " in said, name
-
-
-def makes_a_number_whole() -> str:
+@on_ranks(2, forked=True)
+def test_unsharded_of_no_model_on_one_rank_is_told_after_the_timeout() -> None:
     model = Tower()
     wrapped, _ = fully(model, adamw(model, timeout=TIMEOUT), timeout=TIMEOUT)
     loss_of(wrapped, 0).backward()
-    kind = TypeError if dist.get_rank() else RemoteRankError
-    with pytest.raises(kind) as caught, unsharded(3 if dist.get_rank() else wrapped):
-        pass
-    return str(caught.value)
-
-
-def test_unsharded_of_no_model_on_one_rank_is_told_after_the_timeout(failing2: Ranks) -> None:
-    waiting, failed = failing2.run(makes_a_number_whole)
-    assert "every rank waits, but not for the same; " in waiting
-    assert failed == "expected a fully sharded model, or a module of one, got int"
+    if dist.get_rank():
+        with pytest.raises(TypeError, match="expected a fully sharded model, or a module of one, got int"):
+            unsharded(3).__enter__()  # type: ignore[arg-type]
+    else:
+        with pytest.raises(RemoteRankError, match="every rank waits, but not for the same; "):
+            unsharded(wrapped).__enter__()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fully import BUDGET, NARROW, Tower, adamw, assert_alike, assert_equal, batch, on_meta, state_of, train
 from meshes import mesh_of
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, Offload, fully_shard, unsharded
 from zero_optim.shard.mapped import MappedMemory
@@ -82,11 +82,12 @@ SOME = [
 ]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("name", "names"), SOME)
 def test_a_wrapper_before_its_optimizer_trains_to_the_bits_of_one_behind_it(
-    ranks2: Ranks, tmp_path: Path, name: str, names: list[str]
+    tmp_path: Path, name: str, names: list[str]
 ) -> None:
-    ranks2.run(trains_as_optimizer_first, names, str(tmp_path), name)
+    trains_as_optimizer_first(names, str(tmp_path), name)
 
 
 ON_MESHES = [
@@ -97,9 +98,10 @@ ON_MESHES = [
 ]
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(("name", "names"), ON_MESHES)
-def test_over_a_mesh_too(ranks4: Ranks, tmp_path: Path, name: str, names: list[str]) -> None:
-    ranks4.run(trains_as_optimizer_first, names, str(tmp_path), name)
+def test_over_a_mesh_too(tmp_path: Path, name: str, names: list[str]) -> None:
+    trains_as_optimizer_first(names, str(tmp_path), name)
 
 
 # ---------------------------------------------------------------------- what the optimizer is built from
@@ -166,21 +168,17 @@ def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded(tmp_path: P
     train(wrapped, optimizer)
 
 
-def saves_and_loads_over_a_mesh(folder: str, files: str) -> None:
-    wrapped, optimizer = after(["mesh", "dtypes", "wrapper", "meta"], files)
+@on_ranks(4)
+def test_checkpoints_of_a_mesh_take_an_optimizer_that_came_later(tmp_path: Path) -> None:
+    saved, names = tmp_path / "saved", ["mesh", "dtypes", "wrapper", "meta"]
+    wrapped, optimizer = after(names, "")
     train(wrapped, optimizer)
-    checkpoint.save(folder, model=wrapped, optimizer=optimizer)
-    first = before(["dtypes"], files)
-    checkpoint.load(folder, model=first[0], optimizer=first[1])
+    checkpoint.save(saved, model=wrapped, optimizer=optimizer)
+    first, again = before(["dtypes"], ""), after(names, "")
+    for model, steps in (first, again):
+        checkpoint.load(saved, model=model, optimizer=steps)
     assert_equal(state_of(first[0]), state_of(wrapped))
-    again = after(["mesh", "dtypes", "wrapper", "meta"], files)
-    checkpoint.load(folder, model=again[0], optimizer=again[1])
     assert train(*again) == train(wrapped, optimizer)
-
-
-def test_checkpoints_of_a_mesh_take_an_optimizer_that_came_later(ranks4: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    ranks4.run(saves_and_loads_over_a_mesh, str(tmp_path / "saved"), str(tmp_path / "files"))
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -194,10 +192,6 @@ def test_a_later_optimizer_that_does_not_fit_the_forms_is_refused_and_changes_no
     given: Any = {"mixed_precision": NARROW, "units": [*model.blocks]}
     with pytest.raises(ValueError, match="expected a budget of at least"):
         FullyShardedDataParallel(model, **given, offload=Offload(folder, 10_000))
-    with pytest.raises(RankMismatchError, match=r"about the arguments of Fully.*rank 0 has mixed"):
-        FullyShardedDataParallel(model, mixed_precision=NARROW if dist.get_rank() else None)
-    with pytest.raises(ValueError, match="does not go with sparse gradients"):
-        FullyShardedDataParallel(nn.Embedding(4, 4, sparse=True), mixed_precision=NARROW)
     assert not any(param.isnan().any() for param in model.parameters())
     tight = Offload(folder, 150_000)  # enough for rows and gradients, and not for their state
     wrapped = FullyShardedDataParallel(model, **given, offload=tight)

@@ -250,21 +250,22 @@ def test_while_a_model_is_wrapped_a_rank_needs_one_unit_more_than_the_model(has_
     nbytes, unit = sum(param.nbytes for param in params), 128 * 128 * 4
     seen: list[int] = []
     rows: dict[int, int] = {}
-    take_in = RowBucket.take_in
+    let_go = RowBucket.let_go
 
-    def counted(bucket: RowBucket, values: Any) -> None:
-        take_in(bucket, values)
-        rows[id(bucket)] = bucket.row.untyped_storage().nbytes()
-        seen.append(storages(params) + sum(rows.values()) + bucket.nbytes_live)
+    def counted(bucket: RowBucket, only: Tensor | None = None) -> None:
+        if only is not None:
+            rows[id(bucket)] = bucket.row.untyped_storage().nbytes()
+            seen.append(storages(params) + sum(rows.values()) + bucket.nbytes_live)
+        let_go(bucket, only)
 
     optimizer = None
     if has_optimizer:  # without views each parameter has memory of its own
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=False)
-    RowBucket.take_in = counted  # type: ignore[method-assign]
+    RowBucket.let_go = counted  # type: ignore[method-assign]
     try:
         FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
     finally:
-        RowBucket.take_in = take_in  # type: ignore[method-assign]
+        RowBucket.let_go = let_go  # type: ignore[method-assign]
     assert len(seen) == len(params)
     rooms = 5 * 64  # for stamps, in the rows of five buckets
     assert max(seen) <= nbytes + unit + rooms, (max(seen), nbytes)

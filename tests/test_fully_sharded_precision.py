@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fully import NARROW, Tower, adamw, assert_equal, batch, fully, state_of
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import (
     DistributedDataParallel,
@@ -94,7 +94,18 @@ def test_a_policy_of_the_models_own_dtype_changes_no_bit() -> None:
     assert_equal(as_kept(model), as_kept(plain))
 
 
-def follows(policy: PrecisionPolicy, how: str, passes: int, autocast: bool = False) -> None:
+@on_ranks(2, slow=4)
+@pytest.mark.parametrize(
+    ("policy", "how", "passes", "autocast"),
+    [
+        (NARROW, "not reentrant", 1, False),
+        pytest.param(NARROW, "reentrant", 1, False, marks=pytest.mark.exhaustive),
+        (NARROW, "", 3, False),
+        (NARROW, "", 1, True),
+        (PrecisionPolicy(params=BF16, outputs=FP32), "", 2, False),
+    ],
+)
+def test_bits_are_those_of_masters(policy: PrecisionPolicy, how: str, passes: int, autocast: bool) -> None:
     hand = ByHand(policy.params or FP32, policy.reduce_dtype or FP32)
     model, optimizer = wrapped(policy, how)
     assert {param.dtype for param in model.parameters()} == {policy.params}
@@ -104,27 +115,6 @@ def follows(policy: PrecisionPolicy, how: str, passes: int, autocast: bool = Fal
             steps(model, optimizer, range(step, step + 1), passes)
         assert_equal(as_kept(model), hand.masters.state_dict())
     assert model.units.nbytes_live() == 0
-
-
-FOLLOWED: Any = [
-    (NARROW, "not reentrant", 1, False),
-    pytest.param(NARROW, "reentrant", 1, False, marks=pytest.mark.exhaustive),
-    (NARROW, "", 3, False),
-    (NARROW, "", 1, True),
-    (PrecisionPolicy(params=BF16, outputs=FP32), "", 2, False),
-]
-
-
-@pytest.mark.parametrize(("policy", "how", "passes", "autocast"), FOLLOWED)
-def test_bits_are_those_of_rounded_masters_and_sums_in_the_order_of_ranks(
-    ranks2: Ranks, policy: PrecisionPolicy, how: str, passes: int, autocast: bool
-) -> None:
-    ranks2.run(follows, policy, how, passes, autocast)
-
-
-@pytest.mark.slow
-def test_the_order_of_sums_holds_on_four_ranks(ranks4: Ranks) -> None:
-    ranks4.run(follows, NARROW, "", 1)
 
 
 # torch.compile warns of its own innards here and there.
@@ -280,17 +270,14 @@ def test_what_is_not_written_to_is_not_rounded() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_have_what_owners_keep_and_load_it_exactly(assign: bool) -> None:
+def test_state_dicts_have_what_owners_keep_and_load_it_exactly() -> None:
     model, optimizer = wrapped(NARROW)
     steps(model, optimizer, range(2))
     state = as_kept(model)
     other, another = wrapped(NARROW)
     steps(other, another, range(5, 6))
     loss = other(batch(0)).sum()
-    params = list(other.module.parameters())
-    other.module.load_state_dict(state, assign=assign)
-    assert all(a is b for a, b in zip(params, other.module.parameters(), strict=True))
+    other.module.load_state_dict(state)
     assert_equal(as_kept(other), state)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -350,34 +337,27 @@ def test_checkpoints_have_what_owners_keep(tmp_path: Path, saved: str, loaded: s
         assert_equal(as_kept(other), as_kept(model))
 
 
-def saves_masters(folder: str) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_masters_of_a_checkpoint_become_what_owners_keep(tmp_path: Path) -> None:
     model = Tower()
     for param in model.parameters():
         param.data = param.data.to(BF16)
-    options: dict[str, Any] = {"lr": 1e-2, "master_dtype": FP32}
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    optimizer = adamw(model, master_dtype=FP32)
     for step in range(2):
         optimizer.zero_grad()
         model(batch(step).to(BF16)).float().square().mean().backward()
         for param in model.parameters():
             dist.all_reduce(param.grad)
         optimizer.step()
-    checkpoint.save(folder, model=model, optimizer=optimizer)
-    state = optimizer.owned_state()
+    checkpoint.save(tmp_path / "saved", model=model, optimizer=optimizer)
     names = {param: name for name, param in model.named_parameters()}
-    return {names[param]: entries[MASTER].clone() for param, entries in state.items()}
-
-
-def loads_masters(folder: str, masters: dict[str, Tensor]) -> None:
-    model, optimizer = wrapped(NARROW)
-    checkpoint.load(folder, model=model, optimizer=optimizer)
-    assert_equal(as_kept(model), masters)
-    steps(model, optimizer, range(1))
-
-
-def test_masters_of_a_checkpoint_become_what_owners_keep(ranks2: Ranks, tmp_path: Path) -> None:
-    one, other = ranks2.run(saves_masters, str(tmp_path / "saved"))
-    ranks2.run(loads_masters, str(tmp_path / "saved"), {**one, **other})
+    own = {names[param]: entries[MASTER] for param, entries in optimizer.owned_state().items()}
+    other, another = wrapped(NARROW)
+    checkpoint.load(tmp_path / "saved", model=other, optimizer=another)
+    state = as_kept(other)
+    assert own
+    assert_equal({name: state[name] for name in own}, own)
+    steps(other, another, range(1))
 
 
 # ---------------------------------------------------------------------- GradScaler

@@ -195,7 +195,8 @@ def step_both(pairs: Any, step: int, most: float = 1e9) -> None:
     assert torch.allclose(norms[0], norms[1]), step
 
 
-def trains_alone(folder: Path) -> None:
+@on_ranks(1)
+def test_one_rank_alone(tmp_path: Path) -> None:
     plain, model = Convolved(), Convolved()
     one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     other = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
@@ -205,13 +206,13 @@ def trains_alone(folder: Path) -> None:
     step_both(pairs, 1)
     assert all(param.isnan().all() for param in model.parameters())
     assert fully.units.nbytes_live() == 0
-    checkpoint.save(folder, model=fully, optimizer=other)
+    checkpoint.save(tmp_path, model=fully, optimizer=other)
     whole = full_state_dict(fully)
     assert whole is not None
     assert_equal(whole, state_of(plain))
     saved = copy.deepcopy((plain.state_dict(), one.state_dict()))
     step_both(pairs, 2)
-    checkpoint.load(folder, model=fully, optimizer=other)
+    checkpoint.load(tmp_path, model=fully, optimizer=other)
     assert_equal(state_of(fully), whole)
     plain.load_state_dict(saved[0])
     one.load_state_dict(saved[1])
@@ -230,10 +231,6 @@ def trains_alone(folder: Path) -> None:
     step_both(pairs, 6, most=0.05)  # the norm adds up in another order, so the last bits may differ
     for param, want in zip(state_of(fully).values(), state_of(plain).values(), strict=True):
         assert torch.allclose(param, want) if isinstance(want, torch.Tensor) else param == want
-
-
-def test_one_rank_alone_trains_clips_saves_loads_and_evaluates(ranks1: Ranks, tmp_path: Path) -> None:
-    ranks1.run(trains_alone, tmp_path)
 
 
 # ---------------------------------------------------------------------- other numbers of ranks
@@ -295,7 +292,9 @@ def test_state_goes_to_other_numbers_of_ranks_at_all_stages(
 # ---------------------------------------------------------------------- own rows
 
 
-def keeps_own_rows(folder: Path, width: int) -> dict[str, Any]:
+@on_ranks(2)
+@pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
+def test_own_rows_are_saved_without_communication_and_loaded(tmp_path: Path, width: int) -> None:
     """Save own rows, train on, load them into this model and another."""
     (model, optimizer), (other, another) = made("fully", width), made("fully", width)
     train(model, optimizer, 2)
@@ -303,7 +302,7 @@ def keeps_own_rows(folder: Path, width: int) -> dict[str, Any]:
     sent = optimizer.metrics(reset=False)
     state = sharded_state_dict(model)
     assert optimizer.metrics(reset=False) == sent
-    path = folder / f"{dist.get_rank()}.pt"
+    path = tmp_path / f"{dist.get_rank()}.pt"
     torch.save(state, path)
     for name, entry in state["rows"].items():
         first, rows, whole = entry["first"], entry["values"], want[name]
@@ -327,15 +326,6 @@ def keeps_own_rows(folder: Path, width: int) -> dict[str, Any]:
         sharded_state_dict(other)
     with pytest.raises(ValueError, match="is not fully sharded"):
         sharded_state_dict(nn.Linear(2, 2))
-    return want
-
-
-@pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
-def test_own_rows_are_saved_without_communication_and_loaded(
-    ranks2: Ranks, tmp_path: Path, width: int
-) -> None:
-    one, other = ranks2.run(keeps_own_rows, tmp_path, width)
-    assert_equal(one, other)
 
 
 # ---------------------------------------------------------------------- torch.distributed.checkpoint

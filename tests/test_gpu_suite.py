@@ -11,12 +11,10 @@ from torch import nn
 
 import zero_optim
 from gpu import costs
-from gpu.cases import EVERYWHERE, GLOO, NCCL, Case, Phase, all_cases
-from gpu.costs import training
-from gpu.record import summary, table, write
-from gpu.running import run_all, run_case
+from gpu.cases import EVERYWHERE, GLOO, NCCL, Case, all_cases
+from gpu.costs import training, waits_for_events
+from gpu.running import run_all, run_case, summary, table, write
 from gpu.setting import Figures, Here, NotHere
-from gpu.waits import waits_for_events
 from on_device import on_device
 from pool import Pool
 from sync_calls import Event, cpu_as_accelerator
@@ -25,18 +23,20 @@ from zero_optim.compat.streams import HostCopy
 # One of each kind; the others are slow tests.
 QUICK = (
     "start: no backend, no set_device",
-    "parity: AdamW capturable, as views",
+    "table: packed | convolutions | scheduled | foreach",
     "table: packed | tower | GradScaler | fused, one bucket",
     "table: gradients | unused | clipped | momentum, averages",
-    "parity: AdamW fused, cut by rows, float32",
+    "kernels: AdamW fused, cut by rows, float32",
     "table: our DDP alone | unused | ordinary | gradients as views",
     "table: overlap | tower | ordinary | plain",
+    "table: lazy | tower | GradScaler | plain, autocast",
     "parameters: checkpointing, not reentrant, bf16",
-    "mesh: fully, ordinary",
+    "table: fully | tied | ordinary | static graph",
+    "table: fully | tower | ordinary | mesh",
     "memory: gradients",  # the others import FSDP2, which takes seconds
-    "hook: fp16, on both DDPs",
+    "hooks: on both DDPs",
     "bucketer: 2 streams",
-    "overlap: ours DDP, owners, lazily",
+    "table: overlap, owners | convolutions | ordinary | plain",
     "overlap: several streams",
     "checkpoint: save_async, on one rank",
     "waits: zero_step, pretended group of 2",
@@ -56,6 +56,7 @@ def check(pool: Pool, names: set[str], folder: Path) -> None:
     assert reasons <= {
         "the CPU has no cards",
         "the CPU takes no device_id",
+        "the CPU captures nothing",
         "this PyTorch does not have torch.optim.Muon",
         "nothing narrower than float32 is cut on the CPU",
     }
@@ -120,7 +121,7 @@ def claim_without_waits_where_there_is_one(here: Here) -> None:
 def test_an_iteration_that_waits_for_a_copy_fails_the_case_that_counts(
     forked_pool: Pool, tmp_path: Path
 ) -> None:
-    case = Case("waits", (Phase(claim_without_waits_where_there_is_one),))
+    case = Case("waits", claim_without_waits_where_there_is_one)
     row = run_case(forked_pool, case, NCCL, "cpu", tmp_path)
     assert row.result == "fails"
     assert "2 waits in two iterations, at test_gpu_suite.py:" in row.why
@@ -140,16 +141,15 @@ def figures_of(here: Here, value: float) -> Figures:
 
 
 def test_failures_and_what_was_left_out_are_rows_too(forked_pool: Pool, tmp_path: Path) -> None:
-    cases = {
-        "figures": Case("figures", (Phase(figures_of, (1.5,)), Phase(figures_of, (2.5,), 1))),
-        "false": Case("false", (Phase(claim_that_is_false),)),
-        "not tried": Case("not tried", (Phase(claim_that_cannot_be_tried),)),
-        "cards": Case("cards", (Phase(figures_of, (1.5,)),)),
-    }
-    setups = {"figures": GLOO, "false": NCCL, "not tried": GLOO, "cards": EVERYWHERE[-1]}
+    cases = (
+        (Case("figures", figures_of, (2.5,)), GLOO),
+        (Case("false", claim_that_is_false), NCCL),
+        (Case("not tried", claim_that_cannot_be_tried), GLOO),
+        (Case("cards", figures_of, (1.5,)), EVERYWHERE[-1]),
+    )
     rows = [
-        run_case(forked_pool, case, setups[name], "cpu", tmp_path / name.replace(" ", "-"))
-        for name, case in cases.items()
+        run_case(forked_pool, case, setup, "cpu", tmp_path / str(number))
+        for number, (case, setup) in enumerate(cases)
     ]
     assert [row.result for row in rows] == ["holds", "fails", "left out", "left out"]
     assert rows[0].figures == {"value": 2.5}

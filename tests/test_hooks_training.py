@@ -1,4 +1,4 @@
-"""Every hook on PyTorch's DDP: it registers, and does what PyTorch's hook of that name does."""
+"""Every hook on either DDP: it registers, and does what PyTorch's hook of that name does on PyTorch's."""
 
 import inspect
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
+from overlap import WRAPPERS
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer, hooks
 
@@ -26,14 +26,14 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
-def trained(hook: Any, steps: int, **options: Any) -> tuple[list[Tensor], list[float]]:
+def trained(wrapper: str, hook: Any, **options: Any) -> tuple[list[Tensor], list[float]]:
     """Parameters and losses of a run; None for no hook."""
-    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.001, **options)
+    model = WRAPPERS[wrapper](make_model(), bucket_cap_mb=0.001, **options)
     if hook is not None:
         model.register_comm_hook(None, hook)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
     losses = []
-    for step in range(steps):
+    for step in range(15):
         optimizer.zero_grad(set_to_none=not options)
         loss = loss_of(model, step)
         loss.backward()
@@ -72,9 +72,11 @@ PAIRS = (
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
 def test_training_has_the_bits_of_pytorchs_hooks(options: dict[str, Any]) -> None:
     for ours, theirs in PAIRS:
-        (mine, losses), (expected, _) = (trained(hook, 15, **options) for hook in (ours, theirs))
-        assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True)), ours
-        assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), (ours, losses)
+        expected, _ = trained("torch", theirs, **options)
+        for wrapper in WRAPPERS:
+            params, losses = trained(wrapper, ours, **options)
+            assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True)), (wrapper, ours)
+            assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), (wrapper, ours, losses)
 
 
 def test_hooks_have_the_signature_that_ddp_asks_for() -> None:

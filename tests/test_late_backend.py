@@ -205,7 +205,7 @@ def planted(phase: str) -> Callable[..., Any]:
     right = Work.wait
 
     def wait(work: Work, timeout: float | None = None) -> Any:
-        return None if work.record.phase == phase else right(work, timeout)
+        return None if work.phase.name == phase else right(work, timeout)
 
     return wait
 

@@ -76,8 +76,7 @@ def late_group(patch: pytest.MonkeyPatch) -> Iterator[tuple[RankGroup, Watchdog,
 
 
 def late_work(group: RankGroup, handle: Handle) -> Work:
-    works: Any = group.works_of([handle], group.begin_work(), GPU3)  # type: ignore[list-item]
-    return works[0]  # type: ignore[no-any-return]
+    return group.begin_work("", GPU3).take(handle)  # type: ignore[arg-type]
 
 
 def check_device() -> None:
@@ -150,7 +149,7 @@ def check_handle_goes() -> None:
         assert awaited is not None
         watchdog._look()
         assert group.works.outstanding is awaited  # it has not ended
-        event: Any = awaited.handle.event  # type: ignore[attr-defined]
+        event: Any = awaited.handles[0].event  # type: ignore[attr-defined]
         assert isinstance(event, FakeEvent)
         event.has_passed = True
         watchdog._look()
@@ -167,12 +166,13 @@ def test_a_device_that_failed_after_the_wait_does_not_end_the_watchdog() -> None
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
         late_work(group, Handle([])).wait()
         awaited: Any = group.works.outstanding
-        awaited.handle.event = SimpleNamespace(
+        awaited.handles[0].event = SimpleNamespace(
             query=mock.Mock(side_effect=RuntimeError("device-side assert"))
         )
-        patch.setattr(watchdog._verdicts, "explain", lambda *_: None)
+        errors: list[Exception] = []
+        patch.setattr(watchdog._verdicts, "judge_failure", lambda _, error: errors.append(error))
         watchdog._look()
-        assert awaited.record.failure == "device-side assert"
+        assert list(map(str, errors)) == ["device-side assert"]
         assert group.works.outstanding is None
 
 
@@ -185,8 +185,7 @@ def test_a_cpu_that_waits_for_what_an_accelerator_agrees_on_is_seen_and_raises()
     group, seen = RankGroup.of(None).during("state"), []
 
     def synchronize(_: object) -> None:
-        waits = list(group.works.log.waits.values())
-        seen.extend(record.text for record in waits)
+        seen.extend(work.text for work in group.works.log.waits())
         group.works.log.give_up(group.works.whole, Verdict("stalled: rank 1 has not come"))
 
     with (

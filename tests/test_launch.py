@@ -7,8 +7,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,16 @@ import torch
 import torch.distributed as dist
 from make_outputs import run_cells
 
-from sockets import listening, reachable_from_outside
+from processes import children, is_alive, listening, reachable_from_outside
 from waiting import LIMIT, wait_until
 from zero_optim import LaunchTimeoutError, RankFailedError, RemoteRankError, launch
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.errors import StalledError, heard_of
 from zero_optim.run import host
 from zero_optim.run import rank as rank_side
-from zero_optim.run.session import decode_call, encode_call
+from zero_optim.run.launch import encode_call
+from zero_optim.run.rank import decode_call
 
 CHECKOUT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "notebooks")))}
@@ -93,12 +96,6 @@ def give_no_value() -> object:
     if dist.get_rank() == 1:
         os._exit(0)
     return threading.Lock()
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(ProcessLookupError, FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def pids_in(folder: Path, count: int) -> list[int]:
@@ -193,7 +190,7 @@ def hear_of_each_other() -> None:
 
 
 def have_all_the_time(rank: int) -> None:
-    host.CAUSE = 10 * LIMIT
+    rank_side.CAUSE = 10 * LIMIT
 
 
 @pytest.mark.slow
@@ -307,10 +304,6 @@ def test_ctrl_c_that_another_thread_of_the_process_gets_acts_when_the_ranks_have
         signal.signal(signal.SIGINT, before)
 
 
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
 @contextmanager
 def python(code: str) -> Iterator[subprocess.Popen[str]]:
     """Runs code in a session of its own, and ends it."""
@@ -323,27 +316,27 @@ def python(code: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    command, limit = [sys.executable, str(script)], LIMIT
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, check=False, env=ENVIRONMENT
+    )
+
+
 @pytest.mark.slow
 def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os\nfrom zero_optim import launch\nlaunch(os.getpid, 1)\n")
-    command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT, check=False, env=ENVIRONMENT
-    )
+    done = run_script(tmp_path, "import os\nfrom zero_optim import launch\nlaunch(os.getpid, 1)\n")
     assert done.returncode == 1
-    last = done.stderr.strip().splitlines()
-    assert any("put the code that calls it under `if __name__" in line for line in last)
-    assert any(
-        line.startswith("zero_optim.errors.RankFailedError: rank 0 of 1 ended with status 1") for line in last
-    )
+    assert "put the code that calls it under `if __name__" in done.stderr
+    assert "\nzero_optim.errors.RankFailedError: rank 0 of 1 ended with status 1" in done.stderr
     assert "needs `if __name__ ==" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_script_launches_its_own_function(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
     text = """
         from dataclasses import dataclass
         import torch.distributed as dist
@@ -360,11 +353,7 @@ def test_a_script_launches_its_own_function(tmp_path: Path) -> None:
             assert launch(place, 1) == [Place(0)]
             print("well")
     """
-    script.write_text(textwrap.dedent(text))
-    command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT, check=False, env=ENVIRONMENT
-    )
+    done = run_script(tmp_path, text)
     assert done.stdout == "well\n", done.stderr
 
 
@@ -471,21 +460,89 @@ def test_what_cannot_be_sent_is_refused_with_the_reason() -> None:
 # ---------------------------------------------------------------------- by value
 
 
-def there_and_back(function: Callable[..., Any], *args: object) -> Any:
-    found, found_args = decode_call(encode_call(function, args))
-    return found(*found_args)
-
-
-def test_what_can_be_imported_goes_by_reference() -> None:
+def test_what_can_be_imported_goes_by_reference_and_nested_functions_with_closures_and_recursion() -> None:
     function, _ = decode_call(encode_call(sum_over_ranks, ()))
     assert function is sum_over_ranks
-
-
-def test_nested_functions_keep_closures_defaults_and_recursion() -> None:
     base = 3
 
     def factorial(n: int, *, scale: int = 2) -> int:
         return scale if n == 0 else n * factorial(n - 1, scale=scale) + 0 * base
 
-    assert there_and_back(factorial, 4) == 48
-    assert there_and_back(lambda x: x + base, 1) == 4
+    for nested, number, result in ((factorial, 4, 48), (lambda x: x + base, 1, 4)):
+        function, args = decode_call(encode_call(nested, (number,)))
+        assert function(*args) == result
+
+
+# ---------------------------------------------------------------------- the end of a rank
+
+
+def raised(*errors: Exception) -> Exception:
+    """Give the last of some exceptions, as if each had been raised while the one before was dealt with."""
+    for before, error in pairwise(errors):
+        error.__context__ = before
+    return errors[-1]
+
+
+def waited(*before: Exception) -> Exception:
+    """What a wait raises, with what the backend raised as its cause."""
+    stalled = StalledError("rank 1 does not come")
+    stalled.__cause__ = stalled.__context__ = raised(*before, RuntimeError("Timed out waiting 1000ms"))
+    return stalled
+
+
+def test_a_rank_that_only_heard_of_a_failure_is_told_from_the_cause_and_waits_until_all_have_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard, own = RemoteRankError, KeyError
+    closed = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:5")
+    assert rank_side.order_of(own("b")) == 1
+    assert rank_side.order_of(raised(heard("rank 1 failed"), own("b"))) == 1
+    assert rank_side.order_of(waited(own("b"))) == 2
+    assert rank_side.order_of(raised(own("b"), heard("rank 1 failed"))) == 2
+    for error in (heard_of(ValueError("rank 1: no")), heard("rank 1 failed"), closed, waited()):
+        assert rank_side.order_of(error) == 3
+
+    looks: list[float] = []
+    monkeypatch.setattr(rank_side, "sleep", looks.append)
+    rank_side.let_the_cause_end_first(heard("rank 1 failed"), lambda: len(looks) == 3)
+    assert len(looks) == 3
+    rank_side.let_the_cause_end_first(own("b"), lambda: False)  # a cause waits for nobody
+    assert len(looks) == 3
+
+
+class Ended(Exception):
+    """Raised where a process would have ended."""
+
+
+def test_where_the_kernel_does_not_help_a_rank_looks_for_its_parent_and_ends_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    with monkeypatch.context() as patch:
+        parents, waits = iter([5, 5, 1]), []
+        patch.setattr(os, "getppid", lambda: next(parents))
+        patch.setattr(time, "sleep", waits.append)
+        with pytest.raises(Ended, match="1"):
+            host.watch(5)
+        assert len(waits) == 2
+    watched = threading.Event()
+    monkeypatch.setattr(host, "_ask_kernel", lambda: False)
+    monkeypatch.setattr(host, "watch", lambda parent: watched.set())
+    host.end_with_parent(os.getppid())
+    assert watched.wait(LIMIT)
+    with pytest.raises(Ended):  # the parent is gone already
+        host.end_with_parent(os.getppid() + 1)
+
+
+def test_ranks_of_one_host_use_its_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    host.use_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"  # named by the user, who may have a reason
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    host.use_loopback()
+    assert os.environ["NCCL_SOCKET_IFNAME"].startswith("lo")

@@ -47,24 +47,34 @@ def test_costs_that_mean_nothing_are_refused(arguments: tuple[object, ...], mess
         assign_owners(*arguments)  # type: ignore[arg-type]
 
 
+TWO, ONE = (4, 2), (4,)
+WHOLE = Row(0, 0, 4, (Extent(0, 0, 4, 0),))
+
+
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("numels", "rows", "message"),
     [
-        ([Row(0, 0, 4, (Extent(0, 0, 4, 0),))], "parameter 1 of the bucket: 0 of its 2"),
-        ([Row(0, 0, 6, (Extent(0, 0, 4, 0), Extent(1, 0, 2, 3)))], "overlaps"),
-        ([Row(0, 0, 5, (Extent(0, 0, 4, 0), Extent(1, 0, 2, 4)))], "behind its row's end 5"),
+        (TWO, [WHOLE], "parameter 1 of the bucket: 0 of its 2"),
+        (TWO, [Row(0, 0, 6, (Extent(0, 0, 4, 0), Extent(1, 0, 2, 3)))], "overlaps"),
+        (TWO, [Row(0, 0, 5, (Extent(0, 0, 4, 0), Extent(1, 0, 2, 4)))], "behind its row's end 5"),
+        (TWO, [WHOLE, Row(1, 5, 7, (Extent(1, 0, 2, 5),))], "expected to start at 4"),
+        (TWO, [WHOLE._replace(owner=1), Row(0, 4, 6, (Extent(1, 0, 2, 4),))], "rising rank"),
         (
-            [Row(0, 0, 4, (Extent(0, 0, 4, 0),)), Row(1, 5, 7, (Extent(1, 0, 2, 5),))],
-            "expected to start at 4",
+            TWO,
+            [Row(0, 0, 8, (Extent(0, 0, 4, 0), Extent(0, 0, 2, 4), Extent(1, 0, 2, 6)))],
+            "start at 4, got 0",
         ),
-        ([Row(1, 0, 4, (Extent(0, 0, 4, 0),)), Row(0, 4, 6, (Extent(1, 0, 2, 4),))], "rising rank"),
-        ([Row(0, 0, 8, (Extent(0, 0, 4, 0), Extent(0, 0, 2, 4), Extent(1, 0, 2, 6)))], "start at 4, got 0"),
-        ([Row(0, 0, 6, (Extent(0, 0, 4, 0), Extent(1, 1, 2, 4)))], "start at 0, got 1"),
+        (TWO, [Row(0, 0, 6, (Extent(0, 0, 4, 0), Extent(1, 1, 2, 4)))], "start at 0, got 1"),
+        (ONE, [Row(0, 0, 4, (Extent(0, 0, 2, 0),)), Row(1, 4, 8, (Extent(0, 2, 4, 4),))], "one ends at 2"),
+        (ONE, [Row(0, 0, 4, (Extent(0, 0, 2, 0), Extent(0, 2, 4, 2)))], "two extents of one parameter"),
+        (ONE, [Row(0, 0, 2, (Extent(0, 2, 4, 0),)), Row(1, 2, 4, (Extent(0, 0, 2, 2),))], "at 0, got 2"),
     ],
 )
-def test_a_layout_that_is_no_tiling_cannot_be_made(rows: list[Row], message: str) -> None:
+def test_a_layout_that_is_no_tiling_cannot_be_made(
+    numels: tuple[int, ...], rows: list[Row], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        Layout((4, 2), tuple(rows))
+        Layout(numels, tuple(rows))
 
 
 def test_a_capacity_below_one_byte_is_refused() -> None:
@@ -72,29 +82,29 @@ def test_a_capacity_below_one_byte_is_refused() -> None:
         assign_buckets(["a"], [4], 0)
 
 
-def rooms_of(layout: Layout) -> list[tuple[int, int, int]]:
-    return [tuple(room) for room in layout.rooms]
-
-
-def test_a_room_takes_padding_where_there_is_enough() -> None:
-    before = whole([9, 3], [0, 1], alignment=8)
+@pytest.mark.parametrize(
+    ("before", "stops", "offsets", "rooms"),
+    [
+        # There is padding enough.
+        (whole([9, 3], [0, 1], alignment=8), [16, 24], [0, 16], [(0, 9, 13), (1, 19, 23)]),
+        # A row without padding grows by whole units.
+        (whole([8, 8], [0, 1], alignment=8), [16, 32], [0, 16], [(0, 8, 12), (1, 24, 28)]),
+        # A row within one parameter has none: before the begin, behind the end, and the pieces adjoin.
+        (
+            Layout((24,), rows_in_order([24], [0, 1, 2], [8, 16, 24], alignment=8)),
+            [16, 24, 40],
+            [8, 16, 24],
+            [(0, 0, 4), (2, 32, 36)],
+        ),
+    ],
+)
+def test_a_room_takes_padding_or_makes_its_row_longer(
+    before: Layout, stops: list[int], offsets: list[int], rooms: list[tuple[int, int, int]]
+) -> None:
     layout = with_rooms(before, 4, alignment=8)
-    assert layout.rows == before.rows
-    assert rooms_of(layout) == [(0, 9, 13), (1, 19, 23)]
-
-
-def test_a_row_without_padding_grows_by_whole_units() -> None:
-    layout = with_rooms(whole([8, 8], [0, 1], alignment=8), 4, alignment=8)
-    assert [(row.start, row.stop, row.extents[0].offset) for row in layout.rows] == [(0, 16, 0), (16, 32, 16)]
-    assert rooms_of(layout) == [(0, 8, 12), (1, 24, 28)]
-
-
-def test_a_row_within_one_parameter_has_no_room() -> None:
-    rows = rows_in_order([24], [0, 1, 2], [8, 16, 24], alignment=8)
-    layout = with_rooms(Layout((24,), rows), 4, alignment=8)
-    assert rooms_of(layout) == [(0, 0, 4), (2, 32, 36)], "before the begin, behind the end"
-    offsets = [extent.offset for row in layout.rows for extent in row.extents]
-    assert offsets == [8, 16, 24], "the pieces follow each other"
+    assert [row.stop for row in layout.rows] == stops
+    assert [extent.offset for row in layout.rows for extent in row.extents] == offsets
+    assert list(map(tuple, layout.rooms)) == rooms
 
 
 def test_a_room_over_a_parameter_is_refused() -> None:
@@ -106,7 +116,7 @@ def test_a_room_behind_the_rows_is_sent_by_itself() -> None:
     before = with_rooms(whole([8, 3], [1, 1], alignment=8), 4, alignment=8)
     layout = with_rooms_behind(before, [0, 2], 4, alignment=8)
     assert layout.rows == before.rows
-    assert rooms_of(layout) == [(1, 11, 15), (0, 16, 20), (2, 24, 28)]
+    assert list(map(tuple, layout.rooms)) == [(1, 11, 15), (0, 16, 20), (2, 24, 28)]
     assert (layout.end_of_rows, layout.numel) == (16, 28)
     with pytest.raises(ValueError, match="overlaps what ends at 20"):
         Layout(layout.numels, layout.rows, (*layout.rooms[:2], Span(2, 16, 20)))

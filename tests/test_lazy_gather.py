@@ -104,7 +104,12 @@ class Chain(nn.Module):
         return x
 
 
-def _check_waits(as_view: bool, clips: bool) -> None:
+@on_ranks(2)
+@mock.patch.object(gathers, "LANES_FROM_NBYTES", 0)
+@pytest.mark.parametrize("clips", [False, True], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+def test_a_module_waits_for_its_own_buckets_alone(as_view: bool, clips: bool) -> None:
+    """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
     model = Chain()
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
@@ -139,15 +144,6 @@ def _check_waits(as_view: bool, clips: bool) -> None:
         assert waited == list(range(index + 1))  # gathers are in the order of the forward pass
         assert torch.equal(layer.weight, before[index] - 0.1)  # type: ignore[arg-type, operator]
     assert not optimizer.core.sharding.under_way
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("clips", [False, True], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
-def test_a_module_waits_for_its_own_buckets_alone(as_view: bool, clips: bool) -> None:
-    """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
-    with mock.patch.object(gathers, "LANES_FROM_NBYTES", 0):
-        _check_waits(as_view, clips)
 
 
 # ---------------------------------------------------------------------- one argument

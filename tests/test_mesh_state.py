@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fully import Tower, assert_alike, assert_equal, loss_of, state_of, whole
 from meshes import mesh_of
@@ -108,10 +108,11 @@ def test_a_rank_has_a_part_of_the_state_and_its_replicas_share_of_the_rest(
         assert held < 1.5 * nbytes * (replicas - 1) / 4
 
 
-def saves(folder: Path) -> list[Tensor]:
+@on_ranks(4)
+def test_what_it_saves_loads_with_state_over_all_ranks_or_in_each_replica(tmp_path: Path) -> None:
     wrapped, optimizer = over_all(Tower(), {"units": "blocks"})
     train(wrapped, optimizer)
-    checkpoint.save(folder / "one", model=wrapped, optimizer=optimizer)
+    checkpoint.save(tmp_path / "one", model=wrapped, optimizer=optimizer)
     state = full_state_dict(wrapped, ranks=[3])
     assert (state is not None) == (dist.get_rank() == 3)
     saved = whole(wrapped.module)
@@ -125,23 +126,11 @@ def saves(folder: Path) -> list[Tensor]:
             param.data.copy_(value)
     train(other, stepped, 3)
     assert_alike(other.module, wrapped.module)
-    return whole(wrapped.module)
-
-
-def loads(folder: Path, stage: str) -> list[Tensor]:
-    wrapped, optimizer = built(Tower(), stage, mesh_of(2))
-    checkpoint.load(folder / "one", model=wrapped, optimizer=optimizer)
-    train(wrapped, optimizer, 3)
-    return whole(wrapped.module)
-
-
-def test_what_it_saves_loads_with_state_over_all_ranks_or_in_each_replica(
-    ranks4: Ranks, tmp_path: Path
-) -> None:
-    wanted = ranks4.run(saves, tmp_path)
     for stage in (OVER_ALL, "fully"):
-        for got, want in zip(ranks4.run(loads, tmp_path, stage), wanted, strict=True):
-            assert all(map(torch.equal, got, want))
+        loaded, stepped = built(Tower(), stage, mesh_of(2))
+        checkpoint.load(tmp_path / "one", model=loaded, optimizer=stepped)
+        train(loaded, stepped, 3)
+        assert all(map(torch.equal, whole(loaded.module), whole(wrapped.module)))
 
 
 @on_ranks(4)

@@ -1,7 +1,7 @@
 """What a rank owns of a model on an accelerator may be on the CPU: the bits are the same.
 
 There is no accelerator here. The model of streams takes ordinary tensors for those of a device, and pinned
-memory and what the CPU makes of it for the host's. `tests/gpu/fully.py` does the same on a GPU.
+memory and what the CPU makes of it for the host's. `tests/gpu/offloaded.py` does the same on a GPU.
 """
 
 import copy

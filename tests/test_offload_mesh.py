@@ -13,7 +13,7 @@ from torch import nn
 from fully import BUDGET, Tower, adamw, assert_alike, assert_equal, loss_of, state_of, train
 from meshes import mesh_of
 from modelled import modelled_streams
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from test_mesh import assert_equal_everywhere
 from test_offload import assert_same_state
 from zero_optim import RemoteRankError, checkpoint
@@ -34,9 +34,10 @@ def over_all(model: nn.Module, folder: Path | str | None, *, first: bool = True)
     return wrapped, adamw(wrapped)
 
 
-def trains_alike(folder: Path) -> None:
+@on_ranks(2, slow=4)
+def test_copies_of_the_rows_of_other_replicas_are_in_files(tmp_path: Path) -> None:
     model = Tower(width=48)
-    (plain, one), (kept, other) = over_all(model, None), over_all(model, folder)
+    (plain, one), (kept, other) = over_all(model, None), over_all(model, tmp_path)
     for round_ in range(2):
         assert train(kept, other, 2) == train(plain, one, 2), round_
         for wrapped in (plain, kept):
@@ -50,15 +51,6 @@ def trains_alike(folder: Path) -> None:
     assert large
     assert all(other.core.inputs.store.files._memory.holds(each) for each in large)
     assert kept.units.nbytes_live() == 0
-
-
-def test_copies_of_the_rows_of_other_replicas_are_in_files(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(trains_alike, tmp_path)
-
-
-@pytest.mark.slow
-def test_with_several_ranks_in_a_replica_too(ranks4: Ranks, tmp_path: Path) -> None:
-    ranks4.run(trains_alike, tmp_path)
 
 
 @on_ranks(2)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from waiting import LIMIT, wait_until
-from zero_optim.comm.records import Record, Verdict
+from zero_optim.comm.records import Verdict
 from zero_optim.comm.traffic import Phase
-from zero_optim.comm.works import GroupWorks, WorkLog
+from zero_optim.comm.works import GroupWorks, Work, WorkLog
 from zero_optim.health import verdicts as verdicts_module
 from zero_optim.health.peers import Message, Presence
 from zero_optim.health.verdicts import Verdicts
@@ -45,20 +45,19 @@ class Rank:
         directory: Any = Directory(self.number, self.network)
         self.verdicts = Verdicts(self.log, directory)
 
-    def waits_in(self, lines: Sequence[tuple[int, ...]]) -> Record:
+    def waits_in(self, lines: Sequence[tuple[int, ...]]) -> Work:
         """Begin a work in its row or column."""
         (ranks,) = (line for line in lines if self.number in line)
         self.log.wholes[ranks] = EVERYONE
         group: Any = Group(str(ranks))
         self.groups.append(group)
         works: GroupWorks = self.log.of(group, ranks, None, can_cut=False)
-        record = works.begin(Phase(name="reduce", timeout=1.0), f"bucket 0 of {ranks}")
-        record.waiting_since = record.started
-        self.log.waits[id(record)] = record
-        return record
+        work = Work(works, Phase(name="reduce", timeout=1.0), f"bucket 0 of {ranks}")
+        work.waiting().__enter__()
+        return work
 
-    def decides(self, record: Record) -> Verdict:
-        return self.verdicts._decide(record, 1.0)
+    def decides(self, work: Work) -> Verdict:
+        return self.verdicts._decide(work, 1.0)
 
     @property
     def held(self) -> Verdict | None:

@@ -6,7 +6,7 @@ The classes stand in tests/optimizer_cases.py; docs/make_optimizer_table.py runs
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +32,13 @@ from optimizer_cases import (
     switches_of,
     write_options,
 )
-from pool import Ranks, on_ranks
+from overlap import Bag, Setting, assert_same_run, step_bag
+from pool import on_ranks
 from training import assert_same_bits, make_params, needs_muon, params_of, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.hooks import zero_step
 from zero_optim.probe.cut_rows import why_not_cut
-
-Build: TypeAlias = Callable[[list[Parameter]], Optimizer]
+from zero_optim.probe.probe import probe
 
 # What classes of torch_optimizer call, and what PyTorch says of it.
 pytestmark = pytest.mark.filterwarnings(r"ignore:This overload of \w+ is deprecated:UserWarning")
@@ -154,20 +155,11 @@ def check_saved(case: Case, plain: Optimizer, sharded: ZeroRedundancyOptimizer, 
             assert_same_options(optimizer, plain, f"after step {step}")
 
 
-def check_all_options(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", BITWISE)
+def test_class_gives_the_bits_it_gives_without_sharding(name: str) -> None:
     for options in CASES[name].options:
         check_case(name, options)
-
-
-def check_all_options_cut(name: str) -> None:
-    with cuts.finely_cut():
-        for options in CASES[name].options:
-            check_case(name, options, finely_cut=True)
-
-
-@pytest.mark.parametrize("name", BITWISE)
-def test_class_gives_the_bits_it_gives_without_sharding(ranks2: Ranks, name: str) -> None:
-    ranks2.run(check_all_options, name)
 
 
 def with_cuts() -> Iterator[Any]:
@@ -177,11 +169,15 @@ def with_cuts() -> Iterator[Any]:
         yield pytest.param(name, marks=() if name in bearing else pytest.mark.slow)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", list(with_cuts()))
-def test_class_gives_the_same_bits_where_parameters_may_be_cut(ranks2: Ranks, name: str) -> None:
-    ranks2.run(check_all_options_cut, name)
+def test_class_gives_the_same_bits_where_parameters_may_be_cut(name: str) -> None:
+    with cuts.finely_cut():
+        for options in CASES[name].options:
+            check_case(name, options, finely_cut=True)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -191,8 +187,9 @@ def test_class_gives_the_same_bits_where_parameters_may_be_cut(ranks2: Ranks, na
         "torch_optimizer.Shampoo",
     ],
 )
-def test_class_gives_the_same_bits_on_four_ranks(ranks4: Ranks, name: str) -> None:
-    ranks4.run(check_all_options, name)
+def test_class_gives_the_same_bits_on_four_ranks(name: str) -> None:
+    for options in CASES[name].options:
+        check_case(name, options)
 
 
 # ---------------------------------------------------------------------- refusals
@@ -213,20 +210,15 @@ def check_refusal(name: str, options: Options) -> None:
     ZeroRedundancyOptimizer(params, case.optimizer_class, assume_separable=True, **options)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", REFUSED)
-def test_class_whose_steps_join_parameters_is_refused(ranks2: Ranks, name: str) -> None:
+def test_class_whose_steps_join_parameters_is_refused(name: str) -> None:
     for options in CASES[name].options:
-        ranks2.run(check_refusal, name, options)
+        check_refusal(name, options)
 
 
-def give_graph_gradients(params: list[Tensor]) -> None:
-    """Gradients with a graph of their own, as ``backward(create_graph=True)`` leaves them."""
-    loss = torch.stack([(p**4).sum() + p.sum() for p in params]).sum()
-    for p, grad in zip(params, torch.autograd.grad(loss, params, create_graph=True), strict=True):
-        p.grad = grad
-
-
-def check_adahessian() -> None:
+@on_ranks(1, 2)
+def test_adahessian_if_wanted_all_the_same_sees_the_owned_blocks_of_the_hessian() -> None:
     """Each rank steps what it owns as a plain Adahessian over just that would, with its own draws."""
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, torch_optimizer.Adahessian, assume_separable=True)
@@ -239,7 +231,10 @@ def check_adahessian() -> None:
             with pytest.raises(RuntimeError, match="create_graph"):
                 sharded.step()
         for own, optimizer in ((params, sharded), (of_rank, plain)):
-            give_graph_gradients(own)
+            # Gradients with a graph of their own, as ``backward(create_graph=True)`` leaves them.
+            loss = torch.stack([(p**4).sum() + p.sum() for p in own]).sum()
+            for p, grad in zip(own, torch.autograd.grad(loss, own, create_graph=True), strict=True):
+                p.grad = grad
             torch.manual_seed(step)
             optimizer.step()
             for p in own:
@@ -249,16 +244,6 @@ def check_adahessian() -> None:
     dist.all_gather_object(everywhere, [p.detach() for p in params])
     for other in everywhere:
         assert_same_bits(other, params)
-    if dist.get_world_size() == 1:
-        assert len(owned) == len(params)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_adahessian_if_wanted_all_the_same_sees_the_owned_blocks_of_the_hessian(
-    request: pytest.FixtureRequest, size: int
-) -> None:
-    ranks: Ranks = request.getfixturevalue(f"ranks{size}")
-    ranks.run(check_adahessian)
 
 
 # ---------------------------------------------------------------------- constructor forms
@@ -280,6 +265,7 @@ FORMS: dict[str, Callable[[list[Parameter]], Any]] = {
     "named": lambda params: list(named(params)),
     "generator of names": named,
     "names in a group": lambda params: [{"params": list(named(params))}],
+    "groups with rates": lambda params: [{"params": params[::2], "lr": 0.05}, {"params": params[1::2]}],
 }
 
 
@@ -291,97 +277,24 @@ def in_parts(names: list[str], parts: int = 4) -> list[Any]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("names", in_parts(BITWISE), ids=lambda names: f"{names[0]} ...")
-def test_every_class_takes_every_form_of_parameters(names: list[str]) -> None:
-    for name in names:
-        case = CASES[name]
-        options = case.options[-1]
+def test_every_class_takes_every_form_of_parameters_and_rates_of_groups(names: list[str]) -> None:
+    for case in map(CASES.__getitem__, names):
         for what, form in FORMS.items():
+            has_rates = case.rates and what == "groups with rates"
+            if what == "groups with rates" and not case.rates:
+                continue
+            options = {**case.options[-1], **({"lr": 0.02} if has_rates else {})}
             params = case.params()
             mine = twin(params)
             plain = case.optimizer_class(form(params), **options)
             sharded = ZeroRedundancyOptimizer(form(mine), case.optimizer_class, **options)
-            assert same(sharded.defaults, plain.defaults), (name, what)
-            assert_same_options(sharded, plain, (name, what))
-            train_case(case, plain, sharded, range(2))
-
-
-def outcome(case: Case, build: Build, params: list[Parameter]) -> tuple[type[Exception] | None, Any]:
-    """Build and step: what class of error came, and what the parameters are now."""
-    error: type[Exception] | None = None
-    options: Any = None
-    try:
-        optimizer = build(params)
-        options = (
-            optimizer.defaults,
-            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        )
-        for step in range(4):
-            case.give_gradients(params, step, gaps=False)
-            optimizer.step()
-    except Exception as raised:  # noqa: BLE001 - whatever the plain class raises, ours should too
-        error = type(raised)
-    return error, (options, [p.detach() for p in params])
-
-
-def assert_same_outcome(
-    case: Case, arguments: Options, optimizer_class: Any = None
-) -> type[Exception] | None:
-    """Whatever a plain optimizer does with some arguments, ours does."""
-    built = optimizer_class or case.optimizer_class
-    params = case.params()
-    mine = twin(params)
-    plain = outcome(case, lambda own: built(own, **arguments), params)
-    ours = outcome(case, lambda own: ZeroRedundancyOptimizer(own, built, **arguments), mine)
-    assert ours[0] is plain[0], f"{built} with {arguments}: {ours[0]} and {plain[0]}"
-    assert same(ours[1], plain[1]), f"{built} with {arguments}"
-    return plain[0]
-
-
-def check_arguments(names: list[str]) -> dict[str, list[type[Exception] | None]]:
-    """A tensor as rate, a partial, and the plain optimizer's defaults passed back in."""
-    found = {}
-    for name in names:
-        case = CASES[name]
-        defaults = case.optimizer_class(case.params(), **case.options[-1]).defaults
-        found[name] = [
-            assert_same_outcome(case, defaults),
-            assert_same_outcome(case, {**case.options[-1], "lr": torch.tensor(0.01)}),
-            assert_same_outcome(case, {}, partial(case.optimizer_class, **case.options[-1])),
-        ]
-    return found
-
-
-@pytest.mark.parametrize("names", in_parts(BITWISE), ids=lambda names: f"{names[0]} ...")
-def test_arguments_act_as_on_the_plain_class(ranks2: Ranks, names: list[str]) -> None:
-    found = ranks2.run(check_arguments, names)[0]
-    assert all(partly is None for _, _, partly in found.values())
-    assert any(defaults is None for defaults, _, _ in found.values())
-    assert any(rate is None for _, rate, _ in found.values())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("names", in_parts(BITWISE), ids=lambda names: f"{names[0]} ...")
-def test_groups_step_under_their_own_rates(names: list[str]) -> None:
-    """A group's own rate, and a rate lowered between steps."""
-    for name in names:
-        case = CASES[name]
-        if not case.rates:
-            continue
-        params = case.params()
-        mine = twin(params)
-        plain, sharded = (
-            build(
-                [{"params": own[::2], "lr": 0.05}, {"params": own[1::2]}], **{**case.options[-1], "lr": 0.02}
-            )
-            for own, build in (
-                (params, case.optimizer_class),
-                (mine, partial(ZeroRedundancyOptimizer, optimizer_class=case.optimizer_class)),
-            )
-        )
-        train_case(case, plain, sharded, range(3))
-        for optimizer in (plain, sharded):
-            optimizer.param_groups[1]["lr"] *= 0.5
-        train_case(case, plain, sharded, range(3, 8))
+            assert same(sharded.defaults, plain.defaults), (case, what)
+            assert_same_options(sharded, plain, (case, what))
+            train_case(case, plain, sharded, range(3 if has_rates else 2))
+            if has_rates:
+                for optimizer in (plain, sharded):
+                    optimizer.param_groups[1]["lr"] *= 0.5
+                train_case(case, plain, sharded, range(3, 8))
 
 
 def test_a_shared_cache_of_step_sizes_is_what_joins_groups_of_different_rates() -> None:
@@ -398,30 +311,66 @@ def test_a_shared_cache_of_step_sizes_is_what_joins_groups_of_different_rates() 
     assert [name for name, case in CASES.items() if not case.rates] == ["torch_optimizer.RAdam"]
 
 
-# ---------------------------------------------------------------------- implementation switches
+def outcome(
+    case: Case, build: Any, arguments: Options, params: list[Parameter]
+) -> tuple[type[Exception] | None, Any]:
+    """Build and step: what class of error came, and what the options and parameters are now."""
+    error: type[Exception] | None = None
+    options: Any = None
+    try:
+        optimizer = build(params, **arguments)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        options = optimizer.defaults, groups
+        for step in range(4):
+            case.give_gradients(params, step, gaps=False)
+            optimizer.step()
+    except Exception as raised:  # noqa: BLE001 - whatever the plain class raises, ours should too
+        error = type(raised)
+    return error, (options, [p.detach() for p in params])
 
 
-def check_switch(switch: str) -> list[str]:
-    """Name the classes that take a switch here: the same bits as plain, or the same class of error."""
-    taken = []
-    for name in BITWISE:
-        if switch in switches_of(CASES[name]):
-            on, off = (
-                assert_same_outcome(CASES[name], {**CASES[name].options[-1], switch: value})
-                for value in (True, False)
-            )
-            assert off is None
-            taken += [name] if on is None else []
-    return taken
+def arguments_of(case: Case, what: str) -> Iterator[tuple[Any, Options]]:
+    """A tensor as rate, a partial, the plain optimizer's defaults passed back in, a switch on and off."""
+    build, options = case.optimizer_class, case.options[-1]
+    if what == "defaults":
+        yield build, build(case.params(), **options).defaults
+    elif what == "tensor as rate":
+        yield build, {**options, "lr": torch.tensor(0.01)}
+    elif what == "partial":
+        yield partial(build, **options), {}
+    elif what in switches_of(case):
+        yield build, {**options, what: True}
+        yield build, {**options, what: False}
 
 
 # How many classes take it on a CPU, with parameters that are leaves.
+@on_ranks(2)
 @pytest.mark.parametrize(
-    ("switch", "at_least"),
-    [("foreach", 10), ("fused", 4), ("maximize", 12), ("capturable", 0), ("differentiable", 0)],
+    ("what", "at_least"),
+    [
+        pytest.param("defaults", 1, marks=pytest.mark.slow),
+        pytest.param("tensor as rate", 1, marks=pytest.mark.slow),
+        ("partial", len(BITWISE)),
+        *[("foreach", 10), ("fused", 4), ("maximize", 12), ("capturable", 0), ("differentiable", 0)],
+    ],
 )
-def test_switch_is_handled_as_the_class_handles_it(ranks2: Ranks, switch: str, at_least: int) -> None:
-    assert len(ranks2.run(check_switch, switch)[0]) >= at_least
+def test_arguments_act_as_on_the_plain_class(what: str, at_least: int) -> None:
+    taken = 0
+    for case in map(CASES.__getitem__, BITWISE):
+        errors = []
+        for build, arguments in arguments_of(case, what):
+            params = case.params()
+            mine = twin(params)
+            sharded = partial(ZeroRedundancyOptimizer, optimizer_class=build)
+            plain, ours = (
+                outcome(case, built, arguments, own) for built, own in ((build, params), (sharded, mine))
+            )
+            assert ours[0] is plain[0], f"{build} with {arguments}: {ours[0]} and {plain[0]}"
+            assert same(ours[1], plain[1]), f"{build} with {arguments}"
+            errors.append(plain[0])
+        taken += errors[:1] == [None]
+        assert errors[1:] in ([], [None])
+    assert taken >= at_least
 
 
 @on_ranks(2)
@@ -440,77 +389,123 @@ def test_no_schedule_is_missing() -> None:
     assert set(SCHEDULERS) == set(lr_scheduler.__all__) - {"LRScheduler"}
 
 
-def follow(schedule: Any, step: int) -> None:
-    """Step a schedule; one of them goes by a loss."""
-    if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
-        schedule.step(1.0 + step // 3)
-    else:
-        schedule.step()
-
-
-def check_schedule(name: str, optimizer_class: type[Optimizer], options: Options) -> None:
-    params = make_params()
-    mine = twin(params)
-    plain = optimizer_class([{"params": params[:3]}, {"params": params[3:], "lr": 0.02}], **options)
-    groups = [{"params": mine[:3]}, {"params": mine[3:], "lr": 0.02}]
-    sharded = ZeroRedundancyOptimizer(groups, optimizer_class, **options)
-    schedules = [SCHEDULERS[name](optimizer) for optimizer in (plain, sharded)]
-    for step in range(8):
-        for optimizer, schedule in zip((plain, sharded), schedules, strict=True):
-            set_grads(params_of(optimizer), step)
-            optimizer.step()
-            follow(schedule, step)
-        assert_same_bits(mine, params, f"after step {step}")
-        assert_same_options(sharded, plain, f"after step {step}")
-        assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
-    states = [{k: v for k, v in s.state_dict().items() if not k.startswith("_sched")} for s in schedules]
-    assert states[0].keys() == states[1].keys()
-
-
 @on_ranks(2)
+@pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of PyTorch 2.8
-def test_every_schedule_gives_the_rates_and_bits_it_gives_without_sharding() -> None:
+def test_every_schedule_gives_the_rates_and_bits_it_gives_without_sharding(name: str) -> None:
     """On a class with one momentum and on one with two betas: some schedules move these too."""
-    for name in SCHEDULERS:
-        check_schedule(name, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-        check_schedule(name, torch.optim.AdamW, {"lr": 0.1})
+    for optimizer_class, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})):
+        params = make_params()
+        mine = twin(params)
+        plain, sharded = (
+            build([{"params": own[:3]}, {"params": own[3:], "lr": 0.02}], lr=0.1, **options)
+            for build, own in (
+                (optimizer_class, params),
+                (partial(ZeroRedundancyOptimizer, optimizer_class=optimizer_class), mine),
+            )
+        )
+        schedules = [SCHEDULERS[name](optimizer) for optimizer in (plain, sharded)]
+        loss = [1.0] if name == "ReduceLROnPlateau" else []  # it goes by a loss
+        for step in range(8):
+            for optimizer, schedule in zip((plain, sharded), schedules, strict=True):
+                set_grads(params_of(optimizer), step)
+                optimizer.step()
+                schedule.step(*(value + step // 3 for value in loss))
+            assert_same_bits(mine, params, f"after step {step}")
+            assert_same_options(sharded, plain, f"after step {step}")
+            assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+        states = [{k for k in s.state_dict() if not k.startswith("_sched")} for s in schedules]
+        assert states[0] == states[1]
 
 
 def make_model() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def check_weight_averages(average: Any) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("average", [None, "ema", "swa"])
+def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding(average: str | None) -> None:
     """Weight averages and their schedule, with the statistics of batch norm made anew at the end."""
+    averages = {
+        "ema": swa_utils.get_ema_multi_avg_fn(0.9),
+        "swa": swa_utils.get_swa_multi_avg_fn(),
+        None: None,
+    }
     models = make_model(), make_model()
     plain = torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9)
     sharded = ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    optimizers = plain, sharded
-    averaged = [swa_utils.AveragedModel(model, multi_avg_fn=average) for model in models]
-    schedules = [swa_utils.SWALR(o, swa_lr=0.02, anneal_epochs=3) for o in optimizers]
+    averaged = [swa_utils.AveragedModel(model, multi_avg_fn=averages[average]) for model in models]
+    schedules = [swa_utils.SWALR(o, swa_lr=0.02, anneal_epochs=3) for o in (plain, sharded)]
     inputs = torch.randn((4, 5, 6), generator=torch.Generator().manual_seed(4))
     for step in range(8):
-        for model, optimizer, mean, schedule in zip(models, optimizers, averaged, schedules, strict=True):
+        for model, optimizer, mean, schedule in zip(
+            models, (plain, sharded), averaged, schedules, strict=True
+        ):
             optimizer.zero_grad()
             model(inputs[step % 4]).square().sum().backward()
             optimizer.step()
             mean.update_parameters(model)
             schedule.step()
         assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
-        assert_same_bits(list(models[1].parameters()), list(models[0].parameters()), f"after step {step}")
-        assert_same_bits(list(averaged[1].parameters()), list(averaged[0].parameters()), f"after step {step}")
+        for one, other in (models, averaged):
+            assert_same_bits(list(other.parameters()), list(one.parameters()), f"after step {step}")
     assert not torch.equal(averaged[1].module[0].weight, models[1][0].weight)
     for mean in averaged:
         swa_utils.update_bn(inputs, mean)
     assert same(dict(averaged[1].state_dict()), dict(averaged[0].state_dict()))
 
 
+# ---------------------------------------------------------------------- steps during the backward pass
+
+REFUSED_IN_PARTS = {"torch_optimizer.Lookahead", "torch_optimizer.MADGRAD"}  # they count their steps
+SOME = tuple(
+    name for name in ("torch.optim.AdamW", "torch.optim.Muon", "torch_optimizer.AccSGD") if name in BITWISE
+)
+
+
+def in_small_buckets(optimizer_class: Any, options: Options, model: nn.Module) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class, bucket_cap_mb=0.0005, **options)
+
+
+def check_overlapped(wrapper: str, names: Iterable[str]) -> None:
+    refused = set()
+    for name in names:
+        case = CASES[name]
+        is_sparse = case.feed == "sparse rows"
+        # Every set of options on PyTorch's DDP, every class on both.
+        for options in case.options if wrapper == "torch" else case.options[-1:]:
+            setting = Setting(
+                wrapper,
+                partial(lambda case, sparse: Bag(case.params(), sparse=sparse), case, is_sparse),
+                partial(in_small_buckets, case.optimizer_class, options),
+            )
+            if probe(case.optimizer_class, options).steppable_in_parts:
+                assert_same_run(setting, step_bag, 8, moves=not is_sparse, where=(name, options))
+                continue
+            refused.add(name)
+            words = rf"(?i){name.rpartition('.')[2]} cannot be stepped during .*: stepped in parts, "
+            with pytest.raises(ValueError, match=words):
+                zero_step(setting.optimizer(setting.model()))
+    assert refused == REFUSED_IN_PARTS & set(names)
+
+
+@on_ranks(2, timeout=600)
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", [pytest.param("torch", marks=pytest.mark.exhaustive), "ours"])
+def test_steps_in_the_backward_pass_give_the_same_bits_or_are_refused(wrapper: str) -> None:
+    check_overlapped(wrapper, BITWISE)
+
+
 @on_ranks(2)
-def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding() -> None:
-    for average in (None, swa_utils.get_ema_multi_avg_fn(0.9), swa_utils.get_swa_multi_avg_fn()):
-        check_weight_averages(average)
+def test_classes_that_count_their_steps_are_refused_with_the_reason() -> None:
+    check_overlapped("torch", REFUSED_IN_PARTS)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("wrapper", ["torch", "ours"])
+def test_some_classes_step_in_the_backward_pass_with_the_same_bits_on_four_ranks(wrapper: str) -> None:
+    check_overlapped(wrapper, SOME)
 
 
 # ---------------------------------------------------------------------- the table in the documentation

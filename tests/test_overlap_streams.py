@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from overlap import (
 )
 from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.comm import row_sum
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.hooks import owners, passes, zero_step
@@ -67,22 +65,6 @@ def pending(*tensors: Tensor) -> tuple[Pending, CountedWork, list[str]]:
 
 
 # ---------------------------------------------------------------------- each stream waits
-
-
-def test_a_second_stream_waits_for_the_first_one_that_waited(accelerator: FakeAccelerator) -> None:
-    gather, work, called = pending(torch.zeros(2))
-    first, second = FakeStream("first"), FakeStream("second")
-    with accelerator.using(first):
-        assert not gather.wait()
-    behind = accelerator.events[-1]
-    assert behind.stream is first
-    with accelerator.using(second):
-        assert not gather.wait()
-    assert second.awaited == [behind]
-    assert (work.num_waits, called) == (1, ["then"])
-    behind.has_passed = True
-    with accelerator.using(FakeStream("third")):
-        assert gather.wait(), "it is known to be over"
 
 
 def test_on_the_cpu_the_first_who_waits_is_the_only_one() -> None:
@@ -138,34 +120,6 @@ def test_gathers_that_are_over_are_let_go_of_though_some_are_left_at_each_wait(
     with accelerator.using(stream):
         under_way.wait_for([b])
     assert stream.awaited == accelerator.events[-1:], "that of this step is waited for still"
-
-
-def test_what_a_gather_used_stays_until_the_stream_that_waited_has_got_there(
-    accelerator: FakeAccelerator,
-) -> None:
-    flat = torch.zeros(2)
-    gather, _, _ = pending(flat)
-    with accelerator.using(FakeStream("forward")):
-        gather.wait()
-    assert accelerator.were_used_on("forward", flat)
-
-
-@on_ranks(2)
-def test_what_a_reduction_to_owners_used_stays_until_the_stream_that_steps_has_got_there() -> None:
-    with fake_streams() as accelerator:
-        made: list[Tensor] = []
-        exchange = row_sum.exchange
-
-        def noted(group: Any, pieces: Any, lanes: Any, about: str = "") -> Any:
-            works, came = exchange(group, pieces, lanes, about)
-            made.extend([*pieces, *came])
-            return works, came
-
-        with mock.patch.object(row_sum, "exchange", noted):
-            model, optimizer = Setting("torch", zero={"gradients": "owners"}).build(overlap=True)
-            plain_step(model, optimizer, 0)
-        assert made
-        assert accelerator.were_used_on("beside", *[tensor for tensor in made if tensor.numel()])
 
 
 # ---------------------------------------------------------------------- parameters that the user replaced

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pool import Pool, RankError, Ranks, RankTimeoutError
+from processes import is_alive
 from waiting import wait_until
 
 HANG = 3600.0  # seconds: for ever, to these tests
@@ -128,23 +129,9 @@ def print_process_ids_and_hang(folder: str) -> None:
         pool.run(2, last_rank_never_arrives, Path(folder), timeout=HANG)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    # In a container nobody may collect orphans: they stay listed as zombies, which have ended all the same.
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-def test_values_come_back_in_rank_order(ranks_2_and_4: Ranks) -> None:
-    assert ranks_2_and_4.run(rank_and_size) == [
-        (rank, ranks_2_and_4.size) for rank in range(ranks_2_and_4.size)
-    ]
-
-
-def test_processes_are_kept_between_calls_and_world_sizes(pool: Pool) -> None:
+def test_values_come_back_in_rank_order_from_processes_that_are_kept(pool: Pool) -> None:
+    for size in (2, 4):
+        assert pool.run(size, rank_and_size) == [(rank, size) for rank in range(size)]
     four = pool.run(4, process_id)
     assert pool.run(4, process_id) == four
     assert pool.run(2, process_id) == four[:2]
@@ -189,7 +176,7 @@ def test_a_hang_shows_the_stack_of_every_rank_and_the_next_call_works(
     assert all(stack.rstrip() in str(caught.value) for stack in (early, late))
     after = failing2.run(process_id)
     assert not set(before) & set(after)
-    assert not any(map(is_running, before))
+    assert not any(map(is_alive, before))
 
 
 def test_a_process_that_dies_is_reported(failing2: Ranks) -> None:
@@ -215,19 +202,13 @@ def test_warning_filters_of_a_test_hold_on_the_ranks(ranks1: Ranks) -> None:
     assert ranks1.run(warn) == [None]
 
 
-def test_every_call_starts_from_the_same_state(ranks2: Ranks) -> None:
+def test_state_groups_and_garbage_that_a_call_left_do_not_disturb_the_next(ranks2: Ranks) -> None:
     first = ranks2.run(draw_then_spoil_the_state)
     assert first[0] == first[1]
     assert first[0][2] == torch.float32
     assert ranks2.run(draw_then_spoil_the_state) == first
-
-
-def test_groups_left_behind_do_not_disturb_the_next_call(ranks2: Ranks) -> None:
     ranks2.run(leave_a_subgroup)
     assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
-
-
-def test_garbage_that_other_garbage_held_is_freed_before_the_next_call(ranks2: Ranks) -> None:
     before = ranks2.run(count_holders)
     ranks2.run(leave_garbage_in_garbage)
     assert ranks2.run(count_holders) == before
@@ -251,8 +232,8 @@ def test_no_worker_outlives_a_killed_session(tmp_path: Path) -> None:
     ) as session:
         assert session.stdout is not None
         workers = [int(pid) for pid in session.stdout.readline().split()]
-        alive = [is_running(pid) for pid in workers]
+        alive = [is_alive(pid) for pid in workers]
         session.kill()
     assert alive == [True, True]
-    wait_until(lambda: not any(map(is_running, workers)))
-    assert not any(map(is_running, workers))
+    wait_until(lambda: not any(map(is_alive, workers)))
+    assert not any(map(is_alive, workers))

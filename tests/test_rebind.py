@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
-from pool import Pool, on_ranks
+from pool import on_ranks
 from survivors import SHAPES, adamw, assert_trained, fresh, several
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
@@ -72,7 +72,8 @@ def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
 # ---------------------------------------------------------------------- detached
 
 
-def check_detached() -> None:
+@on_ranks(1, 2)
+def test_a_detached_optimizer_shows_what_it_owns_and_refuses_what_needs_the_group() -> None:
     optimizer = fresh(adamw)
     params = params_of(optimizer)
     train(optimizer, 0, 2)
@@ -119,13 +120,6 @@ def check_detached() -> None:
     optimizer.zero_grad()
     train(optimizer, 2, 3)
     assert_trained(optimizer, adamw, 3)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_detached_optimizer_shows_what_it_owns_and_refuses_what_needs_the_group(
-    pool: Pool, size: int
-) -> None:
-    pool.run(size, check_detached)
 
 
 def adamw_of(group: dist.ProcessGroup) -> ZeroRedundancyOptimizer:

@@ -70,7 +70,24 @@ def save_with_torch(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     return loaded
 
 
-SAVERS = (save_file, save_model, save_for_hub, save_with_torch)
+def save_with_accelerate(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    from accelerate import Accelerator  # slow, hence here
+    from accelerate.state import AcceleratorState
+
+    try:
+        accelerator = Accelerator(cpu=True)
+        prepared = accelerator.prepare(model)
+        folders = (folder / "model", folder / "state")
+        accelerator.save_model(prepared, folders[0])
+        accelerator.save_state(folders[1])
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    from_model, from_state = (safetensors.torch.load_file(each / "model.safetensors") for each in folders)
+    assert list(from_model) == list(from_state)
+    return from_model
+
+
+SAVERS = (save_file, save_model, save_for_hub, save_with_torch, save_with_accelerate)
 
 
 def check_saved(model: nn.Module, savers: tuple[Saver, ...] = SAVERS) -> None:
@@ -107,43 +124,13 @@ def test_every_saver_writes_every_parameter(view: bool) -> None:
         assert saved_nbytes(param) == saved_nbytes(Parameter(param.detach().clone()))
 
 
-def save_with_accelerate(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    from accelerate import Accelerator  # slow, hence here
-
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(model)
-    folders = (folder / "model", folder / "state")
-    accelerator.save_model(prepared, folders[0])
-    accelerator.save_state(folders[1])
-    from_model, from_state = (safetensors.torch.load_file(each / "model.safetensors") for each in folders)
-    assert list(from_model) == list(from_state)
-    return from_model
-
-
-@on_ranks(2)
-@ANY_WAY
-def test_accelerate_saves_every_parameter(view: bool) -> None:
-    from accelerate.state import AcceleratorState  # slow, hence here
-
-    model = make_model()
-    optimizer = shard(model, view)
-    try:
-        for step in range(2):
-            check_saved(model, (save_with_accelerate,))
-            set_grads(list(model.parameters()), step)
-            optimizer.step()
-            optimizer.consolidate_state_dict()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
 # ---------------------------------------------------------------------- storages of views
 
 
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_a_view_has_a_storage_of_its_own_and_no_longer_than_itself(dtype: torch.dtype) -> None:
+def test_a_view_has_a_storage_of_its_own_no_longer_than_itself_and_not_resizable(dtype: torch.dtype) -> None:
     params = make_params(((6, 5), (), (7,), (4, 2, 3, 3), (0, 3), (2, 3)), dtype)
     params[3].data = params[3].data.contiguous(memory_format=torch.channels_last)
     params[5].data = params[5].data.t()
@@ -161,6 +148,11 @@ def test_a_view_has_a_storage_of_its_own_and_no_longer_than_itself(dtype: torch.
     filled = sorted(param.data_ptr() for param in params if param.numel())
     apart = sum(-(-param.nbytes // 64) * 64 for param in params)
     assert filled[-1] - filled[0] < apart + 64 * dist.get_world_size()  # one block of memory
+    for param in filter(Tensor.numel, params):
+        with pytest.raises(RuntimeError, match="not resizable"):  # it would reach into its neighbour
+            param.data.resize_(1000)
+    set_grads(params, 0)
+    optimizer.step()
 
 
 @on_ranks(2)
@@ -202,17 +194,6 @@ def test_the_memory_of_a_bucket_lives_as_long_as_any_of_its_parameters() -> None
     params.pop()
     gc.collect()
     assert held_nbytes() - start < 0.5 * size
-
-
-@on_ranks(2)
-def test_resizing_a_view_raises_where_it_would_reach_into_its_neighbour() -> None:
-    params = make_params()
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-    for param in params:
-        with pytest.raises(RuntimeError, match="not resizable"):
-            param.data.resize_(1000)
-    set_grads(params, 0)
-    optimizer.step()
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,12 +32,12 @@ from zero_optim.iteration import overlap
 Patch = AbstractContextManager[Any]
 
 
-def _keep_nothing(*_: object) -> None:
-    """Stand for `record_use`, or a wait; a mock would keep what it is called with."""
+def nothing(target: object, name: str) -> Callable[[], Patch]:
+    """Have a wait or `record_use` do nothing; a mock would keep what it is called with."""
+    return partial(mock.patch.object, target, name, lambda *_: None)
 
 
 def begins_elsewhere() -> Patch:
-    """The thread that steps, on its stream, takes over what the user did to parameters."""
     begin = ZeroStep._begin
 
     def on_thread(stepper: ZeroStep, of: Any) -> None:
@@ -51,85 +52,54 @@ def begins_elsewhere() -> Patch:
     return mock.patch.object(ZeroStep, "_begin", on_thread)
 
 
-def one_stream_a_bucket() -> Patch:
-    """A bucket is launched on the stream of its last gradient, which waits for no other."""
-    return mock.patch.object(StreamOrder, "of", return_value=None)
-
-
-def one_waiter() -> Patch:
-    """A gather is waited for once, by whatever stream comes first."""
-    return mock.patch.object(pending.Pending, "_wait_behind", return_value=True)
-
-
-def drops_gathered() -> Patch:
-    """The flat tensor of a gather is dropped after a wait on another stream than its own."""
-    return mock.patch.object(pending, "record_use", _keep_nothing)
-
-
-def drops_parcels() -> Patch:
-    """What ranks sent is dropped after it was added up on another stream than its own."""
-    return mock.patch.object(row_sum, "record_use", _keep_nothing)
-
-
-def sends_at_once() -> Patch:
-    """A reduce-scatter's chunks are sent on the stream of a later call, which waits for no other."""
-    return mock.patch.object(bucketer, "wait_for_event", _keep_nothing)
-
-
-def drops_chunks() -> Patch:
-    """A reduce-scatter's chunks are dropped after another stream than their own has packed them."""
-    return mock.patch.object(bucketer, "record_use", _keep_nothing)
-
-
-def two_threads() -> Patch:
-    """A thread beside the backward pass steps and gathers, on process groups of its own."""
-    return mock.patch.object(overlap, "may_run_beside", return_value=True)
-
-
 PACKED = {"parameters_as_bucket_view": False}
 # What is put back; a run; what the two stacks go through.
 PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] = {
-    "parameters are moved on another thread": (
+    "the thread that steps, on its stream, takes over what the user did to parameters": (
         begins_elsewhere,
         {"overlap": {}, "before": replace_data},
         ("replace_data", "refresh"),
     ),
-    "a bucket waits for one stream alone": (
-        one_stream_a_bucket,
+    "a bucket is launched on the stream of its last gradient, which waits for no other": (
+        partial(mock.patch.object, StreamOrder, "of", return_value=None),
         {"before": middle_beside},
         ("train", "take_pending"),
     ),
-    "a gather is waited for by one stream alone": (
-        one_waiter,
+    "a gather is waited for once, by whatever stream comes first": (
+        partial(mock.patch.object, pending.Pending, "_wait_behind", return_value=True),
         {"before": evaluate_beside, "between": join, "lazily": True},
         ("start_gather", "forward"),
     ),
-    "the flat tensor of a gather is dropped too early": (
-        drops_gathered,
+    "the flat tensor of a gather is dropped after a wait on another stream than its own": (
+        nothing(pending, "record_use"),
         {"overlap": {}, "options": PACKED},
         ("broadcast|settle", "wait"),  # whichever uses it last on a rank
     ),
-    "what came for an owner is dropped too early": (
-        drops_parcels,
+    "what ranks sent is dropped after it was added up on another stream than its own": (
+        nothing(row_sum, "record_use"),
         {"overlap": {"gradients": "owners"}},
         ("wait", "__call__"),
     ),
     "what came for a reduce-scatter is dropped too early": (
-        drops_parcels,
+        nothing(row_sum, "record_use"),
         {"after": reduce_scatters},
         ("wait", "reduce_scatters"),
     ),
-    "chunks are sent before they are made": (
-        sends_at_once,
+    "chunks are sent on the stream of a later call, which waits for no other": (
+        nothing(bucketer, "wait_for_event"),
         {"after": reduce_scatters},
         ("_chunks", "packed"),
     ),
-    "chunks are dropped too early": (
-        drops_chunks,
+    "chunks are dropped after another stream than their own has packed them": (
+        nothing(bucketer, "record_use"),
         {"after": reduce_scatters},
         ("packed", "reduce_scatters"),
     ),
-    "two threads use two communicators": (two_threads, {"overlap": {}}, ("all_reduce", "broadcast")),
+    "a thread beside the backward pass steps and gathers, on process groups of its own": (
+        partial(mock.patch.object, overlap, "may_run_beside", return_value=True),
+        {"overlap": {}},
+        ("all_reduce", "broadcast"),
+    ),
 }
 
 

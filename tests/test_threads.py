@@ -89,6 +89,22 @@ def test_a_thread_that_begins_while_python_ends_is_waited_for_once_it_has_begun(
     assert (found.returncode, found.stdout, found.stderr) == (0, "worked\n", "")
 
 
+def run_ranks(program: str, argument: Path) -> tuple[list[int], list[str]]:
+    """Run a program on two ranks; returns exit statuses and what they wrote to stderr."""
+    command = [sys.executable, "-c", program]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(argument)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [rank.returncode for rank in ranks], errors
+
+
 LEAVES_OUT_A_STEP = """
 import sys
 import torch, torch.distributed as dist
@@ -112,15 +128,39 @@ except StalledError:
 
 def test_a_process_whose_wait_was_given_up_ends_with_its_own_exit_status(tmp_path: Path) -> None:
     """What made the wait raise, breaking connections, was still under way, and ended the process (134)."""
-    command = [sys.executable, "-c", LEAVES_OUT_A_STEP]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=150)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [7, 7], told
+    statuses, errors = run_ranks(LEAVES_OUT_A_STEP, tmp_path / "store")
+    assert statuses == [7, 7], errors
+
+
+ENDS_WITH_A_COLLECTIVE = """
+import atexit, ctypes, os, sys, time
+from functools import partial
+from pathlib import Path
+
+rank = int(sys.argv[1])
+os.chdir(sys.argv[2])
+if rank == 1:
+    # Registered first, so called last: no Python runs between it and the end of the interpreter.
+    # It keeps the GIL.
+    until_cut = b"touch ends; until test -e cut; do sleep 0.05; done; sleep 0.5"
+    atexit.register(partial(ctypes.PyDLL(None).system, until_cut))
+
+import torch, torch.distributed as dist
+from zero_optim.comm.collectives import RankGroup
+
+dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+group = RankGroup.of(None)
+if rank == 1:
+    group.broadcast_rows([(0, torch.ones(4))])
+else:
+    while not Path("ends").exists():
+        time.sleep(0.05)
+    group.works.cut()
+    Path("cut").touch()
+sys.exit(7)
+"""
+
+
+def test_a_process_ends_with_its_own_exit_status_while_gloo_tells_of_a_failure(tmp_path: Path) -> None:
+    """Its thread released the failed collective's tensors while the interpreter ended (134)."""
+    assert run_ranks(ENDS_WITH_A_COLLECTIVE, tmp_path) == ([7, 7], ["", ""])

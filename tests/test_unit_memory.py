@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fully import Block, Tower, fully, loss_of, train
+from fully import Block, Tower, fully, loss_of, train, trains_alike
 from pool import on_ranks
 from process_memory import anonymous_nbytes
 from zero_optim.ddp import unsharded
@@ -63,22 +63,21 @@ def test_without_such_a_nan_it_shows_zero(dtype: torch.dtype) -> None:
     assert not made.flat.view(torch.uint8).any()
 
 
-def test_what_is_written_to_freed_memory_is_lost() -> None:
+def test_what_is_written_to_freed_memory_is_lost_and_what_is_there_or_freed_already_stays() -> None:
     made = memory(FreePages(), 4096)
+    view = made.flat[5:9]
     made.flat.fill_(3)
+    made.free()
     made.grow()
     assert not (made.flat == 3).any()
-    made.free()
-    assert made.flat.isnan().all()
-
-
-def test_memory_that_is_there_or_freed_already_stays_as_it_is() -> None:
-    made = memory(FreePages(), 4096)
-    made.free()
-    made.grow()
     made.flat.fill_(3)
     made.grow()
     assert (made.flat == 3).all()
+    made.free()
+    made.free()
+    assert made.flat.isnan().all()
+    del made
+    assert view.isnan().all()  # a view outlives what it was a view of
 
 
 def test_pages_of_what_was_freed_go_to_what_is_needed_next() -> None:
@@ -202,11 +201,6 @@ def test_what_is_large_begins_where_huge_pages_can(nbytes: int) -> None:
             assert not any(start % (2 * MIB) for start in starts)
 
 
-def test_a_view_outlives_what_it_was_a_view_of() -> None:
-    view = memory(FreePages(), 3 * MIB).flat[5:9]
-    assert view.isnan().all()
-
-
 def test_pages_that_cannot_be_moved_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = waiting(MIB)
     made = memory(pages, MIB)
@@ -283,6 +277,13 @@ def test_views_that_somebody_keeps_show_nan_while_the_unit_is_freed() -> None:
     with pytest.raises(RuntimeError, match="was written to"), unsharded(model):
         pass
     KEPT.clear()
+
+
+@on_ranks(2)
+def test_models_train_alike_where_storages_are_emptied() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_optim.shard.pages.page_moves", lambda: None)
+        trains_alike(Tower())
 
 
 @on_ranks(2)

@@ -12,8 +12,8 @@ def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
     with fake_streams() as streams:
         params = [torch.ones(4), torch.ones(4)]
         bucket = RowBucket(params, whole([4, 4], [0, 1]), 0)
-        bucket.take_in({param: param.clone() for param in params})
-        bucket.let_go()
+        for param in params:
+            bucket.take_in(param)
         flat = bucket.fill()
         bucket.gathers.start(lambda: Pending([], [flat], lambda: bucket.settle(flat)))
         bucket.arrive()

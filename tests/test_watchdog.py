@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from pool import Ranks, on_ranks
-from sockets import listening
-from stalling import Others, linear, outcomes, sharded, with_gradients
+from processes import listening
+from stalling import Others, begun_works, linear, outcomes, sharded, with_gradients
 from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.backends import raised_by_backend
@@ -98,12 +98,13 @@ def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound() 
         optimizer.detach()
         optimizer.rebind()  # the watchdog before may be about to end
         wrapped.rebind()
-        optimizer.step()
+        with begun_works() as works:
+            optimizer.step()
         log = optimizer.ranks.works.log
         assert log.explain is not explain_nothing
         assert default_store().get(key) != b"left"
         assert optimizer.ranks.phase.timeout == 50
-        assert {record.timeout for record in log.ring if record.phase == "gather"} == {50}
+        assert {work.timeout for work in works if work.phase.name == "gather"} == {50}
     wrapped.detach()
     optimizer.detach()
     wait_until(lambda: watchdogs() == 0)
@@ -139,25 +140,24 @@ def test_copies_and_pickles_keep_the_timeout() -> None:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, lr=0.1, timeout=50, on_stall="exit"
     )
-    log = optimizer.ranks.works.log
     copied, pickled = copy.deepcopy(optimizer), pickle.dumps(optimizer)
     del optimizer
     gc.collect()
     for twin in (copied, pickle.loads(pickled)):
         assert watchdogs() == 1
-        log.ring.clear()
         for param in twin.owners():
             param.grad = torch.ones_like(param)
-        twin.step()
-        twin.consolidate_state_dict()
-        twin.explain()
-        assert {record.timeout for record in log.ring} == {50}
+        with begun_works() as works:
+            twin.step()
+            twin.consolidate_state_dict()
+            twin.explain()
+        assert {work.timeout for work in works} == {50}
         assert twin.core.inputs.options.on_stall == "exit"
     wrapped = DistributedDataParallel(linear(), timeout=60)
     for again in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
-        log.ring.clear()
-        again(torch.ones(2, 4)).sum().backward()
-        assert {record.timeout for record in log.ring} == {60}
+        with begun_works() as works:
+            again(torch.ones(2, 4)).sum().backward()
+        assert {work.timeout for work in works} == {60}
 
 
 @on_ranks(2)
@@ -375,7 +375,7 @@ class Lost(Never):
 
 
 def work_of(group: RankGroup, handle: Never) -> Work:
-    return Work(handle, group.phase, group.begin_work(), late_on=torch.device("cpu"))
+    return Work(group.works, group.phase, late_on=torch.device("cpu")).take(handle)
 
 
 @on_ranks(1)
@@ -393,13 +393,13 @@ def test_a_wait_of_a_minute_is_warned_of_whatever_the_timeout_is() -> None:
     group = RankGroup.of(None).within(1800.0)
     alone: Any = SimpleNamespace(rank=0)
     judging = Verdicts(group.works.log, alone)
-    record = group.begin_work()
+    work = group.begin_work()
     warned: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts_module, "_beside", lambda work: work())
         patch.setattr(judging, "_warn", lambda _, seconds: warned.append(seconds))
         for seconds in (1.0, 59.0, 60.0, 61.0):
-            judging.judge_wait(record, seconds)
+            judging.judge_wait(work, seconds)
     assert warned == [60.0]
 
 
@@ -419,8 +419,7 @@ def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended(
         watchdog._look()
         with pytest.raises(StalledError) as caught:
             group.begin_work()
-    assert work.record.ended is not None
-    assert "connection closed" in str(work.record.failure)
+    assert group.works.has_failed
     assert str(work.exception()) == str(caught.value)
     assert "rank 1 has ended" in str(caught.value)
 
@@ -432,13 +431,10 @@ def test_time_in_which_the_process_did_not_run_counts_for_no_wait(kind: str) -> 
     watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
     watchdog._listener.close()
     now = [100.0]
-    record = group.begin_work()
-    record.started = now[0]
+    work = group.begin_work() if kind == "waits" else work_of(group, Never())
+    work.started = work.waiting_since = now[0]
     if kind == "waits":
-        record.waiting_since = now[0]
-        group.works.log.waits[id(record)] = record
-    else:
-        group.works.outstanding = Work(Never(), group.phase, record, late_on=torch.device("cpu"))
+        group.works.pending.add(work)
     done: list[tuple[str, float]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts_module, "_beside", lambda work: work())

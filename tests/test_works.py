@@ -1,7 +1,6 @@
 """Works: what each process keeps of the collectives of the library, and of what it does."""
 
 import gc
-import time
 import weakref
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,24 +14,19 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from pool import Ranks, on_ranks
-from stalling import linear
+from stalling import begun_works, linear
 from waiting import wait_until
 from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
-from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Record, Verdict
-from zero_optim.comm.works import KEPT, Work
+from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Verdict
+from zero_optim.comm.works import Work
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket
 from zero_optim.health.diagnosis import Status, judge
 from zero_optim.health.peers import Presence
-
-
-def ring() -> list[Record]:
-    """The works of this process, the oldest first."""
-    return list(RankGroup.of(None).works.log.ring)
 
 
 def trained() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -46,22 +40,17 @@ def trained() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return model, optimizer
 
 
-def record_works() -> list[tuple[str, int]]:
-    """Check what is kept of a run, and return what is numbered in it."""
-    began = time.monotonic()
-    _kept = trained()
-    works = ring()
-    assert {record.phase for record in works} >= {"agree", "reduce", "clip", "gather", "state"}
-    texts = {record.text for record in works if record.phase in ("gather", "reduce")}
+def record_works() -> list[str]:
+    """Check what is kept of a run, and return the names of its works."""
+    with begun_works() as works:
+        _kept = trained()
+    assert {work.phase.name for work in works} >= {"agree", "reduce", "clip", "gather", "state"}
+    texts = {work.text for work in works if work.phase.name in ("gather", "reduce")}
     assert "the gather of bucket 0 (0.weight)" in texts, texts
     assert any(text.startswith("the reduction of bucket 0 (") for text in texts), texts
-    for record in works:
-        assert record.ended is not None
-        assert began <= record.started <= record.ended <= time.monotonic()
-        assert record.waiting_since is None
-        assert record.failure is None
     group = RankGroup.of(None).works
-    assert not group.log.waits
+    assert not group.log.waits()
+    assert not any(each.pending for each in group.log.groups.values())
     activity = group.log.activity
     assert not activity.open
     assert activity.last is not None
@@ -69,36 +58,30 @@ def record_works() -> list[tuple[str, int]]:
     calls = ["clip_grad_norm_()", "step()", "consolidate_state_dict()", "forward pass", "backward pass"]
     built = ["ZeroRedundancyOptimizer()", "DistributedDataParallel()"]
     assert activity.counts == dict.fromkeys(calls + built, 1)
-    # The state is sent from rank to rank, so what is numbered behind it differs.
-    return [(each.text, each.number) for each in group.log.ring if each.group is group][:12]
+    # The state is sent from rank to rank, so what begins behind it differs.
+    return [each.text for each in works if each.group is group][:12]
 
 
-def test_collectives_calls_and_passes_are_kept_and_works_numbered_alike_on_every_rank(ranks2: Ranks) -> None:
+def test_calls_and_passes_are_counted_and_works_named_alike_on_every_rank(ranks2: Ranks) -> None:
     first, second = ranks2.run(record_works)
     assert first == second
-    assert [number for _, number in first[:3]] == [1, 2, 3]
+    assert len(first) == 12
 
 
 @on_ranks(2)
-def test_the_ring_keeps_the_last_works_alone_and_no_tensor() -> None:
+def test_nothing_keeps_a_tensor_of_a_work_that_has_ended() -> None:
     group = RankGroup.of(None)
     tensor = torch.full((4,), float(dist.get_rank()))
     seen = weakref.ref(tensor)
     (work,) = group.broadcast_rows([(1, tensor)], "a tensor")
     assert isinstance(work, Work)
+    assert group.works.pending == {work}
     assert isinstance(work.wait(timeout=100.0), bool)
-    assert (work.record.ended is not None, work.record.failure, work.record.timeout) == (True, None, 100.0)
+    assert (work.text, work.timeout) == ("an agreement of a tensor", 100.0)
     assert torch.equal(tensor, torch.ones(4))
     del tensor, work
     gc.collect()
     assert seen() is None
-    assert ring()[-1].text == "an agreement of a tensor"
-    for _ in range(KEPT):
-        group.begin_work()
-    before = ring()
-    group.all_gather_fixed(b"x")
-    assert len(before) == len(ring()) == KEPT
-    assert ring()[:-1] == before[1:]
 
 
 @on_ranks(2)
@@ -130,6 +113,7 @@ def test_a_work_gives_what_it_failed_with_and_the_reason_if_that_is_known() -> N
     failure = work.exception()
     assert isinstance(failure, RuntimeError)
     assert failure.__traceback__ is None
+    assert work in group.works.pending
     group.works.log.give_up(group.works.ranks, Verdict("rank 1 is away", (1,)))
     assert str(work.exception()) == "rank 1 is away"
 
@@ -138,7 +122,7 @@ def test_a_work_gives_what_it_failed_with_and_the_reason_if_that_is_known() -> N
 def test_a_work_that_is_a_future_tells_its_state_likewise() -> None:
     group = RankGroup.of(None)
     future: Future[Any] = Future()
-    work = Work(future, group.phase, group.begin_work())
+    work = group.begin_work().take(future)
     assert (work.is_completed(), work.exception()) == (False, None)
     future.set_exception(ValueError("not a sum"))  # type: ignore[arg-type]
     assert work.is_completed()
@@ -230,7 +214,7 @@ def test_what_a_comm_hook_raises_is_told_as_the_cause_where_its_group_was_given_
         works.verdict = None
         wrapped = DistributedDataParallel(linear())
         wrapped.register_comm_hook(when, hook)
-        works.log.explain = lambda _record, _error: Verdict("rank 1 is away").error()
+        works.log.explain = lambda _work, _error: Verdict("rank 1 is away").error()
         loss = wrapped(torch.ones(2, 4)).sum()
         with pytest.raises(RuntimeError) as caught:
             loss.backward()

@@ -201,8 +201,8 @@ def _run_tool(name: str, options: dict[str, Any]) -> int:
             offline.reshard(options["source"], options["out"], options["world_size"])
         else:
             report = offline.inspect(options["source"])
-            print(json.dumps(report.to_dict(), indent=1) if options["json"] else report)
-            return 0 if report.complete else 1
+            print(json.dumps(report, indent=1) if options["json"] else offline.as_table(report))
+            return 0 if report["complete"] else 1
     except (ZeroOptimError, ValueError, TypeError) as error:
         _complain(str(error))
         return 2

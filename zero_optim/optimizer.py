@@ -1,9 +1,10 @@
 """`ZeroRedundancyOptimizer`: any ``torch.optim`` optimizer, its state sharded over ranks."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
-from zero_optim.compat.kinship import make_known
+from zero_optim.compat.engine import register_with_pytorch
 from zero_optim.explain import Explanation, explain
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration import Iteration
@@ -34,6 +35,16 @@ from zero_optim.step.clip import ClipArguments
 from zero_optim.step.spec import OptimizerSpec
 
 
+def _part(path: str, doc: str, *, settable: bool = False) -> Any:  # noqa: ANN401 - of any type
+    """Return a property that is an attribute of a part, such as ``core.groups``."""
+    owner, _, name = path.rpartition(".")
+
+    def change(optimizer: Any, value: object) -> None:  # noqa: ANN401 - as above
+        setattr(attrgetter(owner)(optimizer), name, value)
+
+    return property(attrgetter(path), change if settable else None, doc=doc)
+
+
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Shard the state of an optimizer over the ranks of a process group (ZeRO stage 1).
 
@@ -48,9 +59,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     that communicates. An error on one rank is raised on every rank; unless the method says otherwise, nothing
     has changed then.
 
-    ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``. That class does not train
-    in the first two or three iterations with ``overlap_with_ddp=True``; this one does, so scripts must leave
-    out iterations for warm-up.
+    ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``. With
+    ``overlap_with_ddp=True`` that class does not train in the first two or three iterations; this one does,
+    so scripts must leave out iterations for warm-up.
 
     Args:
         params: as for ``torch.optim``, dense, of any dtypes and shapes; the same on every rank, in the same
@@ -61,7 +72,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: ranks to shard over; None for the default group, or for the group of the fully sharded
             model that has the parameters.
         parameters_as_bucket_view: move parameters into flat tensors, each with its own storage, where gathers
-            write in place. False leaves ``param.data`` alone and copies at each step, which is also done for
+            write in place. False leaves ``param.data`` alone and copies at each step, as is always done for
             shared memory and devices without DLPack.
         overlap_with_ddp: a comm hook (``hook_with_zero_step``, ``zero_step`` of `zero_optim.hooks`) steps
             during the backward pass. The class is checked now; `step` raises if no hook ran.
@@ -79,10 +90,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             to 60 ms the first time, and is refused if the results differ.
         cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
             same bits (`pieces` and `explain` show). False balances whole parameters over the model, not each
-            bucket. What the CPU steps in half precision is never cut. If later options forbid existing cuts,
-            `step` and `load_state_dict` raise ValueError; so does a step with a sparse gradient of a cut
-            parameter, unless trials passed (plain SGD; not SGD with momentum, nor Adagrad: use False). Also a
-            group key.
+            bucket. What the CPU steps in half precision is never cut. `step` and `load_state_dict` raise
+            ValueError if later options forbid existing cuts, and for a sparse gradient of a cut parameter,
+            unless trials passed (plain SGD; not SGD with momentum, nor Adagrad: use False). Also a group key.
         timeout: longest wait in seconds; None for the process group's timeout. After half of it a warning is
             logged; then every rank raises `StalledError` with the missing ranks and their last calls.
         on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
@@ -110,6 +120,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         TypeError: parameters or a class of the wrong kind.
         RuntimeError: torch.distributed is not initialised.
     """
+
+    param_groups = _part("core.groups", "All parameters with their options.", settable=True)
+    state = _part("core.state", "State of the parameters this rank owns.", settable=True)
 
     def __init__(  # noqa: PLR0913 - PyTorch's signature, and our options, which are keyword-only
         self,
@@ -199,24 +212,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         work = partial(local.call, groups, methods, *args, **kwargs)
         return self.iteration.calls.make(f"{name}()", partial(self.core.owned.run, work))
 
-    @property
-    def param_groups(self) -> list[ParamGroup]:
-        """All parameters with their options."""
-        return self.core.groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[ParamGroup]) -> None:
-        self.core.groups = groups
-
-    @property  # type: ignore[override]
-    def state(self) -> MutableMapping[Any, Any]:
-        """State of the parameters this rank owns."""
-        return self.core.state
-
-    @state.setter
-    def state(self, state: MutableMapping[Any, Any]) -> None:
-        self.core.state = state
-
     # ------------------------------------------------------------------ stepping
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]  # noqa: ANN401
@@ -258,24 +253,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
         self.iteration.overlap().begin(joined=joined)
 
-    @property
-    def num_steps(self) -> int:
-        """Calls of `step` on this rank, skipped ones included; after `rebind` went back as many less."""
-        return self.core.snapshot.steps
+    num_steps = _part(
+        "core.snapshot.steps",
+        "Calls of `step` on this rank, skipped ones included; after `rebind` went back as many less.",
+    )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a ``GradScaler`` calls `step` after an infinity too; see Note [Infinities] in `step.amp`.
-
-        True inside ``Join`` and after a step of the backward pass, which raises. Otherwise it counts the
-        call: Note [What a count cannot tell] in `zero_optim.health.stamps`.
-        """
-        if self.iteration.joins.under_way or self.iteration.has_begun:
-            return True
-        stamps = self.core.sharding.gathers.stamps
-        if stamps is not None:
-            stamps.asked += 1
-        return False
+        """Whether a ``GradScaler`` calls `step` after an infinity too: Note [Infinities] in `step.amp`."""
+        return self.iteration.hears_scaler()
 
     def clip_grad_norm_(
         self,
@@ -488,8 +474,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.defaults = self.core.owned.local.defaults
         else:
             rebinding.detach(self.core, wait=wait)
-        self.iteration.calls.let_go()
-        self.iteration.joins.let_go()
+        self.iteration.let_go()
         unwatch(self)
 
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
@@ -514,22 +499,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             LostStateError: no rank of the group holds the state of some parameters, which are named, or a
-                step broke off half way. With mirrors: a rank and its buddy are lost, or no step was taken
-                yet.
+                step broke off half way. With mirrors: a rank and its buddy are lost, or no step was taken.
             RankMismatchError: ranks hold state of different steps, or have other parameters or arguments.
             RuntimeError: an optimizer is not detached on some rank.
             ValueError: the class does not bear cuts with the present options.
             Exception: of the class. After each of these the optimizer is detached as before.
         """
         self._rebind(process_group, keep_state=keep_state, may_lose=False)
-        return self.num_steps
+        return self.core.snapshot.steps
 
     def rebind_held(self, process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """Like `rebind`, with the state that the new ranks hold; all call.
 
-        Returns:
-            Parameters that lost some state, equal on every rank. They have no state now, and perhaps wrong
-            values: the caller brings both, as `zero_optim.checkpoint.rebind` does.
+        Returns parameters that lost some state, equal on every rank. They have no state now, and perhaps
+        wrong values: the caller brings both, as `zero_optim.checkpoint.rebind` does.
         """
         return self._rebind(process_group, keep_state=True, may_lose=True)
 
@@ -621,23 +604,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self.iteration.join_hook()
 
-    @property
-    def join_device(self) -> torch.device:
-        """Where ``Join`` places its own small tensors."""
-        return self.iteration.joins.join_device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group over which ``Join`` counts active ranks."""
-        return self.iteration.joins.join_process_group
-
-    @property
-    def _join_config(self) -> Any:  # noqa: ANN401 - a private type of PyTorch
-        return self.iteration.joins._join_config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:  # noqa: ANN401 - as above
-        self.iteration.joins._join_config = config
+    join_device = _part("iteration.joins.join_device", "Where ``Join`` places its own small tensors.")
+    join_process_group = _part(
+        "iteration.joins.join_process_group", "The group over which ``Join`` counts active ranks."
+    )
+    _join_config = _part("iteration.joins._join_config", "What ``Join`` sets.", settable=True)
 
     # ------------------------------------------------------------------ names of PyTorch's class
 
@@ -651,9 +622,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return views.local_view(self.core)
 
-    @property
-    def _all_params(self) -> list[Tensor]:
-        return self.core.params
+    _all_params = _part("core.params", "All parameters, in order.")
 
     @property
     def _param_to_index(self) -> dict[Tensor, int]:
@@ -665,12 +634,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _check_overlap_initialized(self) -> None:
         """Do nothing: ours is ready when it is built."""
 
-    @staticmethod
-    def _sync_param_groups(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
-        views.sync_options(source, target)
+    _sync_param_groups = staticmethod(views.sync_options)
 
 
-make_known(ZeroRedundancyOptimizer)
+register_with_pytorch(ZeroRedundancyOptimizer)
 
 
 def require_ours(optimizer: object) -> None:

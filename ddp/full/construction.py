@@ -79,7 +79,7 @@ OF_PYTORCH = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class Arguments:
     """Arguments of `FullyShardedDataParallel`, see there."""
 
     units: Units
@@ -113,7 +113,7 @@ class UnitConstruction:
     """
 
     def __init__(
-        self, module: nn.Module, asked: Asked, taken_over: Callable[[ZeroRedundancyOptimizer], None]
+        self, module: nn.Module, arguments: Arguments, taken_over: Callable[[ZeroRedundancyOptimizer], None]
     ) -> None:
         if units_of(module) is not None:
             raise ValueError(
@@ -124,17 +124,17 @@ class UnitConstruction:
                 "some parameters are those of another fully sharded model, or of one whose wrapping broke "
                 "off: put all modules into one, or build the model anew"
             )
-        choice = choose_units(module, asked.units)
-        _ = asked.num_kept  # raises if it is no number
-        self.policy = PrecisionPolicy.of(asked.precision, module) or PrecisionPolicy()
-        check_init(module, asked.init)
-        place = torch.get_default_device() if asked.device is None else torch.device(asked.device)
+        choice = choose_units(module, arguments.units)
+        _ = arguments.num_kept  # raises if it is no number
+        self.policy = PrecisionPolicy.of(arguments.precision, module) or PrecisionPolicy()
+        check_init(module, arguments.init)
+        place = torch.get_default_device() if arguments.device is None else torch.device(arguments.device)
         self._replaced = leave_meta(module, place)
         unit_of = {self._replaced.get(param, param): number for param, number in choice.unit_of.items()}
         self.choice = replace(choice, unit_of=unit_of)
         self.registration = Registration(len(choice.modules), taken_over)
         self.stands_in = self._is_filled = False
-        self._asked = asked
+        self._arguments = arguments
         hook = register_optimizer_step_pre_hook(_refuse_others)
         weakref.finalize(self.registration, hook.remove).atexit = False
 
@@ -149,8 +149,8 @@ class UnitConstruction:
         owned = set(names) if optimizer is None else set(optimizer.pieces())
         units = {param: number for param, number in self.choice.unit_of.items() if param in owned}
         sharded = {param: name for param, name in names.items() if param in units}
-        keeping = keeping_for(self._asked.offload, self.choice.unit_of)
-        self.policy.check(sharded, sparse_names(self.module), self._asked.accumulate)
+        keeping = keeping_for(self._arguments.offload, self.choice.unit_of)
+        self.policy.check(sharded, sparse_names(self.module), self._arguments.accumulate)
         self.registration.store = Store(units, self.policy.compute_dtypes(sharded), keeping)
 
     def _names(self) -> dict[Tensor, str]:
@@ -160,7 +160,7 @@ class UnitConstruction:
     def describe(self) -> list[str]:
         """Describe what all ranks must have in common."""
         return [
-            f"accumulate={self._asked.accumulate!r}",
+            f"accumulate={self._arguments.accumulate!r}",
             f"mixed_precision: {self.policy.describe()}",
             f"offload={self.registration.store.keeping.description}",
         ]
@@ -188,7 +188,7 @@ class UnitConstruction:
         if self.stands_in:
             self._is_filled = True
             buckets, unfilled = self.registration.all_buckets, set(self._replaced.values())
-            filler = UnitFiller(group, self.choice, buckets, unfilled, self._asked.init, syncs=syncs)
+            filler = UnitFiller(group, self.choice, buckets, unfilled, self._arguments.init, syncs=syncs)
             filler.fill(self.module)
             optimizer.core.owned.leaves.keep(optimizer.core.sharding.row_buckets)
             return
@@ -214,7 +214,7 @@ def construct(
     module: nn.Module,
     optimizer: ZeroRedundancyOptimizer | None,
     process_group: dist.ProcessGroup | None,
-    asked: Asked,
+    arguments: Arguments,
     options: Mapping[str, object],
     taken_over: Callable[[ZeroRedundancyOptimizer], None],
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
@@ -224,12 +224,12 @@ def construct(
     """
     known = mesh = built = None
     if optimizer is not None:
-        mesh = RankMesh.of(asked.mesh, optimizer.ranks, may_split=True)
+        mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
         known = optimizer.ranks if mesh is None else mesh.everyone
-    ranks = RanksToBe(asked.mesh, process_group, known)
+    ranks = RanksToBe(arguments.mesh, process_group, known)
     try:
         with ranks.failing_together():
-            check_arguments(wrapper, asked.accumulate, options, OF_PYTORCH)
+            check_arguments(wrapper, arguments.accumulate, options, OF_PYTORCH)
             check_module(module)
             if optimizer is not None:
                 check_group(optimizer, process_group)
@@ -239,13 +239,13 @@ def construct(
                         "a part of the model is on the meta device: wrap it without an optimizer, then build "
                         "the optimizer with wrapped.parameters()"
                     )
-            built = UnitConstruction(module, asked, taken_over)
+            built = UnitConstruction(module, arguments, taken_over)
             built.take(optimizer)
         ranks.agree(built.describe(), f"the arguments of {wrapper.__name__}")
         if optimizer is None:
             with ranks.failing_together():
                 optimizer = built.stand_in(ranks.process_group, options)
-            mesh = RankMesh.of(asked.mesh, optimizer.ranks, may_split=True)
+            mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
     except BaseException:
         if built is not None:
             built.give_up()

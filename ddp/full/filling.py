@@ -185,8 +185,7 @@ class UnitFiller:
         if self._syncs:
             take_values_of_first(self._group, portion)
         for param in portion:
-            self._bucket_of[param].take_in({param: param})
-            self._bucket_of[param].let_go({param})
+            self._bucket_of[param].take_in(param)
 
     def _needs_init(self, module: nn.Module, own: Sequence[Tensor]) -> bool:
         """Whether a module has something without values; the same on every rank."""

@@ -126,7 +126,6 @@ def send_buffers(module: nn.Module, reducer: OwnerReducer) -> None:
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
     if not buffers:
         return
-    record = reducer.group.begin_work("")
-    record.phase = "buffers"
-    with record.waiting(), private.unsafe_preserve_version_counter(tuple(buffers)):
+    work = reducer.group.during("buffers").begin_work()
+    with work.waiting(), private.unsafe_preserve_version_counter(tuple(buffers)):
         private.broadcast_coalesced(reducer.process_group, buffers, _BUFFERS_AT_ONCE, 0)

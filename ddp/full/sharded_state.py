@@ -1,7 +1,6 @@
 """State dicts of a fully sharded model: whole on some ranks, or of each rank its own rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,11 +76,8 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     module, units = _module_and_units(model)
     units.check_unpinned()
-    rows, rest = _own_state(module, units)
-    entries = {
-        n: {"first": own.first, "shape": own.shape, "values": own.values} for n, (_, own) in rows.items()
-    }
-    return {ROWS: entries, WHOLE: rest}
+    _, rows, rest = _own_state(module, units)
+    return {ROWS: rows, WHOLE: rest}
 
 
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -106,27 +102,13 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     group = units.group
     with failing_together(group):
         units.check_unpinned()
-        rows, rest = _own_state(module, units)
-        loaded = _checked(state, {name: own.place for name, (_, own) in rows.items()}, rest)
+        params, rows, rest = _own_state(module, units)
+        _check(state, rows, rest)
     with failing_together(group), left_freed(units.buckets):
         module.load_state_dict(state[WHOLE], strict=False)
-    values = {rows[name][0]: own.values for name, own in loaded.items()}
+    values = {params[name]: entry["values"] for name, entry in state[ROWS].items()}
     for bucket in units.buckets:
         bucket.load(values)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Own:
-    """Rows of a parameter that this rank owns."""
-
-    first: int
-    shape: tuple[int, ...]
-    values: Tensor
-
-    @property
-    def place(self) -> tuple[int, int, tuple[int, ...]]:
-        """The first row, the number of rows, and the shape of the whole."""
-        return self.first, self.values.shape[0] if self.shape else 1, self.shape
 
 
 def _module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
@@ -159,29 +141,31 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.device("cpu"), copy=True)
 
 
-def _own_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, tuple[Tensor, _Own]], dict[str, Any]]:
-    """Return by name the parameters of which this rank owns rows, with these, and what every rank has."""
-    own: dict[Tensor, _Own] = {}
+def _own_state(
+    module: nn.Module, units: UnitsInUse
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return by name: the parameters of units, the rows of them that this rank owns, what every rank has."""
+    own: dict[Tensor, dict[str, Any]] = {}
     for bucket in units.buckets:
         for index, first, rows in bucket.places():
             param = bucket.params[index]
-            own[param] = _Own(first, tuple(param.shape), rows.detach())
-    names, state = _freed_state(module, units)
-    rest = {name: value for name, value in state.items() if name not in names}
-    return {name: (param, own[param]) for name, param in names.items() if param in own}, rest
+            own[param] = {"first": first, "shape": tuple(param.shape), "values": rows.detach()}
+    params, state = _freed_state(module, units)
+    rest = {name: value for name, value in state.items() if name not in params}
+    return params, {name: own[param] for name, param in params.items() if param in own}, rest
 
 
-def _checked(
-    state: object, wanted: Mapping[str, tuple[int, int, tuple[int, ...]]], rest: Mapping[str, Any]
-) -> dict[str, _Own]:
-    """Check that a dict has what this rank owns; return the rows by name."""
+def _place(entry: Mapping[str, Any]) -> tuple[int, int, tuple[int, ...]]:
+    """Return the first row, the number of rows, and the shape of the whole."""
+    first, shape, values = entry["first"], tuple(entry["shape"]), entry["values"]
+    return first, values.shape[0] if shape else 1, shape
+
+
+def _check(state: object, own: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any]) -> None:
+    """Check that a dict has what this rank owns, and what every rank has."""
     if not isinstance(state, Mapping) or {*state} != {ROWS, WHOLE}:
         raise StateMismatchError("expected a dict that sharded_state_dict() returned on this rank")
-    rows = {
-        name: _Own(entry["first"], tuple(entry["shape"]), entry["values"])
-        for name, entry in state[ROWS].items()
-    }
-    places = {name: own.place for name, own in rows.items()}
+    places, wanted = ({name: _place(entry) for name, entry in each.items()} for each in (state[ROWS], own))
     wrong = [name for name in {**places, **wanted} if places.get(name) != wanted.get(name)]
     wrong += [name for name in {**state[WHOLE], **rest} if not _alike(name, state[WHOLE], rest)]
     if wrong:
@@ -191,7 +175,6 @@ def _checked(
             f"{places.get(name)}, and this rank {wanted.get(name)} (first row, number of rows, shape of the "
             "whole). For other ranks, units or classes save and load with zero_optim.checkpoint"
         )
-    return rows
 
 
 def _alike(name: str, some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:

@@ -29,8 +29,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero_optim.compat import streams
-from zero_optim.compat.engine import copy_each, scale_each
+from zero_optim.compat import private, streams
 from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.schedule import ZERO2
@@ -182,9 +181,9 @@ class OwnerBucket(ReducerBucket):
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, 1 / divisor, out=target)
         elif targets:
-            copy_each(targets, sources)
+            private.foreach_copy_(targets, sources)
             if divisor != 1:
-                scale_each(targets, 1 / divisor)
+                private.foreach_mul_(targets, 1 / divisor)
 
     def _new_rows(self, *, zeros: bool) -> OwnerRows:
         return OwnerRows(self._edges, self._owners.rank, self.flat, zeros=zeros)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.compat import streams
-from zero_optim.compat.engine import copy_each, scale_each
+from zero_optim.compat import private, streams
 from zero_optim.flow.schedule import ZERO1
 from zero_optim.plan.strides import consecutive_views
 
@@ -152,7 +151,7 @@ class ReducerBucket:
             else:
                 part.mul_(1 / divisor)
         else:
-            scale_each([self.views[slot] for slot in slots], 1 / divisor)
+            private.foreach_mul_([self.views[slot] for slot in slots], 1 / divisor)
 
     def take_one(self, slot: int, divisor: float) -> None:
         """Copy one gradient in, divided, or zeros if there is none."""
@@ -225,7 +224,7 @@ class ReducerBucket:
                 targets.append(grad)
                 sources.append(view)
         if targets:
-            copy_each(targets, sources)
+            private.foreach_copy_(targets, sources)
 
 
 def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,7 +237,7 @@ def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
 def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> bool:
     """Copy each to each, unless one is missing or sparse; then some may have been copied."""
     try:
-        copy_each(targets, sources)  # type: ignore[arg-type]
+        private.foreach_copy_(targets, sources)
     except (TypeError, RuntimeError):
         return False
     return True

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.ddp.reducer.assignment import Members
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket, tensor_of
@@ -115,9 +114,8 @@ class HookSlot:
         """Call the hook, which also divides. Counts the wait, not the bytes that the hook sends."""
         assert self._hook is not None  # asked for by the caller
         (hook, state), name = self._hook, self.name
-        record = group.begin_work(bucket.label)
-        record.runs_hook = True
-        with record.starting():
+        work = group.begin_work(bucket.label, runs_hook=True)
+        with work.starting():
             future = hook(state, argument)
         if not isinstance(future, private.Future):
             raise RuntimeError(  # noqa: TRY004 - PyTorch's type
@@ -125,7 +123,7 @@ class HookSlot:
                 f"{type(future).__name__} from {name}. Expected a future of one tensor, as "
                 "all_reduce(..., async_op=True).get_future() gives"
             )
-        work = Work(future, group.phase, record)
+        work.take(future)
 
         def wait() -> Tensor:
             value = work.wait()

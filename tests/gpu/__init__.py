@@ -9,6 +9,6 @@ Note [The GPU suite]
     place. Two ranks over gloo share one card, which NCCL refuses: so NCCL runs with one rank, and with two
     where there are two cards. Three and four ranks over gloo show the order of sums.
 
-    Most claims have no case of their own: `gpu.cpu_tests` lists functions of the CPU's tests, which run on
-    the device as they are. No file here is collected by pytest; ``tests/test_gpu_suite.py`` runs the cases.
+    Most claims have no case of their own: `gpu.cases` lists functions of the CPU's tests, which run on the
+    device as they are. No file here is collected by pytest; ``tests/test_gpu_suite.py`` runs the cases.
 """

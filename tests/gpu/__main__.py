@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from gpu.cases import all_cases
-from gpu.record import RESULTS, summary, table, write
-from gpu.running import run_all
+from gpu.running import RESULTS, run_all, summary, table, write
 from pool import Pool
 
 

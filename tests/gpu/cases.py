@@ -1,28 +1,47 @@
-"""The list of cases, and in which process groups each is run."""
+"""The list of cases, and in which process groups each is run.
+
+Most are tests of the CPU's suite, which run on the device as they are; see `on_device`. Each is the function
+that a test runs on its ranks. It compares bits with the unsharded run, or with the stage below.
+"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from gpu import bucketing, costs, cpu_tests, data_parallel, fully, overlapping, parity, stages, starting
-from gpu.setting import Figures, Setup
+import parity
+import test_ddp_mixed_precision as casts
+import test_fully_sharded as parameters
+import test_fully_sharded_made as made
+import test_fully_sharded_odd as odd
+import test_fully_sharded_precision as precision
+import test_fully_sharded_state as state
+import test_hooks_training as hooks
+import test_mesh as mesh
+import test_overlap_training as overlap
+import test_sharded_accumulation as accumulation
+import test_sharded_training as gradients
+from fully import NARROW
+from gpu import costs, kernels, offloaded, stages, starting, streams
+from gpu.setting import Figures, Here, NotHere, Setup, asleep_on_device, need_futures
+from parity_runs import STAGES, Row, Run
+from sharded import Setting, cut_adamw
+from test_fully_sharded_forms import trains_as_optimizer_first
+from training import HAS_MUON
+from zero_optim.ddp import PrecisionPolicy
+from zero_optim.hooks import zero_step
 
 GLOO, GLOO_3, GLOO_4 = (Setup(f"gloo, {size} ranks, 1 card", "gloo", size) for size in (2, 3, 4))
 NCCL = Setup("nccl, 1 rank", "nccl", 1)
 NCCL_2 = Setup("nccl, 2 cards", "nccl", 2, 2)
 EVERYWHERE = (GLOO, NCCL, NCCL_2)
 
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """One call on several ranks."""
-
-    function: Callable[..., Figures | None]  # takes a `Here`, then ``args``
-    args: tuple[object, ...] = ()
-    num_ranks: int | None = None  # other than the setup's
+FOLDER = Path("an empty folder")  # stands for one among the arguments
+WIDE = PrecisionPolicy(*[torch.float32] * 5, "units")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,121 +49,260 @@ class Case:
     """One row of the table in each of its setups."""
 
     name: str
-    phases: tuple[Phase, ...]  # one after the other, with one folder
+    function: Callable[..., Figures | None]  # takes a `Here`, then ``args``
+    args: tuple[object, ...] = ()
     setups: tuple[Setup, ...] = EVERYWHERE
     starts_itself: bool = False  # it makes its process group itself
 
 
-def _case(name: str, function: Callable[..., Figures | None], *args: object, **options: Any) -> Case:
-    return Case(name, (Phase(function, args),), **options)
+# ---------------------------------------------------------------------- tests of the CPU's suite
 
 
-def _views(as_views: bool) -> str:
-    return "as views" if as_views else "packed"
+def run(here: Here, function: Any, *args: object) -> None:
+    """Run a test's function on the device."""
+    folder = here.folder / "empty"
+    folder.mkdir(exist_ok=True)
+    with asleep_on_device(here):
+        function(*(str(folder) if arg == FOLDER else arg for arg in args))
 
 
-def _starting() -> Iterator[Case]:
-    own = (NCCL, NCCL_2)
-    for how in ("no backend", "device_id", "backend"):
-        yield _case(f"start: {how}, no set_device", starting.started, how, setups=own, starts_itself=True)
-    gloo = {"setups": (GLOO,), "starts_itself": True}
-    yield _case("start: gloo, no set_device", starting.started, "backend", **gloo)
-    yield _case("start: launch()", costs.apart, "launch", {}, "1", setups=(NCCL,), starts_itself=True)
-    for more in ((), ("--overlap", "owners"), ("--bf16",)):
-        name = " ".join(("start: zero-optim train", *more))
-        yield _case(name, costs.command_line, *more, setups=(NCCL,), starts_itself=True)
+def run_with_futures(here: Here, function: Any, *args: object) -> None:
+    """Run a test's function where comm hooks can work."""
+    need_futures(here)
+    run(here, function, *args)
 
 
-def _parity() -> Iterator[Case]:
-    for name, as_views in product(parity.OPTIMIZERS, (True, False)):
-        yield _case(f"parity: {name}, {_views(as_views)}", parity.steps, name, as_views)
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for name, dtype in product(("AdamW", "AdamW foreach", "AdamW fused", "SGD", "Adagrad"), dtypes):
-        about = f"parity: {name}, cut by rows, {dtype}".replace("torch.", "")
-        yield _case(about, parity.cut_by_rows, name, dtype, setups=(NCCL,))
-    for as_views in (True, False):
-        yield _case(f"parity: handle for another process, {_views(as_views)}", parity.sent, as_views)
+def overlapped(here: Here, check: Callable[[Row], None], row: Row, lazily: bool = False) -> None:
+    """Run a row of the table of parity whose reductions begin behind a kernel that sleeps.
+
+    The hook works where the backend gives no futures too.
+    """
+    stage = replace(STAGES[row.stage], inline=False, lazy=STAGES[row.stage].lazy or lazily)
+    if stage.hook is zero_step:
+        stage = replace(stage, hook=lambda optimizer: zero_step(optimizer, streams.averaging(here)))
+    with patch.dict(STAGES, {row.stage: stage}):
+        run(here, check, row)
 
 
-def _data_parallel() -> Iterator[Case]:
-    for autocast in (False, True):
-        name = "autocast and GradScaler" if autocast else "clipped"
-        yield _case(f"DDP and optimizer: {name}", data_parallel.sharded_training, autocast)
-    for name in data_parallel.HOOKS:
-        yield _case(f"hook: {name}, on both DDPs", data_parallel.hook, name)
+def under_autocast(here: Here, row: Row) -> None:
+    """Run a row of the table of parity whose forward passes compute in 16 bits."""
+    loss = Run.loss
+
+    def narrow(self: Run, step: int) -> torch.Tensor:
+        with torch.autocast(here.device.type, torch.float16 if here.is_cuda else torch.bfloat16):
+            return loss(self, step)
+
+    with patch.object(Run, "loss", narrow), patch.dict(parity._references, clear=True):
+        run(here, parity.assert_row, row)
+
+
+def of_kernels(here: Here, check: Callable[[Row], None], row: Row) -> None:
+    """Run a row of the table of parity for a way in which PyTorch's classes step."""
+    if row.option == "capturable" and not here.is_cuda:
+        raise NotHere("the CPU captures nothing")
+    if row.option == "two classes" and not HAS_MUON:
+        raise NotHere("this PyTorch does not have torch.optim.Muon")
+    run(here, check, row)
+
+
+Tests = dict[str, tuple[Any, ...]]  # the function of a test, and its arguments
+
+
+def table(stages: str, model: str, loop: str, options: str = "plain") -> Tests:
+    """Rows of the table of parity, one for each stage and option; several are divided by a semicolon."""
+    rows = [Row(s, model, loop, o) for s, o in product(stages.split("; "), options.split("; "))]
+    return {f"table: {row}": (parity.assert_row, row) for row in rows}
+
+
+ANYWHERE: Tests = {
+    **table("packed", "dtypes", "ordinary"),
+    **table("packed", "complex", "ordinary", "momentum, averages"),
+    **table("packed", "tower", "GradScaler", "fused, one bucket"),
+    **table("views", "tower", "clipped", "masters"),
+    **table("views", "many tiny", "freezing", "two classes"),
+    **table("lazy", "convolutions", "clipped"),
+    **table("lazy", "tower", "ordinary"),
+    **table("our DDP alone", "gpt", "no_sync", "gradients as views"),
+    **table("our DDP alone", "tower", "ordinary", "static graph; mixed precision"),
+    **table("our DDP alone", "reentrant checkpoints", "ordinary"),
+    **table("our DDP alone", "unused", "ordinary", "gradients as views"),
+    **table("views", "tower", "Join"),
+    **table("gradients", "tower", "ordinary", "mixed precision"),
+    **table("gradients", "sparse", "ordinary"),
+    **table("gradients", "unused", "clipped", "momentum, averages"),
+    **table("gradients", "tower", "freezing"),
+    **table("gradients", "gpt", "no_sync"),
+    **table("gradients", "reentrant checkpoints", "closure"),
+    **table("gradients", "convolutions", "GradScaler"),
+    **table("fully", "tied", "ordinary", "static graph"),
+    **table("fully", "dtypes", "ordinary"),
+    **table("fully", "unused", "clipped"),
+    **table("fully", "gpt", "no_sync", "masters"),
+    **table("fully", "reentrant checkpoints", "GradScaler"),
+    "mixed precision: every policy": (casts.test_training_gives_the_bits_of_a_run_by_hand, {}),
+    "parameters: units kept": (parameters.test_units_that_stay_have_the_bits_of_whole_parameters, "", False),
+    **{
+        f"parameters: LoRA{name}": (parameters.test_adapters_train_alike, *of_base)
+        for name, of_base in {
+            "": (True, ""),
+            ", checkpointing": (True, "not reentrant"),
+            ", base on every rank": (False, ""),
+        }.items()
+    },
+    "parameters: optimizer built later": (
+        made.test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before,
+        True,
+    ),
+    "parameters: odd ones": (made.test_parameters_of_any_form_become_units, False),
+    "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
+    "parameters: bf16, several passes": (precision.test_bits_are_those_of_masters, NARROW, "", 3, False),
+    "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
+    **{
+        f"parameters: {kind}": (odd.test_odd_models_and_losses_have_the_bits_of_whole_parameters, kind)
+        for kind in list(odd.ODD)[:3]
+    },
+    **{
+        f"parameters: checkpointing, {how}, bf16": (
+            precision.test_bits_are_those_of_masters,
+            NARROW,
+            how,
+            1,
+            False,
+        )
+        for how in ("reentrant", "not reentrant")
+    },
+}
+ON_ONE_RANK: Tests = {"parameters: save, load, evaluate": (state.test_one_rank_alone, FOLDER)}
+ON_TWO_RANKS: Tests = {
+    "gradients: cut": (gradients.trains_alike, Setting(optimizer=cut_adamw)),
+    "parameters: bf16, cut": (precision.test_cut_parameters_keep_the_bits,),
+    "parameters: units on their way": (parameters.test_only_what_is_used_or_next_is_there, True, 0),
+    "parameters: bf16, built later": (trains_as_optimizer_first, ["wrapper", "dtypes"], FOLDER, "AdamW"),
+}
+ON_MORE_RANKS: Tests = {  # the sums of the reference are made in the order of ranks
+    "gradients: order of sums": (gradients.summed_in_rank_order,),
+    "gradients: order of sums, passes on owners": (accumulation.adds_up, "owner"),
+    "gradients: order of sums, passes on ranks": (accumulation.adds_up, "local"),
+    "parameters: order of sums, float32": (
+        precision.test_bits_are_those_of_masters,
+        WIDE,
+        "not reentrant",
+        2,
+        False,
+    ),
+    "parameters: order of sums, bf16": (precision.test_bits_are_those_of_masters, NARROW, "", 2, False),
+}
+ON_A_MESH: Tests = {  # of two replicas of two ranks
+    **table("gradients; fully; fully, state over all", "tower", "ordinary", "mesh"),
+    **table("gradients; fully; fully, state over all", "tower", "adding", "mesh"),
+    **table("gradients; fully; fully, state over all", "tower", "GradScaler", "mesh"),
+    "mesh: unused": (mesh.test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters,),
+    "mesh: bf16": (trains_as_optimizer_first, ["wrapper", "mesh", "dtypes"], FOLDER, "AdamW"),
+}
+# Ways in which PyTorch's classes step; what is saved is loaded again.
+WITH_KERNELS: Tests = {
+    **table("packed; views", "convolutions", "scheduled", "plain; foreach; capturable; momentum, averages"),
+    **table("packed; views", "convolutions", "scheduled", "fused, one bucket; Adafactor; Adagrad"),
+    **table("packed; views", "tower", "scheduled", "two classes"),
+}
+WITH_FUTURES: Tests = {
+    **table("to owners", "tower", "clipped"),
+    "overlap: step() never called": (overlap.check_no_step, "ours", True),
+    **{
+        f"hooks: on both DDPs{', as views' * as_views}": (
+            hooks.test_training_has_the_bits_of_pytorchs_hooks,
+            {"gradient_as_bucket_view": True} if as_views else {},
+        )
+        for as_views in (False, True)
+    },
+}
+OVERLAPPED: Tests = {
+    **table("overlap", "tower", "ordinary"),
+    **table("overlap, torch's DDP", "gpt", "no_sync"),
+    **table("overlap, owners", "unused", "closure"),
+    **table("overlap, lazy", "convolutions", "ordinary", "masters"),
+    **table(
+        "overlap; overlap, torch's DDP; overlap, owners; overlap, owners, no thread, torch's DDP",
+        "convolutions",
+        "ordinary",
+    ),
+}
 
 
 def _cpu_tests() -> Iterator[Case]:
-    tables: tuple[tuple[dict[str, cpu_tests.Run], tuple[Setup, ...]], ...] = (
-        (cpu_tests.ONE_OR_TWO_RANKS, EVERYWHERE),
-        (cpu_tests.ONE_RANK, (NCCL,)),
-        (cpu_tests.TWO_RANKS, (GLOO, NCCL_2)),
-        (cpu_tests.WITH_FUTURES, EVERYWHERE),
-        (cpu_tests.MORE_RANKS, (GLOO_3, GLOO_4)),
-        (cpu_tests.MESHES, (GLOO_4,)),
-    )
-    for runs, setups in tables:
-        for name, run in runs.items():
-            function = cpu_tests.run_with_futures if runs is cpu_tests.WITH_FUTURES else cpu_tests.run
-            yield _case(name, function, *run, setups=setups)
+    for tests, setups, how in (
+        (ANYWHERE, EVERYWHERE, run),
+        (ON_ONE_RANK, (NCCL,), run),
+        (ON_TWO_RANKS, (GLOO, NCCL_2), run),
+        (ON_MORE_RANKS, (GLOO_3, GLOO_4), run),
+        (ON_A_MESH, (GLOO_4,), run),
+        (WITH_KERNELS, EVERYWHERE, of_kernels),
+        (WITH_FUTURES, EVERYWHERE, run_with_futures),
+        (OVERLAPPED, EVERYWHERE, overlapped),
+    ):
+        for name, test in tests.items():
+            yield Case(name, how, test, setups)
+    for name, (_, row) in table("overlap; overlap, torch's DDP", "convolutions", "ordinary").items():
+        yield Case(f"{name}, lazily", overlapped, (parity.assert_row, row, True))
+    row = Row("lazy", "tower", "GradScaler", "plain")
+    yield Case(f"table: {row}, autocast", under_autocast, (row,))
 
 
-def _fully() -> Iterator[Case]:
+# ---------------------------------------------------------------------- what only a device has
+
+
+def _own() -> Iterator[Case]:
+    own = (NCCL, NCCL_2)
+    for how in ("no backend", "device_id", "backend"):
+        yield Case(f"start: {how}, no set_device", starting.started, (how,), own, starts_itself=True)
+    yield Case("start: gloo, no set_device", starting.started, ("backend",), (GLOO,), starts_itself=True)
+    yield Case("start: launch()", costs.apart, ("launch", {}, "1"), (NCCL,), starts_itself=True)
+    for more in ((), ("--overlap", "owners"), ("--bf16",)):
+        name = " ".join(("start: zero-optim train", *more))
+        yield Case(name, costs.command_line, more, (NCCL,), starts_itself=True)
+    for background, alone in product((False, True), (False, True)):
+        name = f"checkpoint: {'save_async' if background else 'save'}, {'on one rank' if alone else 'load'}"
+        setups = (GLOO, NCCL_2) if alone else EVERYWHERE
+        yield Case(name, starting.checkpointed, (background, alone), setups)
+
+    for name, dtype in product(kernels.CUT, (torch.float32, torch.bfloat16, torch.float16)):
+        about = f"kernels: {name}, cut by rows, {dtype}".replace("torch.", "")
+        yield Case(about, kernels.cut_by_rows, (name, dtype), (NCCL,))
+    for as_views in (True, False):
+        about = "as views" if as_views else "packed"
+        yield Case(f"kernels: handle for another process, {about}", kernels.sent, (as_views,))
     for passes, scales in ((1, False), (2, True)):
-        name = f"fully sharded, kept on the CPU: {passes} pass{'es' if passes > 1 else ''}"
-        yield _case(f"{name}{', GradScaler' if scales else ''}", fully.on_host, passes, scales)
-    yield _case("fully sharded, kept on the CPU: checkpoints", fully.saved)
+        name = f"fully sharded, kept on the CPU: {passes} pass{'es, GradScaler' if scales else ''}"
+        yield Case(name, offloaded.on_host, (passes, scales))
+    yield Case("fully sharded, kept on the CPU: checkpoints", offloaded.saved)
 
-
-def _bucketing() -> Iterator[Case]:
-    for num_streams in (0, 1, 2, 3):
-        about = f"{num_streams or 'current'} stream{'s' if num_streams > 1 else ''}"
-        yield _case(f"bucketer: {about}", bucketing.summed, num_streams)
-    yield _case("bucketer: its process group", bucketing.lane_works)
-
-
-def _overlap() -> Iterator[Case]:
-    for wrapper, gradients, lazily in product(("torch", "ours"), ("everywhere", "owners"), (False, True)):
-        name = f"overlap: {wrapper} DDP, {gradients}{', lazily' if lazily else ''}"
-        yield _case(name, overlapping.overlapped, wrapper, gradients, lazily, True)
-    yield _case("overlap: ours DDP, packed", overlapping.overlapped, "ours", "everywhere", False, False)
+    for number in range(4):
+        about = f"{number or 'current'} stream{'s' if number > 1 else ''}"
+        yield Case(f"bucketer: {about}", streams.summed, (number,))
+    yield Case("bucketer: its process group", streams.lane_works)
+    yield Case("overlap: several streams", streams.in_streams)
     for wrapper in ("torch", "ours"):
-        yield _case(f"overlap: param.data replaced, {wrapper} DDP", overlapping.replaced, wrapper)
-    yield _case("overlap: several streams", overlapping.in_streams)
-
-
-def _checkpoints() -> Iterator[Case]:
-    for background, num_ranks in ((False, None), (True, None), (False, 1), (True, 1)):
-        name = (
-            f"checkpoint: {'save_async' if background else 'save'}, {'on one rank' if num_ranks else 'load'}"
-        )
-        phases = (Phase(starting.saved, (background,)), Phase(starting.resumed, (), num_ranks))
-        yield Case(name, phases, (GLOO, NCCL_2) if num_ranks else EVERYWHERE)
+        yield Case(f"overlap: param.data replaced, {wrapper} DDP", streams.replaced, (wrapper,))
 
 
 def _costs() -> Iterator[Case]:
-    for kind, world in product(costs.TRAININGS, (1, 2)):
-        for clips in (False, True):
-            if kind in ("DDP", "zero_step") and clips:
-                continue  # torch.optim has no such method; overlap refuses it
-            about = f"{kind}{', clipped' if clips else ''}{', pretended group of 2' if world > 1 else ''}"
-            given = kind, clips, int(clips), world
-            yield _case(f"waits: {about}", costs.synchronizations, *given, setups=(NCCL,))
-    yield _case("waits: both, on two cards", costs.synchronizations, "both", False, 0, 1, setups=(NCCL_2,))
+    for kind, world, clips in product(costs.TRAININGS, (1, 2), (False, True)):
+        if not (kind in ("DDP", "zero_step") and clips):  # torch.optim cannot clip; overlap refuses it
+            about = f"{kind}{', clipped' * clips}{', pretended group of 2' * (world > 1)}"
+            yield Case(f"waits: {about}", costs.synchronizations, (kind, clips, int(clips), world), (NCCL,))
+    yield Case("waits: both, on two cards", costs.synchronizations, ("both", False, 0, 1), (NCCL_2,))
     for kind, world in product(("both", "zero_step"), (1, 2)):
-        about = f"{kind}{', pretended group of 2' if world > 1 else ''}"
-        yield _case(f"sanitizer: {about}", costs.apart, "watch", {}, kind, str(world), setups=(NCCL,))
+        about = f"{kind}{', pretended group of 2' * (world > 1)}"
+        yield Case(f"sanitizer: {about}", costs.apart, ("watch", {}, kind, str(world)), (NCCL,))
     for allocator in ("backend:cudaMallocAsync", "expandable_segments:True"):
         settings = {"PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTORCH_ALLOC_CONF": allocator}
-        given = "train", settings, "zero_step", "1"
-        yield _case(f"allocator: {allocator}", costs.apart, *given, setups=(NCCL,))
-    yield _case("speed: an iteration", costs.speed, 1024, 16, 40)
+        yield Case(f"allocator: {allocator}", costs.apart, ("train", settings, "zero_step", "1"), (NCCL,))
+    yield Case("speed: an iteration", costs.speed, (1024, 16, 40))
+    yield Case("speed: an iteration, small", costs.speed, (128, 24, 40), (NCCL, NCCL_2))
     for stage in stages.STAGES:
-        yield _case(f"memory: {stage}", stages.memory, stage, 2048, 16)
-    yield _case("speed: an iteration, small", costs.speed, 128, 24, 40, setups=(NCCL, NCCL_2))
+        yield Case(f"memory: {stage}", stages.memory, (stage, 2048, 16))
 
 
 def all_cases() -> list[Case]:
     """List the cases in the order of the table."""
-    parts = _starting, _parity, _data_parallel, _cpu_tests, _fully, _bucketing, _overlap, _checkpoints, _costs
-    return [case for part in parts for case in part()]
+    return [*_own(), *_cpu_tests(), *_costs()]

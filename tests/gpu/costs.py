@@ -1,10 +1,21 @@
-"""Cases: what an iteration costs beside PyTorch's: synchronizations, memory, time; and the sanitizer."""
+"""Cases: what an iteration costs beside PyTorch's: synchronizations and time; and the sanitizer.
+
+Note [Waits that count]
+    ``torch.cuda.set_sync_debug_mode`` reports copies, ``item()`` and their like, and ``Stream.synchronize``:
+    they go through functions of PyTorch that look at the mode. ``Event.synchronize`` calls CUDA at once, and
+    is not reported; by it the library waits for its own copies (`zero_optim.compat.streams`). So the methods
+    of the class are replaced: events that exist already are seen too, on every thread. Events that C++ code
+    waits for are not seen.
+
+    A wait is none if a backward pass has begun since the event was recorded: the GPU has other work then.
+"""
 
 import gc
 import os
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,22 +23,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from gpu.overlapping import averaging
-from gpu.setting import Figures, Here, NotHere
-from gpu.waits import waits_for_events
-from sync_calls import Event, cpu_as_accelerator
+from gpu.setting import Figures, Here, NotHere, futures_work
+from gpu.streams import averaging, waiting_hook
+from sync_calls import Event, counting_backwards, cpu_as_accelerator, num_backwards
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.compat import streams
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.stamp import Stamp
 from zero_optim.health.stamps import _Step
-from zero_optim.hooks import zero_step
+from zero_optim.hooks import allreduce_hook, zero_step
 
 MIB = 2**20
 WARM_UP = 4  # iterations: PyTorch's DDP makes its buckets anew after the first
@@ -103,7 +114,7 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
 
 
 def _reported_waits(here: Here, iterate: Iterate) -> list[str]:
-    """Run two iterations, and say where PyTorch reports waits; see Note [Waits that count] in `waits`."""
+    """Run two iterations, and say where PyTorch reports waits; see Note [Waits that count]."""
     if not here.is_cuda:
         iterate()
         iterate()
@@ -116,6 +127,37 @@ def _reported_waits(here: Here, iterate: Iterate) -> list[str]:
         torch.cuda.set_sync_debug_mode("default")
     found = [w for w in caught if "called a synchronizing" in str(w.message)]
     return [f"{Path(w.filename).name}:{w.lineno}" for w in found]
+
+
+@contextmanager
+def waits_for_events(kind: type) -> Iterator[list[str]]:
+    """List where the CPU waits for events of the backward pass that began last, or of before the first.
+
+    ``kind``: class of the events, such as ``torch.cuda.Event``. Those that were recorded before do not count.
+    """
+    waits: list[str] = []
+    untyped: Any = kind
+    record, synchronize = untyped.record, untyped.synchronize
+
+    def recording(event: Any, *args: Any, **kwargs: Any) -> None:
+        event.recorded_in = num_backwards()
+        record(event, *args, **kwargs)
+
+    def synchronizing(event: Any) -> None:
+        if getattr(event, "recorded_in", None) == num_backwards():
+            frames = [
+                frame
+                for frame in traceback.extract_stack()
+                if frame.filename not in (__file__, streams.__file__)
+            ]
+            waits.append(f"{Path(frames[-1].filename).name}:{frames[-1].lineno}")
+        synchronize(event)
+
+    with ExitStack() as stack:
+        stack.enter_context(counting_backwards())
+        stack.enter_context(patch.object(kind, "record", recording))
+        stack.enter_context(patch.object(kind, "synchronize", synchronizing))
+        yield waits
 
 
 def pretend(here: Here, world: int) -> None:
@@ -139,7 +181,7 @@ def only_own_stamps() -> Iterator[None]:
     def own(step: _Step, *reading: Any) -> dict[int, Stamp]:
         return {rank: stamp for rank, stamp in real(step, *reading).items() if rank == dist.get_rank()}
 
-    with mock.patch.object(_Step, "stamps", own):
+    with patch.object(_Step, "stamps", own):
         yield
 
 
@@ -161,9 +203,6 @@ def _contender(here: Here, kind: str, width: int, depth: int) -> Iterate:
     else:
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **options)
     if kind == "ours, zero_step":
-        from gpu.overlapping import futures_work, waiting_hook
-        from zero_optim.hooks import allreduce_hook
-
         hook: Any = allreduce_hook if futures_work(here) else waiting_hook
         wrapped.register_comm_hook(None, zero_step(optimizer, hook))
     x = torch.randn(64, width, device=here.device)
@@ -250,7 +289,7 @@ def command_line(here: Here, *arguments: str) -> None:
 
 def _output_of(command: Sequence[str], settings: dict[str, str]) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **settings}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output

@@ -1,17 +1,25 @@
-"""Runs cases on the ranks of a pool, one after the other, and keeps what came out."""
+"""Runs cases on the ranks of a pool, one after the other; writes the table and ``benchmarks/results``."""
 
+import json
+import os
+import platform
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
+
+import torch
 
 from gpu.cases import Case
 from gpu.setting import Figures, Outcome, Setup, on_rank
 from pool import Pool, RankError
 
-TIMEOUT = 180.0  # seconds for one call
+TIMEOUT = 500.0  # seconds for one call; one that succeeds does not wait for them
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +41,15 @@ def run_case(pool: Pool, case: Case, setup: Setup, device_type: str, folder: Pat
     if missing:
         return Row(case.name, setup.name, "left out", {}, missing)
     begin = perf_counter()
-    figures: Figures = {}
     folder.mkdir(parents=True, exist_ok=True)
+    call = setup, device_type, (folder, folder / "store"), case.starts_itself, case.function, case.args
     try:
-        for number, phase in enumerate(case.phases):
-            paths = folder, folder / f"store-{number}"
-            ranks = phase.num_ranks or setup.num_ranks
-            sent = setup, device_type, paths, case.starts_itself, phase.function, phase.args
-            outcomes: list[Outcome] = pool.run(ranks, on_rank, *sent, timeout=TIMEOUT)
-            if outcomes[0].not_here:
-                return Row(case.name, setup.name, "left out", {}, outcomes[0].not_here)
-            figures |= outcomes[0].figures
+        outcome: Outcome = pool.run(setup.num_ranks, on_rank, *call, timeout=TIMEOUT)[0]
     except RankError as error:
         return Row(case.name, setup.name, "fails", {}, _last_line(error), str(error), perf_counter() - begin)
-    return Row(case.name, setup.name, "holds", figures, seconds=perf_counter() - begin)
+    if outcome.not_here:
+        return Row(case.name, setup.name, "left out", {}, outcome.not_here)
+    return Row(case.name, setup.name, "holds", outcome.figures, seconds=perf_counter() - begin)
 
 
 def run_all(
@@ -82,3 +85,58 @@ def _last_line(error: RankError) -> str:
         if raised:
             return raised[-1][:300]
     return str(error).splitlines()[0]
+
+
+def describe_machine(device_type: str) -> dict[str, object]:
+    """Describe what the cases ran on."""
+    about: dict[str, object] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    if device_type == "cpu":
+        return {"device": "cpu", **about}
+    return {
+        "device": torch.cuda.get_device_name(0),
+        "cards": torch.cuda.device_count(),
+        "memory_mib": torch.cuda.get_device_properties(0).total_memory // 2**20,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        **about,
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Write the table in Markdown."""
+    lines = ["| case | process group | result | figures, or why |", "|---|---|---|---|"]
+    for row in rows:
+        about = (row.why or figures_text(row)).replace("|", "/").replace("\n", " ")
+        lines.append(f"| {row.name} | {row.setup} | {row.result} | {about} |")
+    return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Count the results."""
+    counts = Counter(row.result for row in rows)
+    return ", ".join(f"{counts[result]} {result}" for result in ("holds", "fails", "left out"))
+
+
+def write(rows: Sequence[Row], device_type: str, command: str, folder: Path = RESULTS) -> list[Path]:
+    """Write ``gpu-DEVICE.json`` and ``.md``; a record takes the place of an older one of the same device."""
+    machine = describe_machine(device_type)
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")
+    kept = [
+        {"case": r.name, "setup": r.setup, "result": r.result, "figures": r.figures, "why": r.why}
+        | ({"report": r.report[-8000:]} if r.report else {})
+        for r in rows
+    ]
+    record = {"date": date, "machine": machine, "command": command, "rows": kept}
+    about = "; ".join(f"{key} {value}" for key, value in machine.items())
+    text = f"# The GPU suite\n\n{date}; `{command}`\n\n{about}\n\n{summary(rows)}\n\n{table(rows)}\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.json", folder / f"{name}.md"]
+    paths[0].write_text(json.dumps(record, indent=1) + "\n")
+    paths[1].write_text(text)
+    return paths

@@ -1,7 +1,7 @@
 """Where a case runs: its device and process group, and what makes a run repeatable there."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -9,8 +9,12 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules import module as every_module
+
+from on_device import on_device
+from sync_calls import cpu_as_accelerator
 
 Figures: TypeAlias = dict[str, float | str]
 
@@ -155,10 +159,31 @@ def need_futures(here: Here) -> None:
         raise NotHere(f"{here.backend} gives no futures for tensors on {here.device.type}")
 
 
-def on_cpu(value: Any) -> Any:
-    """Copy nested dicts and lists with every tensor on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: on_cpu(part) for key, part in value.items()}
-    return type(value)(on_cpu(part) for part in value) if isinstance(value, list | tuple) else value
+@contextmanager
+def asleep_on_device(here: Here) -> Iterator[None]:
+    """Run a test of the CPU's suite on the device, with layers that sleep."""
+    likewise = nullcontext() if here.is_cuda else cpu_as_accelerator()  # the library's code for devices
+    with on_device(here.device), layers_asleep(here), likewise:
+        yield
+
+
+@contextmanager
+def layers_asleep(here: Here, milliseconds: float = 0.2) -> Iterator[None]:
+    """Have each layer's forward and backward pass begin behind a kernel that sleeps."""
+
+    def sleep(*_: object) -> None:
+        here.sleep(milliseconds)
+
+    def sleep_on_the_way_back(_: nn.Module, __: object, output: object) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(sleep)  # type: ignore[no-untyped-call]
+
+    handles = [
+        every_module.register_module_forward_pre_hook(sleep),
+        every_module.register_module_forward_hook(sleep_on_the_way_back),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
+from fully import NARROW
 from gpu.costs import MIB
-from gpu.cpu_tests import NARROW, layers_asleep
-from gpu.setting import Figures, Here
+from gpu.setting import Figures, Here, layers_asleep
 from sync_calls import cpu_as_accelerator
 from test_fully_sharded import Adapted, trained
 from test_sharded_memory import LivingStorages

@@ -5,8 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
-from gpu import bucketing
-from gpu.overlapping import averaging
+from gpu import streams
 from gpu.setting import Figures, Here, NotHere, restart
 from training import assert_same_bits, make_params, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
@@ -32,8 +31,8 @@ def started(here: Here, how: str) -> Figures:
         plain = DistributedDataParallel(mlp().to(here.device), bucket_cap_mb=SMALL_MB)
         sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
         if overlap:
-            model.register_comm_hook(None, zero_step(sharded, averaging(here)))
-            plain.register_comm_hook(None, averaging(here))
+            model.register_comm_hook(None, zero_step(sharded, streams.averaging(here)))
+            plain.register_comm_hook(None, streams.averaging(here))
         one = torch.optim.AdamW(plain.parameters(), lr=0.01)
         for number in range(4):
             for net, optimizer in ((plain, one), (model, sharded)):
@@ -42,8 +41,8 @@ def started(here: Here, how: str) -> Figures:
                 optimizer.step()
         assert_same_bits(list(model.parameters()), list(plain.parameters()), f"with overlap: {overlap}")
         sharded.consolidate_state_dict()
-    bucketing.lane_works(here)
-    bucketing.summed(here, 0)
+    streams.lane_works(here)
+    streams.summed(here, 0)
     if here.is_cuda and here.device.index:
         strays = torch.cuda.memory_allocated(0)
         assert not strays, f"{strays} bytes on the first card, which belongs to another rank"
@@ -82,8 +81,8 @@ class Run:
         return [value.detach().cpu().clone() for value in self.model.state_dict().values()]
 
 
-def saved(here: Here, background: bool) -> None:
-    """Save at step 3 while the device is behind, go on to step 6, and note what came out."""
+def checkpointed(here: Here, background: bool, alone: bool) -> None:
+    """Save at step 3 while the device is behind, go on to step 6; resume on all ranks, or on one."""
     run = Run(here)
     run.train(3)
     here.sleep(20)
@@ -96,12 +95,21 @@ def saved(here: Here, background: bool) -> None:
     else:
         checkpoint.save(here.folder / "one", **parts, extra={"step": 3})
         run.train(6)
-    if dist.get_rank() == 0:
-        torch.save(run.bits(), here.folder / "expected.pt")
+    expected = run.bits()
+    if alone:
+        del run, parts
+        dist.barrier()
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        if rank:
+            return
+        store = dist.FileStore(str(here.folder / "store"), 1)  # type: ignore[attr-defined]
+        dist.init_process_group(here.backend, store=store, rank=0, world_size=1)
+    resumed(here, expected)
 
 
-def resumed(here: Here) -> None:
-    """Load, on as many ranks as there are now, and go on to the same bits on the same devices."""
+def resumed(here: Here, expected: list[Tensor]) -> None:
+    """Load, and go on to the same bits on the same devices."""
     run = Run(here)
     with torch.no_grad():
         for param in run.model.parameters():
@@ -114,4 +122,4 @@ def resumed(here: Here) -> None:
         entries = run.optimizer.state.get(param, {})
         strays = {key: entry.device for key, entry in entries.items() if key != "step"}
         assert set(strays.values()) <= {here.device}, strays
-    assert_same_bits(run.bits(), torch.load(here.folder / "expected.pt"), "after loading")
+    assert_same_bits(run.bits(), expected, "after loading")

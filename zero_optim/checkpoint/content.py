@@ -130,9 +130,9 @@ def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup)
     (ranks,) = assign_owners([[tensors[key].nbytes for key in rest]], group.size, loads)
     others = {key: whole_piece(rank, tensors[key].shape) for key, rank in zip(rest, ranks, strict=True)}
     places = []
-    with objects.left_freed() as kept:
+    with objects.left_freed() as freed:
         for key, tensor in tensors.items():
-            pieces, unit = chosen.get(key) or others[key], kept.get(tensor.data_ptr())
+            pieces, unit = chosen.get(key) or others[key], freed.get(tensor.data_ptr())
             own, rows, memory = piece_of(pieces, group.rank), None, None
             if own is not None:
                 rows = None if is_whole(own, tensor.shape) else (own.start, own.stop)

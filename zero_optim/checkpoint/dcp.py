@@ -41,7 +41,7 @@ from torch.futures import Future
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint.data import Box, CheckpointReader, box_of, bytes_of, write_tensors
 from zero_optim.checkpoint.files import FolderLock
-from zero_optim.checkpoint.manifest import Manifest
+from zero_optim.checkpoint.manifest import Chunk, Manifest
 from zero_optim.checkpoint.objects import names_of
 from zero_optim.comm.agreement import failing_together
 from zero_optim.errors import StateMismatchError
@@ -166,10 +166,10 @@ class Reader(_AnyPath, StorageReader):
             if entry.dtype is None:
                 metadata[key] = BytesStorageMetadata()
             else:
-                boxes = [
-                    ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks
-                ]
-                properties = TensorProperties(dtype=entry.dtype)
+                boxes, properties = (
+                    [_chunk(each) for each in entry.chunks],
+                    TensorProperties(dtype=entry.dtype),
+                )
                 metadata[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
         return Metadata(metadata, {key: tuple(path) for key, path in self.manifest.paths.items()})
 
@@ -197,6 +197,10 @@ class Reader(_AnyPath, StorageReader):
                 self._reader.read_box(key, chunk, target, item.storage_offsets)
                 planner.commit_tensor(item, target)
         return _done(None)
+
+
+def _chunk(part: Box | Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
 
 
 def _done(result: T) -> Future[T]:
@@ -395,7 +399,3 @@ class RowsToSave(Tensor):
     def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
         """Give DCP the rows."""
         return self.as_subclass(Tensor)
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

@@ -171,10 +171,10 @@ def prune(newest: Path, keep: int) -> None:
     family = _family(newest.name)
     siblings = [child for child in newest.parent.iterdir() if _family(child.name) == family]
     members = [child for child in siblings if is_dir(child) and not child.is_symlink()]
-    kept = {*_complete_ones(members)[-keep:], newest}
-    oldest = min(map(manifests.number_in, kept))
+    rest = {*_complete_ones(members)[-keep:], newest}
+    oldest = min(map(manifests.number_in, rest))
     for folder in members:
-        if folder not in kept and manifests.number_in(folder) <= oldest and _own_files(folder):
+        if folder not in rest and manifests.number_in(folder) <= oldest and _own_files(folder):
             # First the manifest, so that it is complete or absent at every moment.
             with suppress(CheckpointError), closing(FolderLock(folder)):  # unless somebody is writing it
                 (folder / FILE).unlink(missing_ok=True)

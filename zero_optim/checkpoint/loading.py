@@ -193,7 +193,7 @@ def _load_from(
     optimizer = objects.optimizer
     with failing_together(members.everyone), blamed_on(reader.folder):
         part = RankInput(reader, objects, members, random=random, only=only)
-        kept = optimizer.owned_state() if only is not None and optimizer is not None else {}
+        present = optimizer.owned_state() if only is not None and optimizer is not None else {}
     with failing_together(members.everyone):
         undo = undo_of(objects)
     try:
@@ -201,7 +201,7 @@ def _load_from(
             place_own(part)
         with failing_together(members.everyone):  # it fails on all ranks of a replica alike
             if optimizer is not None:
-                optimizer.load_owned_state({**kept, **part.state}, part.options)
+                optimizer.load_owned_state({**present, **part.state}, part.options)
         with failing_together(members.everyone):
             with _fits("the model's extra state"):
                 objects.load_extra_state(part.rest)

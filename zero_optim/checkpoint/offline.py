@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
 from pathlib import Path
@@ -316,74 +315,57 @@ def _write(source: _Source, owner_of: Callable[[str], int], out: Path) -> tuple[
 # ---------------------------------------------------------------------- what a checkpoint holds
 
 
-def inspect(folder: Path) -> "Inspection":
-    """Read all of a checkpoint and compare every byte with its checksum; CheckpointError without a folder."""
+def inspect(folder: Path) -> dict[str, Any]:
+    """Read all of a checkpoint, compare every byte with its checksum, and say what there is, in plain values.
+
+    Sizes are in bytes, times in UTC; there is little without a manifest. ``reason`` says why it is not
+    ``complete``. CheckpointError without a folder.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
-    manifest, reason = Manifest(0, 0, {}, {}, {}, {}, {}), ""
+    manifest, reason, sections = Manifest(0, 0, {}, {}, {}, {}, {}), "", dict[str, dict[str, Any]]()
     try:
         manifest = parse(folder)
         CheckpointReader(folder).check_all()
     except CheckpointError as error:
         reason = str(error)
-    return Inspection(folder, reason, manifest)
+    for key in {**manifest.entries, **manifest.values}:
+        name = re.split(r"[/.]", key, maxsplit=1)[0]
+        blank = {"name": name, "num_tensors": 0, "nbytes": 0, "num_values": 0}
+        section = sections.setdefault(name, blank)
+        section["num_values"] += key in manifest.values
+        section["num_tensors"] += key in manifest.entries
+        section["nbytes"] += manifest.entries[key].nbytes if key in manifest.entries else 0
+    time = datetime.fromtimestamp(manifest.time_ns / 1e9, timezone.utc)
+    return {
+        "path": str(folder),
+        "complete": not reason,
+        "reason": reason,
+        "version": manifest.version,
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S UTC") if manifest.time_ns else "",
+        "world_size": manifest.world_size,
+        "software": dict(manifest.software),
+        "sections": [sections[name] for name in sorted(sections)],
+        "files": [(name, file.rank, file.nbytes) for name, file in manifest.files.items()],
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """What a folder holds, and the reason why that is no complete checkpoint; empty if it is one."""
-
-    folder: Path
-    reason: str
-    manifest: Manifest
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is missing or damaged."""
-        return not self.reason
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON: sizes in bytes, time in UTC; little if there is no manifest."""
-        manifest, sections = self.manifest, dict[str, dict[str, Any]]()
-        time = datetime.fromtimestamp(manifest.time_ns / 1e9, timezone.utc)
-        for key in {**manifest.entries, **manifest.values}:
-            name = re.split(r"[/.]", key, maxsplit=1)[0]
-            blank = {"name": name, "num_tensors": 0, "nbytes": 0, "num_values": 0}
-            section = sections.setdefault(name, blank)
-            section["num_values"] += key in manifest.values
-            section["num_tensors"] += key in manifest.entries
-            section["nbytes"] += manifest.entries[key].nbytes if key in manifest.entries else 0
-        return {
-            "path": str(self.folder),
-            "complete": self.complete,
-            "reason": self.reason,
-            "version": manifest.version,
-            "saved": time.strftime("%Y-%m-%d %H:%M:%S UTC") if manifest.time_ns else "",
-            "world_size": manifest.world_size,
-            "software": dict(manifest.software),
-            "sections": [sections[name] for name in sorted(sections)],
-            "files": [(name, file.rank, file.nbytes) for name, file in manifest.files.items()],
-        }
-
-    def __str__(self) -> str:
-        """Write it as a table."""
-        about = self.to_dict()
-        head = [("checkpoint", about["path"]), ("complete", f"no: {self.reason}" if self.reason else "yes")]
-        if about["saved"]:
-            by = ", ".join(f"{name} {version}" for name, version in about["software"].items())
-            ranks = f"{about['world_size']} rank{'s' if about['world_size'] > 1 else ''}"
-            head += [
-                ("saved", f"{about['saved']} by {ranks}, {by}"),
-                ("format", f"version {about['version']}"),
-            ]
-        lines = [f"{name:<12}{value}" for name, value in head]
-        if about["sections"]:
-            rows = [list(section.values()) for section in about["sections"]]
-            lines += ["", *_table(("section", "tensors", "bytes", "values"), rows)]
-        if about["files"]:
-            rows = [[name, str(rank), nbytes] for name, rank, nbytes in about["files"]]
-            lines += ["", *_table(("file", "rank", "bytes"), rows)]
-        return "\n".join(lines)
+def as_table(report: Mapping[str, Any]) -> str:
+    """Write what `inspect` returns as a table."""
+    reason = report["reason"]
+    head = [("checkpoint", report["path"]), ("complete", f"no: {reason}" if reason else "yes")]
+    if report["saved"]:
+        by = ", ".join(f"{name} {version}" for name, version in report["software"].items())
+        ranks = f"{report['world_size']} rank{'s' if report['world_size'] > 1 else ''}"
+        head += [("saved", f"{report['saved']} by {ranks}, {by}"), ("format", f"version {report['version']}")]
+    lines = [f"{name:<12}{value}" for name, value in head]
+    if report["sections"]:
+        rows = [list(section.values()) for section in report["sections"]]
+        lines += ["", *_table(("section", "tensors", "bytes", "values"), rows)]
+    if report["files"]:
+        rows = [[name, str(rank), nbytes] for name, rank, nbytes in report["files"]]
+        lines += ["", *_table(("file", "rank", "bytes"), rows)]
+    return "\n".join(lines)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

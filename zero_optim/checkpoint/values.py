@@ -52,7 +52,7 @@ def pack(key: str, value: object) -> tuple[Json, dict[str, Tensor]]:
     Their keys begin with that of the value. TypeError if something in it is neither a tensor nor plain.
     """
     skeleton, tensors = encode(value, key)
-    source, key_at, kept = iter(tensors), dict[_Path, str](), dict[str, Tensor]()
+    source, key_at, parts = iter(tensors), dict[_Path, str](), dict[str, Tensor]()
 
     def named(path: _Path, body: list[Any]) -> list[Any]:
         tensor, own = next(source), "/".join([key, *map(key_of, path)])
@@ -60,10 +60,10 @@ def pack(key: str, value: object) -> tuple[Json, dict[str, Tensor]]:
         # Tied weights are written once.
         known = key_at.setdefault(place, own) if tensor.numel() and not tensor.is_meta else own
         if known == own:
-            kept[own] = tensor
+            parts[own] = tensor
         return [known, list(body[2])]
 
-    return _mapped(skeleton, plain_json, named), kept
+    return _mapped(skeleton, plain_json, named), parts
 
 
 def unpack(value: Json, get: Callable[[str, tuple[int, ...]], Tensor]) -> Nested:

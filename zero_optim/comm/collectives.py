@@ -16,7 +16,7 @@ Note [Agreements that meet]
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ from zero_optim.comm.backends import (
     unserved,
 )
 from zero_optim.comm.frames import framed, is_short, met_otherwise, unframed
-from zero_optim.comm.records import Doing, Record
+from zero_optim.comm.records import Doing
 from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.works import GroupWorks, Work, log_of
 from zero_optim.compat import private
@@ -177,47 +177,42 @@ class RankGroup:
         """Return a context that records a call, such as ``step()``."""
         return Doing(self.works.log.activity, name)
 
-    def begin_work(self, about: str = "") -> Record:
-        """Begin a work of the current phase, see `GroupWorks.begin`."""
+    def begin_work(
+        self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
+    ) -> Work:
+        """Begin a work of the current phase, on a device's backend if given; StalledError if given up."""
         if self.is_let_go:
             raise RuntimeError(LET_GO)
-        return self.works.begin(self.phase, about)
-
-    def works_of(
-        self, handles: Sequence[Waitable | None], record: Record, device: torch.device
-    ) -> list[Waitable]:
-        """Wrap the backend's handles of one record in works."""
+        self.works.check()
+        if device is None:
+            return Work(self.works, self.phase, about, runs_hook=runs_hook)
         transport = self.transport(device)
-        late_on, polls = transport.late_on, transport.waits_on_host
-        return [
-            Work(handle, self.phase, record, late_on=late_on, polls=polls)
-            for handle in handles
-            if handle is not None
-        ]
+        polls = transport.waits_on_host
+        return Work(self.works, self.phase, about, late_on=transport.late_on, polls=polls)
 
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
         """Start broadcasts of (owner, 1-D tensor) pairs, in one order on every rank. All ranks call.
 
-        Rows are on one device, of any lengths. Returns a handle each, or one for all: Note [Rows at once].
+        Rows are on one device, of any lengths: Note [Rows at once]. Returns one work, or none.
         """
         listed = list(rows) if self.size > 1 else []
         if not listed:
             return []
-        device, record = listed[0][1].device, self.begin_work(about)
-        with record.starting():
+        device = listed[0][1].device
+        work = self.begin_work(about, device)
+        with work.starting():
             if len(listed) < 2 or not coalesces(self.process_group, device):
-                handles: Sequence[dist.Work | None] = [self._broadcast(row, owner) for owner, row in listed]
+                started = [self._broadcast(row, owner) for owner, row in listed]
+                handles = [handle for handle in started if handle is not None]
             else:
                 with coalesced(self.process_group, device) as handles:
                     for owner, row in listed:
                         self._broadcast(row, owner)
-        is_tree, size = self.transport(device).is_tree, self.size
-        sent = (
-            broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_tree=is_tree)
-            for owner, row in listed
-        )
-        self.phase.sent(sum(sent), len(handles))
-        return self.works_of(handles, record, device)
+        is_tree, size, nbytes = self.transport(device).is_tree, self.size, 0
+        for owner, row in listed:
+            nbytes += broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_tree=is_tree)
+        self.phase.sent(nbytes, len(handles))
+        return [work.take(*handles)]
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
@@ -228,11 +223,11 @@ class RankGroup:
     def start_sum(self, tensor: Tensor, about: str = "") -> tuple[dist.Work, Waitable]:
         """Start a sum over all ranks, in place if dense; returns the handle with the result, and the work."""
         self.count_sum(tensor)
-        record = self.begin_work(about)
-        with record.starting():
+        work = self.begin_work(about, tensor.device)
+        with work.starting():
             handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         assert isinstance(handle, dist.Work)
-        return handle, self.works_of([handle], record, tensor.device)[0]
+        return handle, work.take(handle)
 
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum over all ranks that the caller starts."""
@@ -275,11 +270,9 @@ class RankGroup:
         """Wait on the CPU for a collective's result; StalledError if the ranks gave up."""
         if copy.is_here:
             return copy.read()
-        record = self.begin_work()
-        with self.phase.held_up(), record.waiting():
+        with self.phase.held_up(), self.begin_work().waiting():
             value = copy.read()
-        if record.group.verdict is not None:
-            raise record.group.verdict.error()
+        self.works.check()
         return value
 
     def _met_otherwise(self) -> RankMismatchError:
@@ -309,11 +302,12 @@ class RankGroup:
         """Start `all_gather_rows` in a group of several; the handle's wait completes the rows."""
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
-        record = self.begin_work(about)
-        with record.starting():
+        work = self.begin_work(about, mine.device)
+        with work.starting():
             rows = list(gathered.unbind())
             handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
-        return gathered, self.works_of([handle], record, mine.device)[0]
+        assert handle is not None  # async_op=True on a member always returns a handle
+        return gathered, work.take(handle)
 
 
 def _default_group(data: list[Tensor], timeout: float | None) -> RankGroup:
@@ -329,4 +323,5 @@ def bytes_to_tensor(payload: bytes) -> Tensor:
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:
     """Copy a 1-D uint8 tensor into bytes."""
-    return tensor.cpu().numpy().tobytes()
+    # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs where pages cannot move.
+    return tensor.to("cpu", copy=True).numpy().tobytes()

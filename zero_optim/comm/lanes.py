@@ -185,9 +185,8 @@ def num_started(lane: RankGroup) -> int:
 
 def _made(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group.process_group)
-    record = group.begin_work("process groups to be made beside the one given")
     try:
-        with record.starting():
+        with group.begin_work("process groups to be made beside the one given").waiting():
             return make_group(ranks, backend, name, timeout_of(group.process_group))
     except StalledError:
         raise

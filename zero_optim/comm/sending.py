@@ -23,7 +23,6 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.unended import SMALL, Paired
-from zero_optim.comm.works import Work
 from zero_optim.compat.engine import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy
 
@@ -45,19 +44,19 @@ def exchange(
     if group.size == 1:
         return [], received
     lane = replace(lanes[0], phase=group.phase)  # it counts for whoever exchanges
-    record = lane.begin_work(about)
+    work = lane.begin_work(about, mine.device)
     how = lane.transport(mine.device).exchanges
-    work: Waitable
-    with record.starting():
+    handle: Waitable
+    with work.starting():
         if how == "pairs":
             _count_as_one(group, lanes)
             others = [rank for rank in range(group.size) if rank != group.rank]
             sends, receives = ([(rank, of_rank[rank]) for rank in others] for of_rank in (pieces, received))
-            work = _start_paired(group, sends, receives, lanes)
+            handle = _start_paired(group, sends, receives, lanes)
         else:
-            work, received = _all_to_all(pieces, received, lane, as_bytes=how == "bytes")
+            handle, received = _all_to_all(pieces, received, lane, as_bytes=how == "bytes")
     group.phase.sent(sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != group.rank))
-    return lane.works_of([work], record, mine.device), received
+    return [work.take(handle)], received
 
 
 def _all_to_all(
@@ -86,26 +85,27 @@ def start_parts(
     Returns the handle of all sends, and a function that starts to receive the next parts: from this rank's
     own part it returns a handle, and the parts by sending rank.
     """
-    lane = replace(lanes[0], phase=group.phase)
-    record = lane.begin_work(about)
+    lane, device = replace(lanes[0], phase=group.phase), parts[group.rank][0].device
+    work = lane.begin_work(about, device)
     tag = 1 + next(lane.works.tags) % 2**30  # as parts of another exchange may be received in between
     _count_as_one(group, lanes)
     rounds = (list(enumerate(some)) for some in zip_longest(*parts))
     sends = [
         (rank, part) for some in rounds for rank, part in some if rank != group.rank and part is not None
     ]
-    with record.starting():
-        sent = _start_paired(group, sends, (), lanes, tag)
+    with work.starting():
+        work.take(_start_paired(group, sends, (), lanes, tag))
     group.phase.sent(sum(part.nbytes for _, part in sends))
 
     def receive(own: Tensor) -> Received:
         into = [own if rank == group.rank else torch.empty_like(own) for rank in range(group.size)]
-        with record.starting():
-            others = ((rank, part) for rank, part in enumerate(into) if rank != group.rank)
-            came = _start_paired(group, (), others, lanes, tag)
-        return Work(came, group.phase, record, polls=True), into
+        others = ((rank, part) for rank, part in enumerate(into) if rank != group.rank)
+        coming = lane.begin_work(about, device)
+        with coming.starting():
+            coming.take(_start_paired(group, (), others, lanes, tag))
+        return coming, into
 
-    return Work(sent, group.phase, record, polls=True), receive
+    return work, receive
 
 
 def spread_rows(
@@ -118,31 +118,28 @@ def spread_rows(
     """
     if group.size == 1 or not rows:
         return []
-    record, device = group.begin_work(about), rows[0][1].device
+    work = group.begin_work(about, rows[0][1].device)
     octets = [(owner, row.view(torch.uint8)) for owner, row in rows]  # as broadcasts send them
     others = [rank for rank in range(group.size) if rank != group.rank]
     sends = [(rank, row) for owner, row in octets if owner == group.rank for rank in others]
     _count_as_one(group, lanes)
-    with record.starting():
-        handle = _start_paired(group, sends, [pair for pair in octets if pair[0] != group.rank], lanes, tag)
+    with work.starting():
+        receives = [pair for pair in octets if pair[0] != group.rank]
+        work.take(_start_paired(group, sends, receives, lanes, tag))
     group.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
-    return group.works_of([handle], record, device)
+    return [work]
 
 
 def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     """Send a contiguous tensor to ranks that call `recv`; waits until they have read it."""
     staged = tensor.to(group.device)
-    record = group.begin_work()
-    with record.starting(), _at_once(group, staged.device) as started:
+    work = group.begin_work("", staged.device)
+    with work.starting(), _at_once(group, staged.device) as started:
         each = [_isend(group, staged, rank) for rank in to]
-    works = started or _made(each)
-    group.phase.sent(staged.nbytes * len(works), len(works))
-    with group.phase.held_up(), record.waiting():
-        if group.transport(staged.device).waits_on_host:
-            record.group.wait_for(Paired(works))
-        else:
-            for work in works:
-                work.wait()
+    handles = started or _made(each)
+    group.phase.sent(staged.nbytes * len(handles), len(handles))
+    on_host = group.transport(staged.device).waits_on_host
+    work.take(*([Paired(handles)] if on_host else handles)).wait()
 
 
 def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
@@ -161,19 +158,19 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
 
 def start_send(group: RankGroup, tensor: Tensor, to: int) -> Waitable:
     """Start to send a contiguous CPU tensor on gloo; keep the handle until it is received."""
-    record = group.begin_work()
-    with record.starting():
-        handle = Paired(_made([_isend(group, tensor, to)]))
+    work = group.begin_work("", tensor.device)
+    with work.starting():
+        work.take(Paired(_made([_isend(group, tensor, to)])))
     group.phase.sent(tensor.nbytes)
-    return Work(handle, group.phase, record, polls=group.transport(tensor.device).waits_on_host)
+    return work
 
 
 def start_recv(group: RankGroup, tensor: Tensor, source: int) -> Waitable:
     """Start to receive into a contiguous CPU tensor on gloo."""
-    record = group.begin_work()
-    with record.starting():
-        (work,) = _made([_irecv(group, tensor, source)])
-    return Work(work, group.phase, record)
+    work = group.begin_work()
+    with work.starting():
+        work.take(*_made([_irecv(group, tensor, source)]))
+    return work
 
 
 def _start_paired(

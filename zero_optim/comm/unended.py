@@ -13,13 +13,14 @@ Note [Sends that nothing ends]
     trials 512 KiB came through, and 1 MiB was forgotten.
 """
 
-import _thread  # as its threads start in a third less of the time
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from zero_optim.comm.threads import start_thread
 
 LOOK = timedelta(seconds=1)
 SMALL = 2**16
@@ -65,8 +66,7 @@ def _wait_for_pairs(handle: Paired, is_given_up: Callable[[], bool]) -> bool:
     if handle.is_small:
         handle.wait()
         return True
-    over, failures = _thread.allocate_lock(), list[RuntimeError]()
-    over.acquire()
+    failures = list[RuntimeError]()
 
     def wait() -> None:
         try:
@@ -74,17 +74,17 @@ def _wait_for_pairs(handle: Paired, is_given_up: Callable[[], bool]) -> bool:
                 work.wait()
         except RuntimeError as error:
             failures.append(error)
-        finally:
-            over.release()
 
-    _thread.start_new_thread(wait, ())
+    thread = start_thread(wait, "zero_optim sends")
     for work in handle.receives:
         work.wait()
     was_given_up = False
-    while not over.acquire(timeout=LOOK.total_seconds()):
+    thread.join(LOOK.total_seconds())
+    while thread.is_alive():
         if was_given_up:
             return False
         was_given_up = is_given_up()
+        thread.join(LOOK.total_seconds())
     if failures:
         try:
             raise failures[0]

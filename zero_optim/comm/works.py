@@ -1,6 +1,4 @@
-"""Started collectives, and the works of each process group in this process. No communication.
-
-A *work* is a collective with a `Record`, which has no tensor. The *ring* has the last `KEPT` records.
+"""Works: what each process keeps of a collective until its end, by process group. No communication.
 
 Note [Waits that end]
     Nothing can interrupt a thread that waits in C++. gloo cannot wait for sends and receives in slices: a
@@ -12,86 +10,161 @@ Note [Groups that end]
     gloo closes a group's connections when nothing refers to it. An error's traceback does, by the frames that
     waited, in a cycle until garbage is collected, while other ranks wait. So nothing here keeps an error. A
     caller may: so releasing ranks after a failed wait cuts all their groups (`WorkLog.cut_if_failed`).
+
+Note [Works that outlive the interpreter]
+    The last reference to a work releases its tensors, which takes the GIL. If gloo's thread does that while
+    Python ends, Python ends the thread inside a destructor, and the process aborts (exit status 134). It was
+    seen after a wait was given up: the thread had just told the waiting one of the failure. So works that did
+    not end well are kept as long as their group, or until Python's modules are gone, when PyTorch takes no
+    GIL any more.
 """
 
 import itertools
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from zero_optim.comm.backends import aborts_of
-from zero_optim.comm.records import Activity, Record, Verdict
+from zero_optim.comm.backends import aborts_of, raised_by_backend
+from zero_optim.comm.records import Activity, Verdict
 from zero_optim.comm.threads import start_thread
 from zero_optim.comm.traffic import Phase, Waitable
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
+from zero_optim.compat.engine import is_profiling
 from zero_optim.compat.streams import Event, is_capturing, recorded_event, wait_for_event
+from zero_optim.errors import ZeroOptimError
 
-KEPT = 512  # records in the ring
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
+
+# How a work is named in messages, by its phase.
+_NOUNS = {
+    "gather": "the gather",
+    "reduce": "the reduction",
+    "clip": "the norm for clip_grad_norm_()",
+    "agree": "an agreement",
+    "order": "an agreement on the order",
+    "state": "the exchange of optimizer state",
+    "checkpoint": "the exchange of a checkpoint",
+    "buffers": "the broadcast of the model's buffers",
+}
 
 
 class Work:
-    """A started collective: the backend's handle or a future, its record, and its counted waits.
+    """One or more calls of the backend that are waited for together, from their begin on.
 
-    ``late_on``: the device that runs it while the CPU goes on. ``polls``: Note [Waits that nothing ends].
+    ``handles``: of the backend, or a future; set once they have started. ``about``: such as
+    ``bucket 3 (layers.7.weight, …)``, or empty. ``runs_hook``: a comm hook may raise in it. ``late_on``: the
+    device that runs it while the CPU goes on. ``polls``: Note [Waits that nothing ends]. Times are in
+    seconds, of `time.monotonic`.
     """
 
-    __slots__ = ("_phase", "_polls", "handle", "late_on", "record")
+    __slots__ = (
+        "_polls",
+        "about",
+        "group",
+        "handles",
+        "is_warned",
+        "late_on",
+        "phase",
+        "runs_hook",
+        "started",
+        "timeout",
+        "waiting_since",
+    )
 
     def __init__(
         self,
-        handle: Waitable,
+        group: "GroupWorks",
         phase: Phase,
-        record: Record,
+        about: str = "",
         *,
         late_on: torch.device | None = None,
         polls: bool = False,
+        runs_hook: bool = False,
     ) -> None:
-        self.handle = handle
+        self.group = group
+        self.phase = phase
+        self.about = about
         self.late_on = late_on
         self._polls = polls
-        self._phase = phase
-        self.record = record
-        if late_on is not None and record.group.outstanding is None and not is_capturing(late_on):
-            record.group.outstanding = self
+        self.runs_hook = runs_hook
+        self.handles: Sequence[Waitable] = ()
+        self.timeout = group.limit if phase.timeout is None else phase.timeout
+        self.started = time.monotonic()
+        self.waiting_since: float | None = None
+        self.is_warned = False
 
-    def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
+    @property
+    def text(self) -> str:
+        """Return its name in messages."""
+        noun = _NOUNS.get(self.phase.name, f"a collective ({self.phase.name})")
+        return f"{noun} of {self.about}" if self.about else noun
+
+    @property
+    def label(self) -> str:
+        """Return its name for a profiler."""
+        bucket = self.about.partition(" (")[0]
+        return f"zero_optim.{self.phase.name} {bucket}" if bucket else f"zero_optim.{self.phase.name}"
+
+    def waited(self, now: float) -> float:
+        """Return the seconds that a thread has waited."""
+        since = self.waiting_since
+        return 0.0 if since is None else now - since
+
+    def starting(self) -> "_InBackend":
+        """Return a context in which the backend starts the calls."""
+        return _InBackend(self, ends=False)
+
+    def waiting(self) -> "_InBackend":
+        """Return a context in which the caller waits for the calls, the last time."""
+        return _InBackend(self, ends=True)
+
+    def take(self, *handles: Waitable) -> "Work":
+        """Take the handles of the calls that have started; returns itself."""
+        self.handles = handles
+        if self.late_on is not None and self.group.outstanding is None and not is_capturing(self.late_on):
+            self.group.outstanding = self
+        return self
+
+    def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the last handle gives
         """Wait with the caller, or on an accelerator with the current stream.
 
         ``timeout`` replaces the work's. StalledError if a rank is late or has ended.
         """
         if timeout is not None:
-            self.record.timeout = timeout
-        with self._phase.held_up(), self.record.waiting():
-            if self._polls and isinstance(self.handle, dist.Work | Paired):
-                return self.record.group.wait_for(self.handle)
-            result = self.handle.wait()
-        if self.record.group.outstanding is self and self.late_on is not None:
+            self.timeout = timeout
+        result: Any = None
+        with self.phase.held_up(), _InBackend(self, ends=True):
+            for handle in self.handles:
+                result = self.group.wait_for(handle) if self._polls else handle.wait()
+        if self.group.outstanding is self and self.late_on is not None:
             self._let_go(self.late_on)
         return result
 
     def _let_go(self, device: torch.device) -> None:
-        """Replace the handle, which keeps tensors, by an event; a capture has no event to query."""
+        """Replace the handles, which keep tensors, by an event; a capture has no event to query."""
         if is_capturing(device):
-            self.record.group.outstanding = None
+            self.group.outstanding = None
         else:
-            self.handle = _AfterWait(device, recorded_event(device))
+            self.handles = (_AfterWait(device, recorded_event(device)),)
 
     def is_completed(self) -> bool:
         """Return whether it ended, also by failure. gloo's sends and receives end in a wait."""
-        handle: Any = self.handle
+        handles: Sequence[Any] = self.handles
         try:
-            return bool(handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed())
+            return all(
+                handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed()
+                for handle in handles
+            )
         except RuntimeError:  # of a device that has failed
             return True
 
@@ -100,12 +173,12 @@ class Work:
 
         The error has no frames: Note [Groups that end].
         """
-        failure = self._failure() if self.is_completed() else None
-        verdict = self.record.group.verdict
+        failures = map(self._failure, self.handles if self.is_completed() else ())
+        failure = next((each for each in failures if each is not None), None)
+        verdict = self.group.verdict
         return failure if failure is None or verdict is None else verdict.error()
 
-    def _failure(self) -> Exception | None:
-        handle: Any = self.handle
+    def _failure(self, handle: Any) -> Exception | None:  # noqa: ANN401 - of any backend
         with suppress(AttributeError, TypeError):  # a future has none; PyTorch 2.8 cannot hand it out
             failure = handle.exception()
             if isinstance(failure, Exception):
@@ -116,6 +189,47 @@ class Work:
             except Exception as error:  # noqa: BLE001 - returned, not raised
                 return error.with_traceback(None)
         return None
+
+
+class _InBackend:
+    """A context in which a thread is in the backend's code."""
+
+    __slots__ = ("_ends", "_range", "_work")
+
+    def __init__(self, work: Work, *, ends: bool) -> None:
+        self._work = work
+        self._ends = ends
+        self._range: Any = None
+
+    def __enter__(self) -> None:
+        work = self._work
+        work.waiting_since = time.monotonic()
+        work.group.pending.add(work)
+        if is_profiling():
+            self._range = torch.profiler.record_function(f"{work.label}{' wait' * self._ends}")
+            self._range.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        work = self._work
+        explained: Exception | None = None
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, ZeroOptimError):
+                is_of_backend = raised_by_backend(error)
+                work.group.has_failed |= is_of_backend
+                if not work.runs_hook or is_of_backend or work.group.verdict is not None:
+                    explained = work.group.log.explain(work, error)
+                if explained is not None:
+                    raise explained from error
+        finally:
+            explained = None  # see Note [Groups that end]
+            work.waiting_since = None
+            # Note [Works that outlive the interpreter]; a device has no thread that takes the GIL.
+            if work.late_on is not None or (self._ends and (error is None or not work.handles)):
+                work.group.pending.discard(work)
 
 
 class _AfterWait:
@@ -145,8 +259,9 @@ class GroupWorks:
 
     ``limit``: the timeout in seconds. ``verdict``: why the group was given up; no work begins any more.
     ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts, equal
-    on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange.
-    ``outstanding``: the one pending work of a device (they end in order).
+    on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange. ``pending``:
+    works of the CPU that nobody has waited for yet, or that failed. ``outstanding``: the one pending work of
+    a device (they end in order).
     """
 
     def __init__(
@@ -166,8 +281,8 @@ class GroupWorks:
         self.tags = itertools.count(1)
         self.apart = 0
         self.outstanding: Work | None = None
-        self.group = weakref.ref(process_group)
-        self._numbers = itertools.count(1)
+        self.pending = pending = set[Work]()
+        self.group = weakref.ref(process_group, lambda _: pending.clear())  # the works keep connections
         self._can_cut = can_cut
 
     @property
@@ -193,7 +308,7 @@ class GroupWorks:
                 work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
                 work.wait(timedelta(milliseconds=1))
 
-    def wait_for(self, handle: dist.Work | Paired) -> bool:
+    def wait_for(self, handle: Any) -> bool:  # noqa: ANN401 - a work of gloo, or sends and receives
         """Wait for gloo's collective or sends; StalledError if the group was given up."""
         if wait_and_poll(handle, lambda: self.verdict is not None):
             return True
@@ -203,14 +318,10 @@ class GroupWorks:
         assert self.verdict is not None  # the group was given up, for good
         raise self.verdict.error()
 
-    def begin(self, phase: Phase, about: str = "") -> Record:
-        """Begin a work; StalledError if the group was given up."""
+    def check(self) -> None:
+        """Raise StalledError if the group was given up."""
         if self.verdict is not None:
             raise self.verdict.error()
-        timeout = self.limit if phase.timeout is None else phase.timeout
-        record = Record(self, next(self._numbers), phase.name, about, timeout, time.monotonic())
-        self.log.ring.append(record)
-        return record
 
 
 def explained(works: GroupWorks | None, error: RuntimeError) -> Exception | None:
@@ -219,7 +330,7 @@ def explained(works: GroupWorks | None, error: RuntimeError) -> Exception | None
         return None
     if works.verdict is not None:
         return works.verdict.error()
-    return works.log.explain(works.begin(Phase(name="reduce")), error)
+    return works.log.explain(Work(works, Phase(name="reduce")), error)
 
 
 def _attempt(abort: Callable[[], None]) -> None:
@@ -227,7 +338,7 @@ def _attempt(abort: Callable[[], None]) -> None:
         abort()
 
 
-def explain_nothing(_record: Record, _error: RuntimeError) -> None:
+def explain_nothing(_work: Work, _error: RuntimeError) -> None:
     """Return None: there is no watchdog."""
 
 
@@ -235,19 +346,16 @@ def explain_nothing(_record: Record, _error: RuntimeError) -> None:
 class WorkLog:
     """The works of this process, as long as the default group lives.
 
-    ``ring``: the last works, newest last. ``waits``: works that a thread waits for. ``groups``: works by id
-    of the group; other threads add to it. ``verdicts``: by the ranks of a group given up. ``wholes``: ranks
-    of a part of a mesh -> all its ranks, which share a verdict. ``explain``: returns the exception for a
-    backend's error; None if its own message is best.
+    ``groups``: works by id of the group; other threads add to it. ``verdicts``: by the ranks of a group given
+    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: returns
+    the exception for a backend's error; None if its own message is best.
     """
 
-    ring: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
-    waits: dict[int, Record] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    explain: Callable[[Record, RuntimeError], Exception | None] = explain_nothing
+    explain: Callable[[Work, RuntimeError], Exception | None] = explain_nothing
 
     def of(
         self,
@@ -266,6 +374,11 @@ class WorkLog:
                 self.groups.pop(key, None)
         made = self.groups[id(process_group)] = GroupWorks(self, process_group, ranks, limit, can_cut=can_cut)
         return made
+
+    def waits(self) -> list[Work]:
+        """Return the works that a thread waits for."""
+        pending = (work for works in list(self.groups.values()) for work in list(works.pending))
+        return [work for work in pending if work.waiting_since is not None]
 
     def give_up(self, ranks: tuple[int, ...], verdict: Verdict) -> Verdict:
         """Allow no more works on groups of some ranks; returns the first verdict, which holds."""

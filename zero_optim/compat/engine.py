@@ -8,6 +8,8 @@ Note [No split communicators]
     exists. Members then make one through the store, as without ``device_id=``.
 """
 
+import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -227,11 +229,17 @@ def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[d
         works.append(work)
 
 
-def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy many tensors in one call."""
-    private.foreach_copy_(targets, sources)
+def register_with_pytorch(kind: type) -> None:
+    """Register a class as a subclass of PyTorch's ``ZeroRedundancyOptimizer``, if that exists.
 
-
-def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply many tensors in place in one call."""
-    private.foreach_mul_(tensors, factor)
+    Public code tests ``isinstance`` with it before it consolidates. PyTorch's class has the metaclass
+    `abc.ABCMeta`, through `Joinable`, so ours inherits nothing.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import compiles functions with torch.jit, which is deprecated
+        try:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        except ImportError:  # built without distributed optimizers
+            return
+    if isinstance(ZeroRedundancyOptimizer, ABCMeta):
+        ZeroRedundancyOptimizer.register(kind)

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_optim.comm.frames import differences, ranks_text
-from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Record, Verdict
+from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Verdict
+from zero_optim.comm.works import Work
 from zero_optim.health.peers import Presence
 
 _ADVICE = (
@@ -31,15 +32,15 @@ class Status:
 
     @classmethod
     def of(
-        cls, waits: Iterable[Record], activity: Activity, verdict: Verdict | None, *, is_deciding: bool
+        cls, waits: Iterable[Work], activity: Activity, verdict: Verdict | None, *, is_deciding: bool
     ) -> "Status":
-        """Build it from the records of this process."""
+        """Build it from what this process does."""
         now = time.monotonic()
-        listed = sorted(waits, key=lambda record: -record.waited(now))
+        listed = sorted(waits, key=lambda work: -work.waited(now))
         last = activity.last
         seen = "" if last is None else f"{last.name} {last.count} {'ended' if last.is_over else 'began'}"
         return cls(
-            tuple(record.text for record in listed),
+            tuple(work.text for work in listed),
             tuple((mark.name, mark.count) for mark in list(activity.open.values())),
             dict(activity.counts),
             seen if last is None else f"{seen} {now - last.time:.0f} s ago",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import tensor_to_bytes
 from zero_optim.comm.frames import ranks_text
-from zero_optim.compat.streams import HostCopy, copy_to
+from zero_optim.compat.streams import HostCopy, copy_to, is_asynchronous
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.layout import Span
 from zero_optim.plan.option_values import DIGEST_NBYTES
@@ -84,7 +84,7 @@ class Arrival:
     def __init__(self, rooms: Sequence[Span], places: Sequence[Tensor]) -> None:
         self._owners = [room.owner for room in rooms]
         self._octets: list[bytes] | None = None
-        if places[0].device.type == "cpu":
+        if not is_asynchronous(places[0].device):
             self._octets = list(map(tensor_to_bytes, places))
         else:
             self._copy = HostCopy(torch.stack(list(places)))

@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from zero_optim.comm.backends import tells_of_closed_connection, tells_of_late_rank
-from zero_optim.comm.records import Record, Verdict
+from zero_optim.comm.records import Verdict
 from zero_optim.comm.threads import start_thread
-from zero_optim.comm.works import GroupWorks, WorkLog
+from zero_optim.comm.works import GroupWorks, Work, WorkLog
 from zero_optim.health.diagnosis import Seen, Status, closed, gone, judge
 from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
 
@@ -48,24 +48,24 @@ class Verdicts:
         self._directory = directory
         self._deciding: set[tuple[int, ...]] = set()
 
-    def judge_wait(self, record: Record, seconds: float) -> None:
+    def judge_wait(self, work: Work, seconds: float) -> None:
         """Warn of a wait of some seconds, or give it up."""
-        works = record.group
+        works = work.group
         if works.verdict is not None or works.whole in self._deciding:
             return
-        if seconds >= record.timeout:
+        if seconds >= work.timeout:
             self._deciding.add(works.whole)
-            _beside(lambda: self._decide(record, seconds))
+            _beside(lambda: self._decide(work, seconds))
             return
-        if seconds >= min(_LONG, record.timeout / 2) and not record.is_warned:
-            record.is_warned = True
-            _beside(lambda: self._warn(record, seconds))
+        if seconds >= min(_LONG, work.timeout / 2) and not work.is_warned:
+            work.is_warned = True
+            _beside(lambda: self._warn(work, seconds))
 
-    def judge_failure(self, record: Record, error: Exception | None) -> None:
+    def judge_failure(self, work: Work, error: Exception | None) -> None:
         """Find out why a work failed that nobody waits for; give up if ranks have ended."""
         if isinstance(error, RuntimeError):
-            record.failure, record.group.has_failed = str(error), True
-            _beside(lambda: self.explain(record, error))
+            work.group.has_failed = True
+            _beside(lambda: self.explain(work, error))
 
     def answer(self, question: Message) -> Message:
         """Return this process's status; carry out the verdict in the question, if any."""
@@ -78,15 +78,12 @@ class Verdicts:
                 _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
         return asdict(self._status(ranks))
 
-    def _status(self, ranks: tuple[int, ...], record: Record | None = None) -> Status:
-        waits = {id(each): each for each in list(self._log.waits.values())}
+    def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
         # A CPU that went on waits where its device does, whatever it is in.
         late = [works.outstanding for works in list(self._log.groups.values()) if works.whole == ranks]
-        waits |= {id(work.record): work.record for work in late if work is not None}
-        if record is not None:
-            waits[id(record)] = record
+        waits = {each for each in (*self._log.waits(), *late, work) if each is not None}
         verdict, deciding = self._log.verdicts.get(ranks), ranks in self._deciding
-        return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
+        return Status.of(waits, self._log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
         found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
@@ -96,21 +93,21 @@ class Verdicts:
     def _rank_in(self, works: GroupWorks) -> int:
         return works.whole.index(self._directory.rank)
 
-    def _warn(self, record: Record, seconds: float) -> None:
-        works = record.group
-        seen = self._ask_all(works, self._status(works.whole, record), {})
-        if record.waiting_since is not None or works.outstanding is not None:
+    def _warn(self, work: Work, seconds: float) -> None:
+        works = work.group
+        seen = self._ask_all(works, self._status(works.whole, work), {})
+        if work.waiting_since is not None or works.outstanding is not None:
             told = _judged(works, seen, self._rank_in(works), seconds).message.partition(". ")[0]
-            logger.warning("%s. All ranks give up after %g s", told, record.timeout)
+            logger.warning("%s. All ranks give up after %g s", told, work.timeout)
 
-    def _decide(self, record: Record, seconds: float | None, seen: Seen | None = None) -> Verdict:
+    def _decide(self, work: Work, seconds: float | None, seen: Seen | None = None) -> Verdict:
         """Find the missing ranks, and give up with all others. See Note [Giving up together]."""
-        works = record.group
+        works = work.group
         me, tells = self._rank_in(works), False
         self._deciding.add(works.whole)
         try:
             if seen is None:
-                seen = self._ask_all(works, self._status(works.whole, record), {})
+                seen = self._ask_all(works, self._status(works.whole, work), {})
             found = _verdict_in(seen)
             lower = (what for rank, what in seen.items() if rank < me)
             if found is None and any(isinstance(what, Status) and what.is_deciding for what in lower):
@@ -163,23 +160,23 @@ class Verdicts:
             flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
             os._exit(EXIT_CODE)
 
-    def explain(self, record: Record, error: RuntimeError) -> Exception | None:
+    def explain(self, work: Work, error: RuntimeError) -> Exception | None:
         """Build what a wait raises, see `WorkLog.explain`. May take seconds, and ask all ranks."""
-        works = record.group
+        works = work.group
         began = time.monotonic()
         is_late, is_closed = tells_of_late_rank(error), tells_of_closed_connection(error)
         while works.verdict is None and self._directory.is_current():
             if works.whole in self._deciding:
                 _verdict_within(works, 0.1)
                 continue
-            seen: Seen = self._ask_all(works, self._status(works.whole, record), {})
+            seen: Seen = self._ask_all(works, self._status(works.whole, work), {})
             mute = [what for what in seen.values() if what in _MUTE]
             is_over = time.monotonic() - began > (_LONGEST_END if mute else ANSWER_LIMIT)
             if is_closed and is_over:
                 seen = closed(seen)
             is_silent = is_closed and is_over and any(what is not Presence.UNKNOWN for what in mute)
             if is_late or gone(seen) or is_silent or _verdict_in(seen) is not None:
-                return self._decide(record, None, seen).error()
+                return self._decide(work, None, seen).error()
             if not is_closed or is_over:
                 return None
             # The process that closed the connection may be about to end. On a busy host that takes long: some

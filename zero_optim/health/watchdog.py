@@ -218,25 +218,25 @@ class Watchdog:
 
     def _look(self) -> None:
         now = self._awake.look(self._interval)
-        for record in list(self._log.waits.values()):
-            since = record.waiting_since
+        for work in self._log.waits():
+            since = work.waiting_since
             if since is not None:  # another thread may just have ended the wait
-                self._verdicts.judge_wait(record, self._awake.since(since, now))
+                self._verdicts.judge_wait(work, self._awake.since(since, now))
         for works in list(self._log.groups.values()):
-            work = works.outstanding
-            if work is None or work.late_on is None:
+            late = works.outstanding
+            if late is None or late.late_on is None:
                 continue
-            with asking(work.late_on):  # see Note [Watching NCCL]
-                self._look_at(works, work, now)
-                del work  # perhaps the last reference: what it has of the device goes with the device in use
+            with asking(late.late_on):  # see Note [Watching NCCL]
+                self._look_at(works, late, now)
+                del late  # perhaps the last reference: what it has of the device goes with the device in use
 
     def _look_at(self, works: GroupWorks, work: Work, now: float) -> None:
         is_gone = works.group() is None
         if is_gone or work.is_completed():
-            works.outstanding, work.record.ended = None, now
-            self._verdicts.judge_failure(work.record, None if is_gone else work.exception())
+            works.outstanding = None
+            self._verdicts.judge_failure(work, None if is_gone else work.exception())
         else:
-            self._verdicts.judge_wait(work.record, self._awake.since(work.record.started, now))
+            self._verdicts.judge_wait(work, self._awake.since(work.started, now))
 
 
 def _close_in_child() -> None:

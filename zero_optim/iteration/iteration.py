@@ -16,7 +16,7 @@ from zero_optim.iteration.overlap import Overlap
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale, is_skipped_by_all
 from zero_optim.step.clip import ClipArguments, clip_together
-from zero_optim.step.join import Status, exchange, lend_to, ranks_that
+from zero_optim.step.join import Status, exchange, ranks_that
 from zero_optim.step.unreduced import unreduced_among
 
 
@@ -31,6 +31,81 @@ class Iteration:
         self.joins = Joins(core)
         self._core = core
         self._overlap: Overlap | None = None
+
+    # ------------------------------------------------------------------ step()
+
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], float] | None, kwargs: dict[str, Any]
+    ) -> float | None:
+        """Prepare, step what this rank owns, and gather, as `ZeroRedundancyOptimizer.step`."""
+        self.joins.announce(steps=True)
+        self._core.snapshot.steps += 1
+        loss, shared, failure = self._evaluate(closure)
+        if self._finish_overlapped(optimizer, kwargs):
+            return loss
+        with self.calls.telling_replicas():
+            if self._is_skipped(optimizer, kwargs.pop("grad_scaler", None), failure):
+                return loss
+        result = self._step_rows(shared, **kwargs)
+        return loss if result is None else result
+
+    def _step_rows(self, shared: SharedCall | None = None, **kwargs: object) -> float | None:
+        core = self._core
+        core.group.phase.traffic.count_step()
+        work = partial(core.owned.step, core.groups, shared, **kwargs)
+        result = self.calls.make("step()", work, None if shared is None else shared.settle)
+        self.joins.end_step()
+        return result
+
+    def _evaluate(
+        self, closure: Callable[[], float] | None
+    ) -> tuple[float | None, SharedCall | None, Exception | None]:
+        """Evaluate the model before a step; all ranks call.
+
+        Returns the loss; the closure if the class's own step evaluates it; and inside ``Join`` its error,
+        which the next exchange sends.
+        """
+        if closure is None:
+            return None, None, None
+        core, in_join = self._core, self.joins.under_way
+        shared = SharedCall(core.group, closure)
+        # Gradients that nobody reduces are compared before the step.
+        is_ready = self._overlap is not None or in_join or core.sharding.has_cuts
+        if not is_ready and not unreduced_among(core.sharding.pieces) and core.owned.takes_closures:
+            return None, shared, None
+        try:
+            with torch.enable_grad():  # the gradients are needed before the class's own step begins
+                return (closure() if in_join else shared()), None, None
+        except Exception as error:
+            if not in_join or self._overlap is not None:
+                raise
+            return None, None, error
+
+    def _is_skipped(self, optimizer: Optimizer, scaler: object, failure: Exception | None) -> bool:
+        """Return whether the ranks skip a step; if not, unscale and lend gradients; all ranks call.
+
+        Communicates only with a scaler, or inside ``Join``: one collective of a byte; the CPU waits.
+        """
+        core, in_join, scaling = self._core, self.joins.under_way, None
+        if failure is None:
+            try:
+                core.check_unreduced(in_join=in_join)
+                if in_join:
+                    core.check_sparse(core.sparse_cut_params())
+                scaling = Scaling.of(optimizer, scaler)
+            except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
+                failure = error
+        if scaling is None and failure is None and not in_join:
+            return False
+        status, found_inf = (Status.NOTHING, None) if scaling is None else (scaling.status, scaling.found_inf)
+        statuses = exchange(core.group, status, found_inf=found_inf, failure=failure)
+        if scaling is not None:
+            if scaling.is_skipped(optimizer, statuses, core.group.rank):
+                core.mirror.relabel(core.snapshot.steps)
+                return True
+            scaling.unscale(core.params)
+        self.joins.lend(core.group, statuses)
+        return False
 
     # ------------------------------------------------------------------ during the backward pass
 
@@ -56,17 +131,11 @@ class Iteration:
         if self._overlap is not None:
             self._overlap.wait_for_steps()
 
-    def end_overlap(self, *, waits: bool) -> None:
-        """Release the process groups of overlapped steps; note an unfinished step."""
-        core, overlap, self._overlap = self._core, self._overlap, None
-        if overlap is not None and overlap.let_go(waits=waits):
-            core.snapshot.is_torn = core.snapshot.age > 0  # else it broke off before anything was stepped
-
     def _finish_overlapped(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
         """Finish a step begun during the backward pass; False if none was."""
         if self._overlap is None:
             return False
-        if self._overlap.current is None:
+        if not self.has_begun:
             if self._core.inputs.options.overlap_with_ddp:
                 raise RuntimeError(
                     "overlap_with_ddp=True, but no step was taken during the backward pass: register the "
@@ -80,88 +149,31 @@ class Iteration:
         self._overlap.finish(late, joined=False)
         return True
 
-    # ------------------------------------------------------------------ step()
-
-    def step(
-        self, optimizer: Optimizer, closure: Callable[[], float] | None, kwargs: dict[str, Any]
-    ) -> float | None:
-        """Prepare, step what this rank owns, and gather, as `ZeroRedundancyOptimizer.step`."""
-        core = self._core
-        self.joins.announce(steps=True)
-        core.snapshot.steps += 1
-        loss, left, failure = self._evaluate(closure)
-        if self._finish_overlapped(optimizer, kwargs):
-            return loss
-        with self.calls.telling_replicas():
-            if self._is_skipped(optimizer, kwargs.pop("grad_scaler", None), failure):
-                return loss
-        core.group.phase.traffic.count_step()
-        at_end = None if left is None else left.settle
-        result = self.calls.make("step()", partial(core.owned.step, core.groups, left, **kwargs), at_end)
-        self.joins.end_step()
-        return loss if result is None else result
-
-    def _evaluate(
-        self, closure: Callable[[], float] | None
-    ) -> tuple[float | None, SharedCall | None, Exception | None]:
-        """Evaluate the model before a step; all ranks call.
-
-        Returns the loss; the closure if the class's own step evaluates it; and inside ``Join`` its error,
-        which the next exchange sends.
-        """
-        if closure is None:
-            return None, None, None
-        in_join = self.joins.under_way
-        shared = SharedCall(self._core.group, closure)
-        if self._leaves_closure:
-            return None, shared, None
-        try:
-            with torch.enable_grad():  # the gradients are needed before the class's own step begins
-                return (closure() if in_join else shared()), None, None
-        except Exception as error:
-            if not in_join or self._overlap is not None:
-                raise
-            return None, None, error
-
-    @property
-    def _leaves_closure(self) -> bool:
-        """Whether the class's own step may evaluate a closure."""
-        sharding = self._core.sharding
-        if self._overlap is not None or self.joins.under_way or sharding.has_cuts:
-            return False
-        if unreduced_among(sharding.pieces):  # gradients are compared before the step
-            return False
-        return self._core.owned.takes_closures
-
-    def _is_skipped(self, optimizer: Optimizer, scaler: object, failure: Exception | None) -> bool:
-        """Return whether the ranks skip a step; if not, unscale and lend gradients; all ranks call.
-
-        Communicates only with a scaler, or inside ``Join``: one collective of a byte; the CPU waits.
-        """
-        core, in_join = self._core, self.joins.under_way
-        scaling = None
-        if failure is None:
-            try:
-                core.check_unreduced(in_join=in_join)
-                if in_join:
-                    core.check_sparse(core.sparse_cut_params())
-                scaling = Scaling.of(optimizer, scaler)
-            except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
-                failure = error
-        if scaling is None and failure is None and not in_join:
-            return False
-        word = Status.NOTHING if scaling is None else scaling.status
-        found_inf = None if scaling is None else scaling.found_inf
-        words = exchange(core.group, word, found_inf=found_inf, failure=failure)
-        if scaling is not None:
-            if scaling.is_skipped(optimizer, words, core.group.rank):
-                core.mirror.relabel(core.snapshot.steps)
-                return True
-            scaling.unscale(core.params)
-        lend_to(core.group, ranks_that(words, Status.JOINED), *self.joins.lendable(core.params))
-        return False
-
     # ------------------------------------------------------------------ beside a step
+
+    def end_overlap(self, *, waits: bool) -> None:
+        """Release the process groups of overlapped steps; note an unfinished step."""
+        core, overlap, self._overlap = self._core, self._overlap, None
+        if overlap is not None and overlap.let_go(waits=waits):
+            core.snapshot.is_torn = core.snapshot.age > 0  # else it broke off before anything was stepped
+
+    def let_go(self) -> None:
+        """Forget what belongs to the process group."""
+        self.calls.let_go()
+        self.joins.let_go()
+
+    def hears_scaler(self) -> bool:
+        """Return whether a ``GradScaler`` shall call ``step()`` after an infinity too.
+
+        True inside ``Join`` and after a step of the backward pass, which raises. Otherwise it counts the
+        call: Note [What a count cannot tell] in `zero_optim.health.stamps`.
+        """
+        if self.joins.under_way or self.has_begun:
+            return True
+        stamps = self._core.sharding.gathers.stamps
+        if stamps is not None:
+            stamps.asked += 1
+        return False
 
     def agree_on_infinity(self, found_inf: Tensor) -> None:
         """Set the scalers' ``found_inf`` if any rank saw an infinity in sharded gradients; all ranks call.
@@ -173,8 +185,8 @@ class Iteration:
         with group.doing("GradScaler.unscale_()"):
             if self.joins.under_way:
                 self.joins.announce(steps=False)
-                words = exchange(group, Status.UNSCALES, found_inf=found_inf)
-                found_inf.fill_(bool(ranks_that(words, Status.INFINITE)))
+                statuses = exchange(group, Status.UNSCALES, found_inf=found_inf)
+                found_inf.fill_(bool(ranks_that(statuses, Status.INFINITE)))
             elif group.size > 1:
                 group.start_sum(found_inf)[1].wait()
 
@@ -190,12 +202,11 @@ class Iteration:
             raise failure
         core = self._core
         with core.group.doing("clip_grad_norm_()"):
-            params, pieces, groups = self.joins.lendable(core.params)
             if self.joins.under_way:
                 self.joins.announce(steps=False)
                 group = core.group.during("clip")
-                words = exchange(group, Status.CLIPS)
-                lend_to(group, ranks_that(words, Status.JOINED), params, pieces, groups, asked.to_send())
+                self.joins.lend(group, exchange(group, Status.CLIPS), asked.to_send())
+            params, pieces, _ = self.joins.lendable(core.params)
             return clip_together(core.group, params, pieces, asked, core.inputs.store.files)
 
     def join_hook(self) -> JoinHook:
@@ -205,21 +216,19 @@ class Iteration:
 
     def shadow(self) -> None:
         """Take part in a step of the active ranks, on a rank without inputs."""
-        core = self._core
+        group = self._core.group
         with self.joins.borrowing():
             if self.has_begun:  # by the comm hook: joined ranks run it too
                 self.overlap().finish("", joined=True)
                 return
-            group, lendable = core.group, self.joins.lendable(core.params)
-            words = exchange(group, Status.JOINED)
-            while ranks_that(words, Status.CLIPS) or ranks_that(words, Status.UNSCALES):
-                if ranks_that(words, Status.CLIPS):
-                    asked = lend_to(group.during("clip"), ranks_that(words, Status.JOINED), *lendable)
-                    clip_together(group, *lendable[:2], ClipArguments.received(asked))
-                words = exchange(group, Status.JOINED)
-            if is_skipped_by_all(words):
+            statuses = exchange(group, Status.JOINED)
+            while ranks_that(statuses, Status.CLIPS) or ranks_that(statuses, Status.UNSCALES):
+                if ranks_that(statuses, Status.CLIPS):
+                    asked = self.joins.lend(group.during("clip"), statuses)
+                    params, pieces, _ = self.joins.lendable(self._core.params)
+                    clip_together(group, params, pieces, ClipArguments.received(asked))
+                statuses = exchange(group, Status.JOINED)
+            if is_skipped_by_all(statuses):
                 return
-            lend_to(group, ranks_that(words, Status.JOINED), *lendable)
-            group.phase.traffic.count_step()
-            self.calls.make("step()", partial(core.owned.step, core.groups, None))
-        self.joins.end_step()
+            self.joins.lend(group, statuses)
+            self._step_rows()

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.core import Core
-from zero_optim.step.join import Status, exchange
+from zero_optim.step.join import Status, exchange, lend_to, ranks_that
 
 
 class ShadowHook(JoinHook):
@@ -35,9 +37,8 @@ class Joins(Joinable):
         self._shadowed: list[Tensor] = []  # have gradients of a backward pass that this rank shadowed
 
     def let_go(self) -> None:
-        """Begin anew, as for a new group."""
-        Joinable.__init__(self)  # PyTorch leaves the configuration as the last Join set it
-        self._is_announced, self._shadowed = False, []
+        """Begin anew, as for a new group: PyTorch leaves the configuration as the last Join set it."""
+        Joins.__init__(self, self._core)
 
     @property
     def under_way(self) -> bool:
@@ -82,6 +83,11 @@ class Joins(Joinable):
     def lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
         """Return `step.join`'s arguments to lend gradients of some parameters."""
         return params, [self._core.sharding.pieces[param] for param in params], self._core.groups
+
+    def lend(self, group: RankGroup, statuses: Sequence[Status], beside: object = None) -> Any:  # noqa: ANN401
+        """Lend joined ranks the gradients that they step, as `lend_to`; all ranks call."""
+        have_joined = ranks_that(statuses, Status.JOINED)
+        return lend_to(group, have_joined, *self.lendable(self._core.params), beside) if have_joined else None
 
     def drop_after_shadow(self, params: Sequence[Tensor]) -> None:
         """Drop, after the next shadowed step, gradients of a shadowed backward pass."""

@@ -16,9 +16,13 @@ Note [Ctrl-C while ranks start]
     inherit it until they have a handler.
 """
 
+import importlib.util
+import linecache
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +40,6 @@ from torch.multiprocessing.spawn import start_processes
 from zero_optim.errors import LaunchTimeoutError, RankFailedError
 from zero_optim.run.host import num_cores
 from zero_optim.run.rank import Failure, Job, enter
-from zero_optim.run.session import encode_call
 from zero_optim.run.stacks import stacks_of
 
 T = TypeVar("T")
@@ -212,3 +215,29 @@ def _stacks_text(
     lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]
     told = (f"\nrank {rank}, {stacks.get(rank, 'still starting')}" for rank in late)
     return "\n".join([*lines, *told])
+
+
+def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    """Encode a call once for all ranks; TypeError if the function, or what it uses, cannot be sent.
+
+    Pickle sends a function as a name. cloudpickle, an optional package, sends lambdas, nested functions and
+    those of a notebook as code, here with the lines typed there, for tracebacks on the ranks.
+    """
+    name, main = getattr(function, "__qualname__", repr(function)), sys.modules["__main__"]
+    is_typed = getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")  # at a prompt
+    needs_code = getattr(function, "__module__", None) == "__main__" and is_typed
+    try:
+        if not (needs_code or "<locals>" in name or "<lambda>" in name):
+            return pickle.dumps((function, args, {}))
+        if importlib.util.find_spec("cloudpickle") is None:
+            raise TypeError("no import finds it, and cloudpickle is not installed (pip install cloudpickle)")
+        import cloudpickle
+
+        cells = {key: entry for key, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
+        encoded: bytes = cloudpickle.dumps((function, args, cells))
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"{name} cannot be sent to new processes with its arguments and what it uses: {error}. Make such "
+            "things on the ranks, inside the function, or define them in a module"
+        ) from error
+    return encoded

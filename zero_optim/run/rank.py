@@ -6,23 +6,31 @@ Note [Which failure is reported]
     comes first. An exception that only repeats another rank's comes last.
 """
 
+import importlib.util
 import json
+import linecache
 import os
+import pickle
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import monotonic_ns
+from time import monotonic, monotonic_ns, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zero_optim.run.host import end_with_parent, let_the_cause_end_first, order_of, use_loopback
-from zero_optim.run.session import decode_call, pickler
+from zero_optim.errors import StalledError, is_heard_of
+from zero_optim.run.host import end_with_parent, use_loopback
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
+
+_TELLING = 0.05  # seconds between two looks at whether the others have told why they failed
+CAUSE = 120.0  # seconds that a rank which only heard of a failure gives the one that failed, on a busy host
+_LOST = 10.0  # seconds for ranks that do not answer, or have closed their connections
+_CLOSED = ("onnection closed by peer", "onnection reset by peer")  # what gloo says, and NCCL
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +141,43 @@ def _run(rank: int, job: Job) -> None:
     fn, args = decode_call(job.path("call").read_bytes())
     value = fn(*args)
     # Like pickle, but tensors that share memory are written once, and classes of a notebook can be returned.
-    torch.save(value, job.path("value", rank), pickle_module=pickler())
+    kind = "pickle" if importlib.util.find_spec("cloudpickle") is None else "cloudpickle"
+    torch.save(value, job.path("value", rank), pickle_module=importlib.import_module(kind))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def decode_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Decode what `encode_call` of the launcher wrote."""
+    function, args, sources = pickle.loads(call)
+    linecache.cache.update(sources)
+    return function, args
+
+
+def order_of(error: BaseException) -> int:
+    """Return a failure's place among those of all ranks; the lowest is the likely cause.
+
+    1: by this rank itself; 3: told by another rank, or a connection that one closed; 2: 3 while this rank
+    handled its own failure.
+    """
+    is_closed = isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
+    if not is_heard_of(error) and not is_closed:
+        return 1
+    # What a wait raised is `__cause__`; what was raised before the wait began is the context of that.
+    waited = error.__cause__ or error
+    before = waited.__context__
+    return 2 if before is not None and order_of(before) < 3 else 3
+
+
+def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bool]) -> None:
+    """Delay this rank's end if it only heard of another's failure, until all ranks have reported.
+
+    The launcher ends all ranks soon after the first, so the failed rank might be killed before it has written
+    why. The limit is for a rank that is stopped or caught its error.
+    """
+    if order_of(error) == 1:
+        return
+    is_certain = is_heard_of(error) and not isinstance(error, StalledError)
+    deadline = monotonic() + (CAUSE if is_certain else _LOST)
+    while monotonic() < deadline and not all_have_told():
+        sleep(_TELLING)

@@ -94,6 +94,7 @@ class Bucket:
         self._others = [part for part in parts if part[1].owner != rank]
         self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
         self._in_flat = InFlat(params, self.forms, layout) if as_views and can_be_views(params) else None
+        self._rows = [] if self._in_flat is None else rows_in(self._in_flat.flat, layout)
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle as a new bucket of the copied parameters."""
@@ -146,6 +147,11 @@ class Bucket:
         self._copy(flat, self.own, into_params=False)
         return flat
 
+    def rows(self, flat: Tensor) -> list[tuple[int, Tensor]]:
+        """List what owners send of a flat tensor, as `rows_in`."""
+        is_known = self._in_flat is not None and flat is self._in_flat.flat  # as in most steps
+        return self._rows if is_known else rows_in(flat, self.layout)
+
     def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Copy other ranks' rows of ``flat`` to the parameters, or to those in ``changed``; tell autograd."""
         others, received = self._others, self._received
@@ -172,6 +178,12 @@ class Bucket:
         params = [_rows(self.params[index], piece) for index, piece in parts]
         with torch.no_grad():
             private.foreach_copy_(*((params, places) if into_params else (places, params)))
+
+
+def rows_in(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
+    """List what owners send of a flat tensor, in bytes: rows, then header space behind them."""
+    octets, size = flat.view(torch.uint8), flat.element_size()
+    return [(span.owner, octets[span.start * size : span.stop * size]) for span in layout.spans()]
 
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:

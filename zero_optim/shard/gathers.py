@@ -66,8 +66,7 @@ def start_gather(
     """
     flat = bucket.fill()
     take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
-    rows = [(span.owner, flat[span.start : span.stop]) for span in bucket.layout.spans()]
-    return gather_into(flat, bucket, lanes, rows, take, start_rows=start_rows, changed=changed)
+    return gather_into(flat, bucket, lanes, bucket.rows(flat), take, start_rows=start_rows, changed=changed)
 
 
 def gather_into(
@@ -95,6 +94,8 @@ def start_broadcasts(
     lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
 ) -> list[Waitable]:
     """Broadcast each (rank, row) on the lane of that rank."""
+    if len(lanes) == 1:
+        return lanes[0].broadcast_rows(rows, label)
     works: list[Waitable] = []
     for number, lane in enumerate(lanes):
         works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)

@@ -151,7 +151,7 @@ class Registration:
             items = [*described, *describe_owners(groups, plan)]
             agree_between_replicas(self.everyone, items)
 
-    def passed_on(
+    def hand_over(
         self, buckets: Sequence[RowBucket], store: Store, group: RankGroup, params: Sequence[Tensor]
     ) -> Callable[[Any], None] | None:
         """Move the units to other buckets; return the callback for the new optimizer. All ranks call.
@@ -189,7 +189,7 @@ def _move_rows(bucket: RowBucket, bucket_of: Mapping[Tensor, RowBucket], group: 
     start_gather((group,), wide).wait()
     for param, value in wide.values.items():
         if param in bucket_of:
-            bucket_of[param].take_in({param: value})
+            bucket_of[param].take_in(param, value)
 
 
 def is_registered(param: Tensor) -> bool:

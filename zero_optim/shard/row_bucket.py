@@ -27,7 +27,6 @@ Note [Freed one by one]
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
@@ -189,34 +188,36 @@ class RowBucket(Uncopied, Bucket):
                 size, at = torch.Size((piece.stop - piece.start, *size[1:])), at + piece.start * stride[0]
             yield Place(index, piece.start, self.row.as_strided(size, stride, at))
 
-    def kept(self) -> dict[Tensor, Tensor]:
+    def own_rows(self) -> dict[Tensor, Tensor]:
         """Map the parameters of which this rank owns rows to views of these."""
         return {self.params[place.param]: place.rows for place in self.places()}
 
     @torch.no_grad()
-    def take_in(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Copy this rank's part of whole values into its row."""
+    def take_in(self, param: Tensor, values: Tensor | None = None) -> None:
+        """Copy this rank's rows out of a parameter's values, by default its own; then it is freed."""
+        whole = param if values is None else values
         for index, first, rows in self.places():
-            whole = values.get(self.params[index])
-            if whole is not None:
+            if self.params[index] is param:
                 rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
                 self._keeping.keep([rows])
+        if values is None:
+            self.let_go(param)
 
     @torch.no_grad()
     def load(self, values: Mapping[Tensor, Tensor]) -> None:
         """Replace this rank's rows of some parameters and free all; RuntimeError if they are pinned."""
         self.check_unpinned()
-        for param, rows in self.kept().items():
+        for param, rows in self.own_rows().items():
             if param in values:
                 rows.copy_(values[param])
                 self._keeping.keep([rows])
         self.has_changed()
 
-    def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
-        """Make some parameters, by default all, show NaN and release their memory; their values are new."""
+    def let_go(self, only: Tensor | None = None) -> None:
+        """Make all parameters, or one, show NaN and release their memory; their values are new."""
         self._has_changed = True
         for param, form, nan in zip(self.params, self.forms, self._freed.tensors, strict=True):
-            if params is None or param in params:
+            if only is None or param is only:
                 setattr(param, STRIDES_WHEN_WHOLE, form.stride)
                 if self.is_rounded:
                     setattr(param, DTYPE_AS_KEPT, self.row.dtype)
@@ -404,7 +405,7 @@ def left_freed(buckets: Sequence[RowBucket]) -> Iterator[dict[Tensor, KeptRows]]
         bucket.is_left = True
     try:
         for bucket in buckets:
-            rows = bucket.kept()
+            rows = bucket.own_rows()
             for param, form in zip(bucket.params, bucket.forms, strict=True):
                 parts[param] = KeptRows(form.stride, rows.get(param))
         yield parts

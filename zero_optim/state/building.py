@@ -77,7 +77,7 @@ def build(
         owned.keep()
     # Now that no leaf holds the memory that parameters leave.
     sharding.add(every, plan, short_names(groups))
-    told = registration.passed_on(buckets, inputs.store, group, every)
+    told = registration.hand_over(buckets, inputs.store, group, every)
     core = Core(inputs, group, sharding, owned, groups)
     _begin(core, read_by)
     return core, told
@@ -131,11 +131,11 @@ def new_owned(
         local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
     local.agree_on_traits(group)
     files = inputs.store.files
-    kept = None if files is None else KeptState(files, leaves, average, local)
-    owned = OwnedState(group, leaves, average, local, pieces, kept)
-    if kept is not None:
+    in_files = None if files is None else KeptState(files, leaves, average, local)
+    owned = OwnedState(group, leaves, average, local, pieces, in_files)
+    if in_files is not None:
         with failing_together(group):
-            kept.reserve(groups, pieces)
+            in_files.reserve(groups, pieces)
     return owned
 
 

@@ -1,4 +1,4 @@
-"""State dicts of the whole state: made, checked, and loaded.
+"""State dicts of the whole state: collected, checked, and loaded.
 
 Keys are those of ``torch.optim``: the parameter's index over all groups. A class's global entries have their
 own keys.
@@ -19,7 +19,7 @@ from zero_optim.plan.groups import describe_options, param_names
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.run.progress import progress
 from zero_optim.state.core import Core
-from zero_optim.state.moving import Held, move, told_by
+from zero_optim.state.moving import Held, move, sent_by
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 
@@ -94,7 +94,7 @@ def load(
         pieces = [tuple(filter(None, (piece_of(each, group.rank),))) for each in pieces]
     else:
         # On the CPU, as on the ranks that receive it: descriptions of options name devices.
-        beside = map_tensors(told_by(group, src, beside, "the state dict"), copied_to_cpu)
+        beside = map_tensors(sent_by(group, src, beside, "the state dict"), copied_to_cpu)
     rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
     got = move(group, rows, held, copy_with=copied if src is None else copied_to_cpu, about="the state dict")
     with failing_together(group):

@@ -12,7 +12,6 @@ Note [Going back to a mirror]
     only.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -23,7 +22,7 @@ from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.groups import ParamGroup, describe_options, param_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.state.core import Core
-from zero_optim.state.mirror import Kept
+from zero_optim.state.mirror import MirrorReport
 from zero_optim.state.moving import Held
 
 GO_BACK = "Go back to a checkpoint, with zero_optim.checkpoint.rebind() on all ranks"
@@ -41,7 +40,7 @@ class Holding:
         has_everywhere: its state has global entries.
         pieces: its rows, as (index of the parameter, start, stop).
         steps: the number of steps.
-        kept: its mirrors.
+        mirror: its copies.
     """
 
     age: int
@@ -50,7 +49,7 @@ class Holding:
     has_everywhere: bool
     pieces: list[list[int]]
     steps: int
-    kept: Kept | None
+    mirror: MirrorReport | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +61,7 @@ class Holders:
         pieces: each parameter's pieces by holder; none if any row is lost.
         hosts: the rank of each holder.
         held: this rank's state, by holder.
-        tells: the first rank sends options and global entries to the others.
+        shares: the first rank sends options and global entries to the others.
         options: of this rank's version of the mirrors, if the ranks go back; None for those of the groups.
     """
 
@@ -72,7 +71,7 @@ class Holders:
     pieces: list[Pieces]
     hosts: Sequence[int]
     held: Mapping[int, Held]
-    tells: bool
+    shares: bool
     options: Sequence[ParamGroup] | None = None
 
 
@@ -90,13 +89,15 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
         bool(own.everywhere),
         [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
         snapshot.steps,
-        None if may_lose else core.mirror.kept(core.piece_list()),
+        None if may_lose else core.mirror.report(core.piece_list()),
     )
-    reports = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
-    holdings = [Holding(**{**each, "kept": each["kept"] and Kept(**each["kept"])}) for each in reports]
-    mirrors = [each.kept for each in holdings if each.kept is not None]
+    holdings = [
+        Holding(**{**each, "mirror": each["mirror"] and MirrorReport(**each["mirror"])})
+        for each in group.all_gather_json(asdict(mine))
+    ]
+    mirrors = [each.mirror for each in holdings if each.mirror is not None]
     # No rank goes back if one has changed its state without mirroring it, as after a load.
-    goes_back = bool(mirrors) and not any(each.age > 0 and each.kept is None for each in holdings)
+    goes_back = bool(mirrors) and not any(each.age > 0 and each.mirror is None for each in holdings)
     if goes_back:  # only if a step broke off, or a rank is lost
         is_missing = any(len(mirrors) < each.size for each in mirrors)
         ages = {each.age for each in holdings if each.age > 0}
@@ -152,17 +153,17 @@ def _live(core: Core, group: RankGroup, holdings: Sequence[Holding], own: Held) 
                 )
         is_lost = sum(piece.stop - piece.start for piece in some) < num_rows(param.shape)
         pieces.append(() if is_lost else tuple(some))
-    tells = len(holders) < group.size or any(each.has_everywhere for each in holders.values())
+    shares = len(holders) < group.size or any(each.has_everywhere for each in holders.values())
     steps = max(each.steps for each in holders.values())
     hosts = range(group.size)
-    return Holders(first, holders[first].age, steps, pieces, hosts, {group.rank: own}, tells)
+    return Holders(first, holders[first].age, steps, pieces, hosts, {group.rank: own}, shares)
 
 
 def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Holders:
     """Go back: Note [Going back to a mirror]. Does not communicate; the same error on every rank."""
-    known = {rank: each.kept for rank, each in enumerate(holdings) if each.kept is not None}
-    here = {kept.rank: (rank, kept) for rank, kept in known.items()}
-    if len({kept.token for kept in known.values()}) > 1 or len(here) < len(known):
+    known = {rank: each.mirror for rank, each in enumerate(holdings) if each.mirror is not None}
+    here = {report.rank: (rank, report) for rank, report in known.items()}
+    if len({report.token for report in known.values()}) > 1 or len(here) < len(known):
         raise RankMismatchError(
             "the ranks keep mirrors of two runs: rebind ranks of one former group, and new ones, whose "
             "optimizer was neither stepped nor loaded"
@@ -177,12 +178,12 @@ def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Ho
             f"{ranks_text(list(buddies))} of the former group are lost, and mirrors with them: {whose}. "
             f"{GO_BACK}"
         )
-    numbers = set.intersection(*({number for number, *_ in kept.own} for kept in known.values()))
+    numbers = set.intersection(*({number for number, *_ in report.own} for report in known.values()))
     numbers.intersection_update(*(here[buddy][1].others for buddy in buddies.values()))
     if not numbers:
         raise LostStateError(f"the ranks that are left have no version of the mirrors in common. {GO_BACK}")
     number = max(numbers)
-    versions = [each for kept in known.values() for each in kept.own if each[0] == number]
+    versions = [each for report in known.values() for each in report.own if each[0] == number]
     hosts = [here[buddies.get(rank, rank)][0] for rank in range(size)]
     hosted = [former for former, host in enumerate(hosts) if host == group.rank]
     values, beside = core.mirror.values_of(number, hosted)

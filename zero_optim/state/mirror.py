@@ -44,7 +44,7 @@ NUM_LANES = 2  # a rank sends and receives at the same time, for which gloo need
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class MirrorReport:
     """A rank's report of its copies to a new group.
 
     Attributes:
@@ -257,14 +257,14 @@ class Mirror:
 
     # ------------------------------------------------------------------ going back
 
-    def kept(self, pieces: Sequence[Pieces]) -> Kept | None:
+    def report(self, pieces: Sequence[Pieces]) -> MirrorReport | None:
         """Describe the versions, given each parameter's pieces in their group; None without versions."""
         if not self._versions:
             return None
         own = [[each.number, each.steps, each.age] for each in self._versions]
         others = [each.number for each in self._versions if each.other is not None]
         every = [[index, *piece] for index, some in enumerate(pieces) for piece in some]
-        return Kept(self._token, self._rank, self._size, own, others, every)
+        return MirrorReport(self._token, self._rank, self._size, own, others, every)
 
     def values_of(self, number: int, hosted: Sequence[int]) -> tuple[dict[int, Nested], Nested]:
         """Return a version's values hosted here, by rank of the former group, and the common part."""

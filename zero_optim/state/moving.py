@@ -332,7 +332,7 @@ def _is_values(key: object) -> bool:
     return isinstance(key, int) and key < 0
 
 
-def told_by(group: RankGroup, source: int, value: Nested, about: str) -> Nested:
+def sent_by(group: RankGroup, source: int, value: Nested, about: str) -> Nested:
     """Return one rank's value on every rank; ``about`` names it in messages; all ranks call."""
     group = group.during("state")
     with failing_together(group):

@@ -34,7 +34,7 @@ from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core, Snapshot
 from zero_optim.state.dicts import check_targets
 from zero_optim.state.holders import Holders, find_holders, refuse_lost
-from zero_optim.state.moving import Held, move, told_by
+from zero_optim.state.moving import Held, move, sent_by
 from zero_optim.state.options import KEPT_WHOLE
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
@@ -151,7 +151,7 @@ def go_over(
     lost = [] if holders is None else [index for index, held in enumerate(holders.pieces) if not held]
     names = param_names(core.groups)
     refuse_lost([] if may_lose else [names[index] for index in lost])
-    groups, everywhere = _told(core, group, holders)
+    groups, everywhere = _shared_part(core, group, holders)
     sharding, plan = _planned(core, group, len(owners), groups, about)
     moved = Held({})
     if holders is not None:
@@ -184,17 +184,17 @@ def go_over(
     return [params[index] for index in lost]
 
 
-def _told(
+def _shared_part(
     core: Core, group: RankGroup, holders: Holders | None
 ) -> tuple[list[ParamGroup], Mapping[Any, Any]]:
     """Return the groups with their new options, and global entries; all ranks call."""
-    if holders is None or not holders.tells:
+    if holders is None or not holders.shares:
         return core.groups, {}
     beside, is_first = {}, group.rank == holders.first
     if is_first:
         options = holders.options or [options_of(each) for each in core.groups]
         beside = {"options": options, "everywhere": dict(next(iter(holders.held.values())).everywhere)}
-    beside = told_by(group, holders.first, beside, "the options")
+    beside = sent_by(group, holders.first, beside, "the options")
     keeps_own = is_first and holders.options is None
     return core.groups if keeps_own else core.with_options(beside["options"]), beside["everywhere"]
 
@@ -248,7 +248,6 @@ def _keep_rows(core: Core, former: list[Bucket]) -> None:
         left = former.pop(0)
         for param in left.params:
             if param in bucket_of:
-                bucket_of[param].take_in({param: param})
-                bucket_of[param].let_go({param})
+                bucket_of[param].take_in(param)
                 left.give_back(param)
     core.owned.leaves.keep(new)

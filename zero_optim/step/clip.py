@@ -100,21 +100,25 @@ def clip_together(
 ) -> Tensor:
     """Clip the gradients by their global norm, and return the norm before that.
 
-    All ranks call, with parameters in the same order; one small collective or two. Raises on every rank what
-    `global_grad_norm` raises, or RuntimeError for a non-finite norm with ``error_if_nonfinite``. ``keeping``:
-    keeps the gradients in files.
+    All ranks call, with parameters in the same order; one small collective or two. Raises on every rank
+    RankMismatchError, TypeError or ValueError for arguments that differ or are wrong, and RuntimeError for a
+    non-finite norm with ``error_if_nonfinite``. ``keeping``: keeps the gradients in files.
     """
-    norm = global_grad_norm(group.during("clip"), params, pieces, asked, keeping)
+    norm = _global_norm(group.during("clip"), params, pieces, asked, keeping)
     if asked.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {asked.norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
             "Leave out error_if_nonfinite to scale them all the same"
         )
-    on_host = _gradients_here(params, on_host=True)
+    on_host, beside = list[Tensor](), list[Tensor]()  # of device parameters, and all others
+    for param in params:
+        rows = param.grad.piece if isinstance(param.grad, PartialGradient) else param.grad
+        if rows is not None:
+            (on_host if is_on_host(param.grad) else beside).append(rows)
     if on_host:
         on_cpu = HostCopy(norm).read()
         private.foreach_mul_(on_host, torch.clamp(asked.max_norm / (on_cpu + 1e-6), max=1.0))
-    for portion in gradients_in_portions(keeping, _gradients_here(params, on_host=False)):
+    for portion in gradients_in_portions(keeping, beside):
         scaled: Any = list(map(_Holder, portion))
         torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
     return norm
@@ -127,62 +131,52 @@ class _Holder:
     grad: Tensor
 
 
-def _gradients_here(params: Sequence[Tensor], *, on_host: bool) -> list[Tensor]:
-    """Return gradients on the host of device parameters, or all others."""
-    grads = (param.grad for param in params if is_on_host(param.grad) == on_host)
-    rows = (grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads)
-    return [grad for grad in rows if grad is not None]
-
-
-def global_grad_norm(
+def _global_norm(
     group: RankGroup,
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
     asked: ClipArguments,
-    keeping: FileKeeping | None = None,
+    keeping: FileKeeping | None,
 ) -> Tensor:
     """Compute the norm of all gradients as one vector; all ranks call.
 
     Returns a 0-d tensor in the gradients' dtype, on the first parameter's device; zero on the CPU without
-    gradients, as PyTorch does. RankMismatchError, TypeError or ValueError on every rank for arguments that
-    differ or are wrong.
+    gradients, as PyTorch does.
     """
+    device = params[0].device
     owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
     for index, owners in enumerate(pieces):
         for piece in owners:
             owned[piece.owner].append(index)
-    grads = [_measured_here(params[index], pieces[index], group.rank) for index in owned[group.rank]]
+    grads: list[Tensor | None] = []  # those whose norm this rank takes
+    for index in owned[group.rank]:
+        grad, is_first = params[index].grad, pieces[index][0].owner == group.rank
+        grads.append(grad.piece if isinstance(grad, PartialGradient) else grad if is_first else None)
     heading, norms, failure = b"\1", None, None
     try:
-        norms = _norms_here(grads, asked.check(), asked.foreach, keeping)
+        order, present = asked.check(), [grad for grad in grads if grad is not None]
+        portions = gradients_in_portions(keeping, present, are_read=True)
+        some = [of for portion in portions if (of := _norms(portion, order, asked.foreach)) is not None]
+        norms = torch.cat(some) if some else None
         heading = b"\0" + hashlib.sha256(str(asked).encode()).digest()[: _HEADING_NBYTES - 1]
     except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
         failure = error
     has_grad = [norms is not None and grad is not None for grad in grads]
-    told, values = _exchanged(group, heading, has_grad, norms, max(map(len, owned)), params[0].device)
-    if any(heading[0] for heading, _ in told):
+    everyone, values = _exchanged(group, heading, has_grad, norms, max(map(len, owned)), device)
+    if any(heading[0] for heading, _ in everyone):
         with failing_together(group):
             if failure is not None:
                 raise failure
-    if len({heading for heading, _ in told}) > 1:
+    if len({heading for heading, _ in everyone}) > 1:
         agree(group, [str(asked)], "the arguments of clip_grad_norm_")
     of_param: dict[int, list[int]] = {}  # places of norms, by rank, which is the order of rows
-    for rank, (indices, (_, present)) in enumerate(zip(owned, told, strict=True)):
+    for rank, (indices, (_, are_present)) in enumerate(zip(owned, everyone, strict=True)):
         free = itertools.count(rank * values.shape[1])
-        for index, has in zip(indices, present, strict=False):  # there are slots for the most that one owns
+        for index, has in zip(indices, are_present, strict=False):  # there are slots for the most one owns
             if has:
                 of_param.setdefault(index, []).append(next(free))
-    is_there = _sends_beside(group, params[0].device)
     measured = [(params[index], places) for index, places in sorted(of_param.items())]
-    return _total(measured, values, asked.check(), None if is_there else params[0].device)
-
-
-def _norms_here(
-    grads: Sequence[Tensor | None], order: float, foreach: bool | None, keeping: FileKeeping | None
-) -> Tensor | None:
-    portions = gradients_in_portions(keeping, [grad for grad in grads if grad is not None], are_read=True)
-    some = [norms for portion in portions if (norms := _norms(portion, order, foreach)) is not None]
-    return None if not some else some[0] if len(some) == 1 else torch.cat(some)
+    return _total(measured, values, order, None if _sends_beside(group, device) else device)
 
 
 def _total(
@@ -191,31 +185,20 @@ def _total(
     """Combine ``values``, for each measured parameter those at its indices."""
     if not measured:
         return torch.tensor(0.0)
-    dtype = reduce(torch.promote_types, (_norm_dtype(param) for param, _ in measured))
+    dtypes = [_norm_dtype(param) for param, _ in measured]
     places = torch.tensor([place for _, of_param in measured for place in of_param])
     norms = values.flatten()[to_device(places, values.device) if goes_to is None else places]
     if len(measured) < norms.numel():  # some are cut
         parts = torch.split(norms, [len(of_param) for _, of_param in measured])
-        norms = torch.cat([_combined(part, order, p) for part, (p, _) in zip(parts, measured, strict=True)])
-    stacked = norms.to(dtype)
-    total: Tensor = torch.linalg.vector_norm(
-        stacked if goes_to is None else to_device(stacked, goes_to), order
-    )
+        norms = torch.stack(
+            [
+                part[0] if len(part) == 1 else torch.linalg.vector_norm(part.to(dtype), order).to(part.dtype)
+                for part, dtype in zip(parts, dtypes, strict=True)
+            ]
+        )
+    norms = norms.to(reduce(torch.promote_types, dtypes))
+    total: Tensor = torch.linalg.vector_norm(norms if goes_to is None else to_device(norms, goes_to), order)
     return total
-
-
-def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
-    if norms.numel() == 1:
-        return norms
-    combined: Tensor = torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order)
-    return combined.to(norms.dtype).view(1)
-
-
-def _measured_here(param: Tensor, pieces: Pieces, rank: int) -> Tensor | None:
-    """Return the gradient whose norm this rank takes, or None."""
-    if isinstance(param.grad, PartialGradient):
-        return param.grad.piece
-    return param.grad if pieces[0].owner == rank else None
 
 
 def _exchanged(

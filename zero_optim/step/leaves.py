@@ -33,8 +33,8 @@ from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.keeping import HostKeeping
 from zero_optim.shard.places import is_freed, shown_when_freed
 from zero_optim.shard.row_bucket import RowBucket
-from zero_optim.step.gradients import owned_gradient, rows_of
-from zero_optim.step.partial import is_on_host
+from zero_optim.step.gradients import rows_of
+from zero_optim.step.partial import PartialGradient, is_on_host
 
 MASTER = "zero_optim.master"  # no class has an entry of that name
 OLD_MASTER = "master"  # its name in older files
@@ -64,12 +64,12 @@ class Leaves:
         self.kept: dict[Tensor, Tensor] = {}
         self._apart = apart
         self._home = home
-        self._pieces: dict[Tensor, Piece] = {}
+        self._pieces: dict[Tensor, Piece | None] = {}  # None for whole parameters
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
     def add(self, param: Tensor, piece: Piece) -> Tensor:
         """Add an owned parameter and return its leaf, which views the rows until `let_go`."""
-        self._pieces[param] = piece
+        self._pieces[param] = None if is_whole(piece, param.shape) else piece
         rows = self._at_home(param, self.rows(param))
         dtype, trains = self.stepped_dtype(param), param.requires_grad
         if dtype != rows.dtype:
@@ -82,7 +82,7 @@ class Leaves:
     def keep(self, buckets: Iterable[RowBucket]) -> None:
         """Record the owned rows in buckets of rows."""
         for bucket in buckets:
-            self.kept.update(bucket.kept())
+            self.kept.update(bucket.own_rows())
 
     @property
     def owned(self) -> Collection[Tensor]:
@@ -137,19 +137,22 @@ class Leaves:
             if self._home is not None:
                 self._home.wait()
             return self.kept[param]
-        piece = self._pieces[param]
-        return param if is_whole(piece, param.shape) else rows_of(param.detach(), piece)
+        return param if self._pieces[param] is None else self.own_rows(param, param.detach())
 
     def own_rows(self, param: Tensor, tensor: Tensor) -> Tensor:
         """Return the owned rows of a tensor with the parameter's shape."""
-        return rows_of(tensor, self._pieces[param])
+        piece = self._pieces[param]
+        return tensor if piece is None else rows_of(tensor, piece)
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
         """Return the owned rows of the gradient, on the device that steps them."""
-        grad, home = owned_gradient(param, self._pieces[param]), self._home
-        if grad is None or home is None or param not in self._apart or is_on_host(param.grad):
-            return grad
-        return home.brought(grad)
+        grad, home = param.grad, self._home
+        if grad is None:
+            return None
+        rows = grad.piece if isinstance(grad, PartialGradient) else self.own_rows(param, grad)
+        if rows is None or home is None or param not in self._apart or is_on_host(grad):
+            return rows
+        return home.brought(rows)
 
     def drop(self, params: Iterable[Tensor]) -> None:
         """Forget parameters that could not be added."""
@@ -178,6 +181,7 @@ class Leaves:
             self._nothing[form] = torch.full((), value, dtype=leaf.dtype, device=leaf.device)
         return self._nothing[form].expand(leaf.shape)
 
+    @torch.no_grad()
     def follow_values(self, params: Iterable[Tensor]) -> None:
         """Update masters whose parameters changed: Note [Masters and their parameters]."""
         for param in params:
@@ -189,6 +193,7 @@ class Leaves:
         if not _is_over(leaf, rows):
             leaf.data = rows
 
+    @torch.no_grad()
     def take_in(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
         """Set separate leaves' gradients and the values changed from outside; no wait for a device.
 
@@ -199,22 +204,26 @@ class Leaves:
                 _follow(self.rows(param), leaf)
             else:
                 self._put_over_rows(param)
-            leaf.requires_grad_(param.requires_grad)
+            if leaf.requires_grad != param.requires_grad:
+                leaf.requires_grad_(param.requires_grad)
             grad = self.own_gradient(param) if gradients is None else gradients[param]
             leaf.grad = None if grad is None else grad.to(leaf.dtype)
 
     @torch.no_grad()
     def put_back(self, params: Iterable[Tensor] | None = None) -> None:
         """Write separate leaves, or some, back to their parameters; call `let_go` next."""
-        leaves = self._some(params)
-        masters = {param: leaf for param, leaf in leaves.items() if param in self.masters}
-        views = [param for param in leaves if param not in self.masters]
+        rows, masters, views = list[Tensor](), list[Tensor](), list[Tensor]()
+        for param, leaf in self._some(params).items():
+            own = self.rows(param)
+            if param in self.masters:
+                rows.append(own)
+                masters.append(leaf)
+                continue
+            views.append(param)
+            if not _is_over(leaf, own):
+                own.copy_(leaf)
         if masters:
-            private.foreach_copy_([self.rows(param) for param in masters], list(masters.values()))
-        for param in views:
-            rows = self.rows(param)
-            if not _is_over(leaves[param], rows):
-                rows.copy_(leaves[param])
+            private.foreach_copy_(rows, masters)
         if views:
             torch.autograd.graph.increment_version(views)
 
@@ -247,7 +256,6 @@ def _is_over(leaf: Tensor, rows: Tensor) -> bool:
     return leaf.data_ptr() == rows.data_ptr() and leaf.stride() == rows.stride()
 
 
-@torch.no_grad()
 def _follow(param: Tensor, master: Tensor) -> None:
     """Overwrite the master's elements whose rounded value differs from the parameter."""
     rounded = master.to(param.dtype)

@@ -1,10 +1,29 @@
-"""The addresses on which a process listens."""
+"""What Linux tells of a process: whether it runs, its children, the addresses on which it listens."""
 
 import ipaddress
 import struct
 from pathlib import Path
 
 _LISTENING = "0A"  # in the table of /proc/net/tcp
+
+
+def stat(pid: int) -> list[str]:
+    """The state of a process and what stands behind it; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent to notice does not."""
+    return stat(pid)[:1] not in ([], ["Z"])
+
+
+def children(pid: int) -> list[int]:
+    """The running processes that a process has started."""
+    others = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [other for other in others if is_alive(other) and stat(other)[1:2] == [str(pid)]]
 
 
 def listening(pid: int | str) -> list[str]:
