@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Ranks, on_ranks
-from training import make_params, set_grads, twin
-from zero_optim import ZeroRedundancyOptimizer
+from pool import on_ranks
+from training import make_params, pair_of, params_of, set_grads, sgd
 from zero_optim.step import clip
 
 
 def check_norm(norm_type: float, max_norm: float, foreach: bool | None, dtype: torch.dtype) -> None:
-    params = make_params(dtype=dtype)
-    mine = twin(params)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.SGD, lr=0.1)
+    plain, sharded = pair_of(torch.optim.SGD, make_params(dtype=dtype), lr=0.1)
+    params, mine = params_of(plain), params_of(sharded)
     for own in (params, mine):
         set_grads(own, 0, scale=3.0)
         own[2].grad = None
@@ -41,26 +39,26 @@ def test_norm_and_clipped_gradients_equal_pytorchs(norm_type: float) -> None:
         check_norm(norm_type, 1.0, None, torch.float32)
 
 
-def check_owners_count() -> list[float]:
+@on_ranks(2, 4)
+def test_every_rank_gets_the_norm_of_what_will_be_stepped() -> None:
     """Gradients that differ between ranks: the owners' are stepped, so theirs count."""
     params = make_params()
-    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    sharded = sgd(params)
     set_grads(params, dist.get_rank())
     owned = [p.grad for p in sharded.owned_parameters() if p.grad is not None]
-    own = [sum(float(g.square().sum()) for g in owned)]
-    return [float(sharded.clip_grad_norm_(0.1)), *own]
-
-
-def test_every_rank_gets_the_norm_of_what_will_be_stepped(ranks_2_and_4: Ranks) -> None:
-    results = ranks_2_and_4.run(check_owners_count)
-    assert len({norm for norm, _ in results}) == 1
-    assert math.isclose(results[0][0] ** 2, sum(squares for _, squares in results), rel_tol=1e-5)
+    squares = torch.tensor(sum(float(g.square().sum()) for g in owned))
+    norm = sharded.clip_grad_norm_(0.1)
+    norms = [torch.zeros(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(norms, norm)
+    dist.all_reduce(squares)
+    assert len(set(map(float, norms))) == 1
+    assert math.isclose(float(norm) ** 2, float(squares), rel_tol=1e-5)
 
 
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_raises_on_every_rank_when_asked() -> None:
     params = make_params()
-    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    sharded = sgd(params)
     assert sharded.clip_grad_norm_(1.0) == 0  # no gradient at all
     set_grads(params, 0)
     owned = sharded.owned_parameters()

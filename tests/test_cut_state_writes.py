@@ -21,7 +21,6 @@ from training import (
     params_of,
     set_grads,
     train_both,
-    twin,
     whole,
 )
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
@@ -136,11 +135,11 @@ class Restarting(torch.optim.AdamW):
 @on_ranks(2)
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_class_may_replace_its_state(cut: bool) -> None:
-    params = make_params(SHAPES)
-    mine = twin(params)
-    plain = Restarting(params, lr=0.01)
+    plain = Restarting(make_params(SHAPES), lr=0.01)
     with cutting() if cut else nullcontext():
-        sharded = ZeroRedundancyOptimizer(mine, Restarting, bucket_cap_mb=ONE_A_BUCKET, lr=0.01)
+        sharded = ZeroRedundancyOptimizer(
+            make_params(SHAPES), Restarting, bucket_cap_mb=ONE_A_BUCKET, lr=0.01
+        )
     train_both(plain, sharded, 2)
     plain.restart()
     sharded.restart()
@@ -250,28 +249,21 @@ def test_entries_with_a_master_can_be_rebuilt_and_copied() -> None:
 
 @on_ranks(2)
 def test_state_that_is_set_goes_to_the_class_that_steps_the_parameter() -> None:
-    params = make_params(SHAPES)
-    mine = twin(params)
-
-    def groups(of: list[Parameter]) -> list[dict[str, Any]]:
-        return [{"params": of[:1]}, {"params": of[1:], "optimizer_class": torch.optim.SGD, "lr": 0.1}]
-
+    mine = make_params(SHAPES)
+    groups = [{"params": mine[:1]}, {"params": mine[1:], "optimizer_class": torch.optim.SGD, "lr": 0.1}]
     with cutting():
-        sharded = ZeroRedundancyOptimizer(
-            groups(mine), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.01
-        )
+        sharded = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.01)
     for param in sharded.owned_parameters():
         sharded.state[param]["mark"] = 1
     sharded.state["count"] = 2  # type: ignore[index]
-    sgd, adamw = sharded.core.owned.local.states
     own = set(sharded.owned_parameters())
-    assert sum("mark" in entries for entries in adamw.values() if isinstance(entries, dict)) == (
-        mine[0] in own
-    )
-    assert sum("mark" in entries for entries in sgd.values() if isinstance(entries, dict)) == len(
-        own - {mine[0]}
-    )
-    assert adamw["count"] == sgd["count"] == 2
+    of_sgd, of_adamw = sharded.core.owned.local.states
+    marked = [
+        sum("mark" in entries for entries in state.values() if isinstance(entries, dict))
+        for state in (of_sgd, of_adamw)
+    ]
+    assert marked == [len(own - {mine[0]}), int(mine[0] in own)]
+    assert of_adamw["count"] == of_sgd["count"] == 2
     sharded.state = dict(sharded.state)  # type: ignore[assignment]
     sharded.param_groups[0]["lr"] = 0.0
     sharded.step()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pool import on_ranks
 from training import (
@@ -17,8 +17,10 @@ from training import (
     assert_same_bits,
     assert_same_state,
     make_params,
+    pair_of,
     params_of,
     set_grads,
+    sgd,
     train_both,
     twin,
     whole,
@@ -27,25 +29,18 @@ from zero_optim import NotConsolidatedError, RankMismatchError, ZeroRedundancyOp
 
 
 @on_ranks(2)
-def test_looking_at_the_state_of_others_loses_nothing() -> None:
+def test_looking_at_the_state_of_others_loses_nothing_and_state_reset_by_hand_is_reset() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
-    if dist.get_rank() == 0:
-        for p in params_of(sharded):
-            sharded.state[p].get("exp_avg")  # leaves an empty entry in a defaultdict
+    for p in params_of(sharded) if dist.get_rank() == 0 else ():
+        sharded.state[p].get("exp_avg")  # leaves an empty entry in a defaultdict
     assert_same_state(whole(sharded), plain.state_dict())
-
-
-@on_ranks(2)
-def test_state_reset_by_hand_is_reset() -> None:
-    plain, sharded = adamw_pair()
-    train_both(plain, sharded, 2)
-    plain.state = defaultdict(dict)
-    sharded.state = defaultdict(dict)
-    train_both(plain, sharded, 2, first=2)
-    plain.state.clear()
-    sharded.state.clear()
-    train_both(plain, sharded, 2, first=4)
+    for optimizer in (plain, sharded):
+        optimizer.state = defaultdict(dict)
+    train_both(plain, sharded, 2, first=1)
+    for optimizer in (plain, sharded):
+        optimizer.state.clear()
+    train_both(plain, sharded, 2, first=3)
 
 
 @on_ranks(2)
@@ -85,9 +80,7 @@ class Forgetful(torch.optim.SGD):
 
 @on_ranks(2)
 def test_options_added_and_deleted_by_hand_are_seen() -> None:
-    params = make_params()
-    mine = twin(params)
-    plain, sharded = Forgetful(params, lr=0.1), ZeroRedundancyOptimizer(mine, Forgetful, lr=0.1)
+    plain, sharded = pair_of(Forgetful, lr=0.1)
     for boost in (3.0, None):
         for optimizer in (plain, sharded):
             optimizer.param_groups[0].pop("boost", None)
@@ -99,33 +92,27 @@ def test_options_added_and_deleted_by_hand_are_seen() -> None:
 
 @on_ranks(2)
 def test_data_replaced_inside_a_closure_is_gathered() -> None:
-    params = make_params()
-    mine = twin(params)
-    plain = torch.optim.SGD(params, lr=0.1)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.SGD, lr=0.1)
+    plain, sharded = pair_of(torch.optim.SGD, lr=0.1)
     for step in range(3):
-        for own, optimizer in ((params, plain), (mine, sharded)):
+        for optimizer in (plain, sharded):
+            own = params_of(optimizer)
 
-            def closure(own: list[nn.Parameter] = own, step: int = step) -> float:
+            def closure(own: list[Tensor] = own, step: int = step) -> float:
                 set_grads(own, step)
                 for p in own:
                     p.data = p.data.clone()
                 return 0.0
 
             optimizer.step(closure)
-        assert_same_bits(mine, params, f"after step {step}")
+        assert_same_bits(params_of(sharded), params_of(plain), f"after step {step}")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
 def test_a_memory_format_changed_on_one_rank_scrambles_nothing(view: bool) -> None:
-    params = make_params(((8, 4, 3, 3), (4, 2, 5, 5)))
-    mine = twin(params)
-    plain = torch.optim.SGD(params, lr=0.1)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.SGD, parameters_as_bucket_view=view, lr=0.1)
-    if dist.get_rank() == 0:
-        for p in mine:
-            p.data = p.data.contiguous(memory_format=torch.channels_last)
+    plain, sharded = pair_of(torch.optim.SGD, make_params(((8, 4, 3, 3), (4, 2, 5, 5))), view, lr=0.1)
+    for p in params_of(sharded) if dist.get_rank() == 0 else ():
+        p.data = p.data.contiguous(memory_format=torch.channels_last)
     train_both(plain, sharded, 3)
 
 
@@ -159,13 +146,12 @@ def test_a_load_that_the_class_refuses_on_one_rank_changes_nothing_on_any() -> N
     plain, _ = adamw_pair()
     sharded = ZeroRedundancyOptimizer(twin(params_of(plain)), Picky, lr=0.01)
     train_both(plain, sharded, 2)
-    sgd = torch.optim.SGD(make_params(), lr=0.5, momentum=0.9)
-    set_grads(params_of(sgd), 0)
-    sgd.step()
-    adamw = torch.optim.AdamW(make_params(), lr=0.5)
-    set_grads(params_of(adamw), 0)
-    adamw.step()
-    for foreign in (sgd, adamw):
+    for foreign in (
+        torch.optim.SGD(make_params(), lr=0.5, momentum=0.9),
+        torch.optim.AdamW(make_params(), lr=0.5),
+    ):
+        set_grads(params_of(foreign), 0)
+        foreign.step()
         with pytest.raises((KeyError, RuntimeError), match=r"step|exp_avg|rank 1 failed with KeyError"):
             sharded.load_state_dict(foreign.state_dict())
     assert sharded.param_groups[0]["lr"] == 0.01
@@ -177,8 +163,7 @@ def test_a_load_that_the_class_refuses_on_one_rank_changes_nothing_on_any() -> N
 def test_a_dict_whose_options_differ_between_ranks_is_refused() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
-    good = copy.deepcopy(plain.state_dict())
-    given = copy.deepcopy(good)
+    given = copy.deepcopy(plain.state_dict())
     given["param_groups"][0]["lr"] = 0.2 + dist.get_rank()
     with pytest.raises(RankMismatchError, match=r"lr=0.2.*lr=1.2"):
         sharded.load_state_dict(given)
@@ -212,9 +197,7 @@ class Choosy(torch.optim.AdamW):
 
 @on_ranks(2)
 def test_a_group_the_class_refuses_is_not_added_and_an_added_one_makes_dicts_stale() -> None:
-    params = make_params(MATRICES)
-    plain = Choosy(params, lr=0.1)
-    sharded = ZeroRedundancyOptimizer(twin(params), Choosy, lr=0.1)
+    plain, sharded = pair_of(Choosy, make_params(MATRICES), lr=0.1)
     train_both(plain, sharded, 1)
     owned = sharded.owned_parameters()
     with pytest.raises(ValueError, match="Choosy takes matrices only"):
@@ -231,7 +214,7 @@ def test_a_group_the_class_refuses_is_not_added_and_an_added_one_makes_dicts_sta
 @on_ranks(2)
 def test_added_groups_even_out_the_load() -> None:
     """A group added goes to whoever carries least, so that the whole stays balanced."""
-    sharded = ZeroRedundancyOptimizer(make_params(((100,), (10,))), torch.optim.SGD, lr=0.1)
+    sharded = sgd(make_params(((100,), (10,))))
     sharded.add_param_group({"params": make_params(((90,),), seed=1)})
     assert sum(p.numel() for p in sharded.owned_parameters()) == 100
 
@@ -241,7 +224,7 @@ def test_every_dtype_travels() -> None:
     for dtype in (torch.float8_e4m3fn, torch.int16, torch.bool, torch.complex128):
         params = [nn.Parameter(torch.ones(5).to(dtype), requires_grad=False) for _ in range(3)]
         params.append(nn.Parameter(torch.ones(2)))
-        sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+        sharded = sgd(params)
         params[3].grad = torch.ones(2)
         sharded.step()
         sharded.core.sharding.gather_all()
@@ -252,13 +235,12 @@ def test_every_dtype_travels() -> None:
 def test_bucket_capacities_from_nothing_to_infinity() -> None:
     params = make_params()
     for cap in (float("inf"), 1e-9):
-        sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, lr=0.1, bucket_cap_mb=cap)
-        train_both(torch.optim.SGD(twin(params), lr=0.1), sharded, 2)
-    for cap in (-1.0, "32", float("nan")):
+        train_both(torch.optim.SGD(twin(params), lr=0.1), sgd(twin(params), bucket_cap_mb=cap), 2)
+    for wrong in (-1.0, "32", float("nan")):
         with pytest.raises(ValueError, match="expected bucket_cap_mb to be a number of MiB above 0"):
-            ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, lr=0.1, bucket_cap_mb=cap)  # type: ignore[arg-type]
+            sgd(twin(params), bucket_cap_mb=wrong)
     with pytest.raises(ValueError, match="bucket_cap_mb"):
-        ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, bucket_cap_mb=dist.get_rank() - 1.0 or 3.0)
+        sgd(params, bucket_cap_mb=dist.get_rank() - 1.0 or 3.0)
 
 
 class ClipsAll(torch.optim.SGD):
@@ -290,16 +272,13 @@ def test_classes_that_sharding_would_change_are_refused_with_the_reason() -> Non
 
 @on_ranks(2)
 def test_parameters_without_elements_train() -> None:
-    params = make_params(((0,), (4, 3), (2, 0, 5), ()))
     for view in (True, False):
-        mine = twin(params)
-        plain = torch.optim.AdamW(twin(params), lr=0.01)
-        sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.01)
+        params = make_params(((0,), (4, 3), (2, 0, 5), ()))
+        plain, sharded = pair_of(torch.optim.AdamW, params, view, lr=0.01)
         train_both(plain, sharded, 3)
         assert_same_state(whole(sharded), plain.state_dict())
         sharded.load_state_dict(plain.state_dict())
-    nothing = ZeroRedundancyOptimizer(make_params(((0,),)), torch.optim.SGD, lr=0.1)
-    nothing.step()
+    sgd(make_params(((0,),))).step()
 
 
 class Wrapped(torch.optim.SGD):
@@ -315,10 +294,10 @@ def test_a_class_with_a_state_dict_of_its_own_is_not_consolidated_in_silence() -
     sharded = ZeroRedundancyOptimizer(params, Wrapped, lr=0.1)
     set_grads(params, 0)
     sharded.step()
-    with pytest.raises(TypeError, match="Wrapped has a state_dict"):
-        sharded.consolidate_state_dict()
-    with pytest.raises(TypeError, match="Wrapped has a state_dict"):
-        sharded.load_state_dict(torch.optim.SGD(twin(params), lr=0.1).state_dict())
+    other = torch.optim.SGD(twin(params), lr=0.1).state_dict()
+    for call in (sharded.consolidate_state_dict, partial(sharded.load_state_dict, other)):
+        with pytest.raises(TypeError, match="Wrapped has a state_dict"):
+            call()
 
 
 class SharesAcrossGroups(torch.optim.SGD):
@@ -367,13 +346,11 @@ def test_frozen_parameters_are_gathered_when_the_class_moves_them(view: bool) ->
     params = make_params()
     for p in params[::2]:
         p.requires_grad_(False)
-    mine = twin(params)
-    plain = DecaysAll(params, lr=0.1)
-    sharded = ZeroRedundancyOptimizer(mine, DecaysAll, parameters_as_bucket_view=view, lr=0.1)
+    plain, sharded = pair_of(DecaysAll, params, view, lr=0.1)
     assert all(bucket.active for bucket in sharded.explain(quiet=True).buckets)
     train_both(plain, sharded, 3)
     with pytest.raises(ValueError, match="changes parameters that have no gradient"):
-        ZeroRedundancyOptimizer(mine, DecaysAll, overlap_with_ddp=True, lr=0.1)
+        ZeroRedundancyOptimizer(params_of(sharded), DecaysAll, overlap_with_ddp=True, lr=0.1)
 
 
 class OwnMasters(torch.optim.SGD):

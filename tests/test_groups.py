@@ -16,6 +16,7 @@ from training import (
     assert_same_bits,
     make_params,
     needs_muon,
+    pair_of,
     params_of,
     set_grads,
     train_both,
@@ -167,16 +168,13 @@ class Averaging(torch.optim.SGD):
 
 @on_ranks(2, slow=4)
 def test_methods_of_the_class_are_reached_and_parameters_gathered_after_them() -> None:
-    params = make_params()
-    mine = twin(params)
-    plain = Averaging(params, lr=0.1)
-    sharded = ZeroRedundancyOptimizer(mine, Averaging, lr=0.1)
+    plain, sharded = pair_of(Averaging, lr=0.1)
     train_both(plain, sharded, 3)
     assert sharded.param_groups[0]["count"] == 3
-    before = mine[0].detach().clone()
+    before = params_of(sharded)[0].detach().clone()
     assert plain.eval() == sharded.eval() == "swapped"
-    assert_same_bits(mine, params, "after eval")
-    assert not torch.equal(mine[0], before)
+    assert_same_bits(params_of(sharded), params_of(plain), "after eval")
+    assert not torch.equal(params_of(sharded)[0], before)
     plain.train()
     sharded.train()
     train_both(plain, sharded, 2, first=3)
@@ -188,14 +186,10 @@ def test_methods_of_the_class_are_reached_and_parameters_gathered_after_them() -
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_train_on_by_themselves(how: str, view: bool) -> None:
-    params = make_params()
-    plain = torch.optim.AdamW(params, lr=0.01)
-    sharded = ZeroRedundancyOptimizer(
-        twin(params), torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.01
-    )
+    plain, sharded = pair_of(torch.optim.AdamW, view=view, lr=0.01)
     train_both(plain, sharded, 2)
     other = copy.deepcopy(sharded) if how == "deepcopy" else pickle.loads(pickle.dumps(sharded))
-    assert_same_bits(params_of(other), params)
+    assert_same_bits(params_of(other), params_of(plain))
     assert not any(a is b for a, b in zip(params_of(other), params_of(sharded), strict=True))
     train_both(copy.deepcopy(plain), other, 3, first=2)
     train_both(plain, sharded, 3, first=2)
@@ -215,15 +209,11 @@ def test_pickling_over_a_sub_group_is_refused() -> None:
 @on_ranks(2, timeout=400)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # dynamo's own imports
 def test_a_compiled_step_gives_the_same_bits() -> None:
-    params = make_params(((6, 5), (7,)))
-    mine = twin(params)
-    plain = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain, sharded = pair_of(torch.optim.SGD, make_params(((6, 5), (7,))), lr=0.1, momentum=0.9)
     # Both are compiled: in PyTorch 2.8 a compiled SGD rounds otherwise than SGD does.
     steps = [torch.compile(optimizer.step, backend="eager") for optimizer in (plain, sharded)]
     for number in range(4):
-        set_grads(params, number)
-        set_grads(mine, number)
-        for step in steps:
+        for optimizer, step in zip((plain, sharded), steps, strict=True):
+            set_grads(params_of(optimizer), number)
             step()
-        assert_same_bits(mine, params, f"after step {number}")
+        assert_same_bits(params_of(sharded), params_of(plain), f"after step {number}")

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from training import assert_same_bits, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.errors import RemoteRankError
@@ -155,20 +155,12 @@ def test_a_closure_that_raises_is_heard_of_by_active_and_by_joined_ranks() -> No
                     sharded.step(closure)
                 sharded.step(lambda: 0.0)
 
-    with pytest.raises(
-        ZeroDivisionError if dist.get_rank() == 1 else RemoteRankError, match="in the closure"
-    ):
-        train(1, 1)
-    with pytest.raises(
-        ZeroDivisionError if dist.get_rank() == 1 else RemoteRankError, match="in the closure"
-    ):
-        train(1, dist.get_rank())
+    for count in (1, dist.get_rank()):
+        with pytest.raises(
+            ZeroDivisionError if dist.get_rank() == 1 else RemoteRankError, match="in the closure"
+        ):
+            train(1, count)
     assert_same_bits(list(model.parameters()), before)
-
-
-def scale_as_another_scaler_does(optimizer: ZeroRedundancyOptimizer, found_inf: float) -> None:
-    """Set the attributes that fused optimizers know."""
-    vars(optimizer).update(found_inf=torch.tensor(found_inf), grad_scale=None)
 
 
 @on_ranks(4)
@@ -181,59 +173,56 @@ def test_a_scaler_that_cannot_be_told_raises_on_joined_ranks_too() -> None:
     def train() -> None:
         with Join([sharded]):
             if rank < 2:
-                scale_as_another_scaler_does(sharded, 1.0 - rank)
+                vars(sharded).update(found_inf=torch.tensor(1.0 - rank), grad_scale=None)  # as scalers do
                 sharded.step()
 
     with pytest.raises(RuntimeError, match=r"scalers of ranks \[0\] found an infinite .* \[1\] did not"):
         train()
 
 
-def run_epochs(
-    net: nn.Module, optimizer: torch.optim.Optimizer, joinables: list[Any], set_to_none: bool, clip: Any
-) -> list[float]:
-    """Two epochs in which rank r has 1 + 2r batches, and gradients are dropped when an iteration ends."""
-    norms = []
-    for epoch in range(2):
-        with Join(joinables):
-            for batch in batches(dist.get_rank() + 10 * epoch, 1 + 2 * dist.get_rank()):
-                net(batch).square().mean().backward()
-                if clip is not None:
-                    norms.append(float(clip(0.3)))
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=set_to_none)
-    return norms
-
-
 def check_epochs(set_to_none: bool, clips: bool) -> None:
-    """One parameter is not used; it decays where its gradient is zeros, which is so after the first step."""
+    """Two epochs in which rank r has 1 + 2r batches; gradients are dropped when an iteration ends.
+
+    One parameter is not used; it decays where its gradient is zeros, which is so after the first step.
+    """
     for as_views in (False, True):
-        plain_model, model = (
+        norms: list[list[float]] = [[], []]
+        models = [
             DistributedDataParallel(
                 make_model(), find_unused_parameters=True, gradient_as_bucket_view=as_views
             )
             for _ in range(2)
-        )
-        options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
-        for net in (plain_model, model):
+        ]
+        for number, net in enumerate(models):
             net.module.idle = nn.Parameter(torch.ones(3))
-        plain = torch.optim.SGD(plain_model.parameters(), **options)
-        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
-        clip = partial(nn.utils.clip_grad_norm_, list(plain_model.parameters())) if clips else None
-        want = run_epochs(plain_model, plain, [plain_model], set_to_none, clip)
-        clip = sharded.clip_grad_norm_ if clips else None
-        assert run_epochs(model, sharded, [model, sharded], set_to_none, clip) == want
-        assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+            options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+            if number:
+                optimizer: Any = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **options)
+                joinables, clip = [net, optimizer], optimizer.clip_grad_norm_
+            else:
+                optimizer = torch.optim.SGD(net.parameters(), **options)
+                joinables, clip = [net], partial(nn.utils.clip_grad_norm_, list(net.parameters()))
+            for epoch in range(2):
+                with Join(joinables):
+                    for batch in batches(dist.get_rank() + 10 * epoch, 1 + 2 * dist.get_rank()):
+                        net(batch).square().mean().backward()
+                        if clips:
+                            norms[number].append(float(clip(0.3)))
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=set_to_none)
+        assert norms[0] == norms[1]
+        assert_same_bits(list(models[1].parameters()), list(models[0].parameters()))
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to None", "to zeros"])
-def test_an_epoch_after_uneven_inputs_begins_without_the_gradients_of_other_ranks(
-    ranks2: Ranks, set_to_none: bool
-) -> None:
-    ranks2.run(check_epochs, set_to_none, False)
+def test_an_epoch_after_uneven_inputs_begins_without_the_gradients_of_other_ranks(set_to_none: bool) -> None:
+    check_epochs(set_to_none, False)
 
 
-def test_gradients_are_clipped_with_the_norm_of_the_ranks_that_have_inputs(ranks: Ranks) -> None:
-    ranks.run(check_epochs, True, True)
+@on_ranks(2, slow=4)
+def test_gradients_are_clipped_with_the_norm_of_the_ranks_that_have_inputs() -> None:
+    check_epochs(True, True)
 
 
 @on_ranks(2)

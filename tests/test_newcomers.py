@@ -18,6 +18,7 @@ from training import (
     assert_same_bits,
     assert_same_state,
     make_params,
+    pair_of,
     params_of,
     set_grads,
     train_both,
@@ -40,29 +41,20 @@ def is_pytorchs(optimizer: object) -> bool:
 
 
 @on_ranks(2)
-def test_optim_is_the_local_optimizer() -> None:
+def test_optim_is_the_local_optimizer_and_of_mixed_classes_a_view_of_all() -> None:
     sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
-    set_grads(params_of(sharded), 0)
-    sharded.step()
     assert isinstance(sharded.optim, AdamW)
-    assert set(sharded.optim.state) == set(sharded.owned_parameters())
     assert [len(group["params"]) for group in sharded.optim.param_groups] == [len(sharded.owned_parameters())]
     with pytest.raises(AttributeError):
         sharded.optim = None  # type: ignore[misc, assignment]
-
-
-@on_ranks(2)
-def test_optim_of_mixed_classes_is_a_view_of_all() -> None:
     first, second = make_params(((4, 4), (3, 2))), make_params(((5,), (2,)), seed=1)
-    groups: list[dict[str, Any]] = [
-        {"params": second},
-        {"params": first, "optimizer_class": AdamW, "lr": 0.5},
-    ]
-    sharded = ZeroRedundancyOptimizer(groups, SGD, lr=0.1, momentum=0.9)
-    set_grads(params_of(sharded), 0)
-    sharded.step()
-    assert [group["lr"] for group in sharded.optim.param_groups] == [0.1, 0.5]
-    assert set(sharded.optim.state) == set(sharded.owned_parameters())
+    groups = [{"params": second}, {"params": first, "optimizer_class": AdamW, "lr": 0.5}]
+    mixed = ZeroRedundancyOptimizer(groups, SGD, lr=0.1, momentum=0.9)
+    assert [group["lr"] for group in mixed.optim.param_groups] == [0.1, 0.5]
+    for optimizer in (sharded, mixed):
+        set_grads(params_of(optimizer), 0)
+        optimizer.step()
+        assert set(optimizer.optim.state) == set(optimizer.owned_parameters())
 
 
 @on_ranks(2)
@@ -102,9 +94,7 @@ def own_part(optimizer: Any) -> dict[str, Any]:
 
 @on_ranks(2)
 def test_trainers_find_a_ranks_own_state_by_the_private_names_of_pytorchs_class() -> None:
-    plain = AdamW(make_params(), lr=0.1)
-    sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
-    other = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
+    (plain, sharded), (_, other) = pair_of(AdamW, lr=0.1), pair_of(AdamW, lr=0.1)
     train_both(plain, sharded, 2)
     sharded.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.05
     part = own_part(sharded)
@@ -162,16 +152,11 @@ def test_a_subclass_is_asked_for_the_groups_that_are_added() -> None:
 
 
 @on_ranks(2)
-def test_building_one_leaves_torchs_own_class_alone() -> None:
+def test_one_leaves_torchs_own_class_alone_and_unpickled_is_of_pytorchs_name_too() -> None:
     unhooked = Optimizer.step
-    ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
     assert Optimizer.step is unhooked
-
-
-@on_ranks(2)
-def test_an_unpickled_optimizer_is_one_of_pytorchs_name_too() -> None:
-    copy = pickle.loads(pickle.dumps(ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)))
-    assert is_pytorchs(copy)
+    assert is_pytorchs(pickle.loads(pickle.dumps(sharded)))
     assert not is_pytorchs(AdamW(make_params()))
 
 
@@ -235,8 +220,8 @@ class HandsItselfIn(torch.amp.GradScaler):
 @pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize("infinite_on", [None, 1])
 def test_a_scaler_that_hands_itself_in_is_asked(infinite_on: int | None, unscaled: bool) -> None:
-    params = make_params()
-    plain, sharded = AdamW(twin(params), lr=0.1), ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    plain, sharded = pair_of(AdamW, lr=0.1)
+    params = params_of(sharded)
     scaler = HandsItselfIn("cpu", init_scale=8.0)
     scaler.scale(torch.ones(1))
     set_grads(params_of(plain), 0)
@@ -260,21 +245,13 @@ def test_a_scaler_that_hands_itself_in_is_asked(infinite_on: int | None, unscale
 
 
 @on_ranks(2)
-def test_what_is_no_scaler_is_named() -> None:
-    sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
-    with pytest.raises(TypeError, match=r"expected grad_scaler to be a torch\.amp\.GradScaler, got str"):
-        sharded.step(grad_scaler="dynamic")
-
-
-@on_ranks(2)
-def test_what_is_no_scaler_on_one_rank_raises_on_all() -> None:
-    params = make_params()
-    sharded = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
+@pytest.mark.parametrize("wrong_on", [[0, 1], [1]], ids=["every rank", "one rank"])
+def test_what_is_no_scaler_is_named_on_every_rank(wrong_on: list[int]) -> None:
+    sharded, scaler = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1), torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
-    set_grads(params, 0)
+    set_grads(params_of(sharded), 0)
     with pytest.raises(TypeError, match=r"expected grad_scaler to be a torch\.amp\.GradScaler, got str"):
-        sharded.step(grad_scaler="dynamic" if dist.get_rank() == 1 else scaler)
+        sharded.step(grad_scaler="dynamic" if dist.get_rank() in wrong_on else scaler)
 
 
 @on_ranks(2)

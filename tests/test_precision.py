@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from training import (
     assert_same_bits,
     assert_same_state,
     make_params,
+    pair_of,
     params_of,
     set_grads,
+    sgd,
     twin,
     whole,
 )
@@ -31,6 +34,16 @@ from zero_optim.step.leaves import MASTER
 def low_precision(dtype: torch.dtype) -> list[nn.Parameter]:
     """Parameters of two dtypes: most narrow, one wide enough to need no master."""
     return [*make_params(MIXED, dtype), *make_params(((4, 4),), seed=9)]
+
+
+def step_both(sharded: ZeroRedundancyOptimizer, plain: torch.optim.Optimizer, step: int) -> None:
+    """Step a sharded optimizer, and a plain one over wide copies, with gradients that are widened."""
+    set_grads(params_of(sharded), step)
+    for p, q in zip(params_of(sharded), params_of(plain), strict=True):
+        assert p.grad is not None
+        q.grad = p.grad.float()
+    plain.step()
+    sharded.step()
 
 
 @on_ranks(2)
@@ -48,12 +61,7 @@ def test_narrow_parameters_are_stepped_through_masters_of_their_owner(dtype: tor
 
     def train(optimizer: ZeroRedundancyOptimizer, steps: range) -> None:
         for step in steps:
-            set_grads(params_of(optimizer), step)
-            for p, q in zip(params_of(optimizer), wide, strict=True):
-                assert p.grad is not None
-                q.grad = p.grad.float()
-            plain.step()
-            optimizer.step()
+            step_both(optimizer, plain, step)
             assert_same_bits(params_of(optimizer), [q.to(p.dtype) for p, q in zip(params, wide, strict=True)])
 
     train(sharded, range(5))
@@ -144,7 +152,7 @@ def test_a_row_written_after_each_step_leaves_the_other_masters_alone(pretend_as
 def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(kind: str) -> None:
     """What does not fit is the entry of one rank's parameter alone, in a dict that all ranks give."""
     params = make_params()
-    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, ema_decay=0.5, lr=0.1, momentum=0.9)
+    sharded = sgd(params, ema_decay=0.5, momentum=0.9)
     set_grads(params, 0)
     sharded.step()
     sharded.consolidate_state_dict(to=None)
@@ -164,8 +172,7 @@ def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(kind: str) -
 
 @on_ranks(2)
 def test_a_hook_after_loading_that_raises_on_one_rank_raises_on_all() -> None:
-    params = make_params()
-    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9)
+    sharded = sgd(momentum=0.9)
 
     def hook(_: torch.optim.Optimizer) -> None:
         if dist.get_rank() == 1:
@@ -192,21 +199,16 @@ def test_averaged_weights_are_those_of_every_step_and_travel_with_the_state(
     def train(optimizer: ZeroRedundancyOptimizer, steps: range) -> None:
         own = params_of(optimizer)
         for step in steps:
-            set_grads(own, step)
-            for p, q in zip(own, wide, strict=True):
-                assert p.grad is not None
-                q.grad = p.grad.float()
-            plain.step()
-            optimizer.step()
+            step_both(optimizer, plain, step)
             for average, q in zip(averages, wide, strict=True):
                 average.lerp_(q.detach(), 1 - 0.9)
         values = [p.detach().clone() for p in own]
         with optimizer.averaged_weights():
             assert_same_bits(own, [average.to(dtype) for average in averages], "averaged")
-            with pytest.raises(RuntimeError, match="leave averaged_weights"):
-                optimizer.step()
-            with pytest.raises(RuntimeError, match="leave averaged_weights"):
-                optimizer.load_owned_state(optimizer.owned_state(), optimizer.param_groups)
+            load = partial(optimizer.load_owned_state, optimizer.owned_state(), optimizer.param_groups)
+            for call in (optimizer.step, load):
+                with pytest.raises(RuntimeError, match="leave averaged_weights"):
+                    call()
         assert_same_bits(own, values, "put back")
 
     train(sharded, range(4))
@@ -225,12 +227,11 @@ def test_averaged_weights_are_those_of_every_step_and_travel_with_the_state(
 @on_ranks(2)
 def test_options_that_make_no_sense_are_refused() -> None:
     params = make_params()
-    plain = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match="ema_decay"), plain.averaged_weights():
+    with pytest.raises(RuntimeError, match="ema_decay"), sgd(params).averaged_weights():
         pass
     for options in ({"ema_decay": 1.0}, {"ema_decay": -0.1}, {"master_dtype": torch.int8}):
         with pytest.raises(ValueError, match=r"expected (ema_decay|master_dtype)"):
-            ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, **options)
+            sgd(params, **options)
 
 
 def make_scaler(agrees: bool = False) -> torch.amp.GradScaler:
@@ -246,10 +247,7 @@ def make_scaler(agrees: bool = False) -> torch.amp.GradScaler:
 def test_a_gradient_scaler_skips_on_all_ranks_or_none(fused: bool, unscale_first: bool) -> None:
     """Steps 2 and 5 have an infinity: on all ranks in the first run, on one rank in the second."""
     for where in ("everywhere", "one rank"):
-        params = make_params()
-        mine = twin(params)
-        plain = torch.optim.AdamW(params, lr=0.01, fused=fused)
-        sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01, fused=fused)
+        plain, sharded = pair_of(torch.optim.AdamW, lr=0.01, fused=fused)
         scalers = (make_scaler(), make_scaler(agrees=where == "one rank"))
         for step in range(8):
             for optimizer, scaler in ((plain, scalers[0]), (sharded, scalers[1])):
@@ -266,11 +264,9 @@ def test_a_gradient_scaler_skips_on_all_ranks_or_none(fused: bool, unscale_first
                 scaler.step(optimizer)
                 scaler.update()
             assert scalers[0].get_scale() == scalers[1].get_scale(), (where, step)
-            assert_same_bits(mine, params, f"with inf {where} after step {step}")
+            assert_same_bits(params_of(sharded), params_of(plain), f"with inf {where} after step {step}")
         assert not hasattr(sharded, "found_inf")
-        sharded.consolidate_state_dict()
-        if dist.get_rank() == 0:
-            assert_same_state(sharded.state_dict(), plain.state_dict())
+        assert_same_state(whole(sharded), plain.state_dict())
 
 
 @on_ranks(2)
@@ -280,11 +276,7 @@ def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients() -> None:
     for sharded in (False, True):
         torch.manual_seed(0)
         words = nn.Embedding(10, 3, sparse=True)
-        optimizer: torch.optim.Optimizer
-        if sharded:
-            optimizer = ZeroRedundancyOptimizer(words.parameters(), torch.optim.SGD, lr=1.0)
-        else:
-            optimizer = torch.optim.SGD(words.parameters(), lr=1.0)
+        optimizer: Any = (sgd if sharded else torch.optim.SGD)([*words.parameters()], lr=1.0)
         scaler = make_scaler(agrees=sharded)
         for step in range(3):
             optimizer.zero_grad()
@@ -302,8 +294,7 @@ def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients() -> None:
 @on_ranks(4)
 def test_a_gradient_scaler_works_on_ranks_that_own_nothing() -> None:
     params = make_params(((3, 3),))
-    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-    scaler = make_scaler(agrees=True)
+    sharded, scaler = sgd(params), make_scaler(agrees=True)
     for step in range(3):
         set_grads(params, step)
         scaler.scale(torch.tensor(1.0))
@@ -345,10 +336,8 @@ def test_hybrid_sharding_in_pairs_equals_the_unsharded_run() -> None:
 @on_ranks(2)
 def test_a_scaler_that_was_not_used_on_one_rank_raises_on_every_rank() -> None:
     """A scaler handed in that scaled nothing on rank 1, of which PyTorch asserts that it did."""
-    params = make_params()
-    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-    set_grads(params, 0)
-    scaler = make_scaler()
+    sharded, scaler = sgd(), make_scaler()
+    set_grads(params_of(sharded), 0)
     if dist.get_rank() == 0:
         scaler.scale(torch.tensor(1.0))
     with pytest.raises(AssertionError if dist.get_rank() == 1 else RemoteRankError, match="_scale is None"):

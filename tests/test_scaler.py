@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from pool import on_ranks
-from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads
+from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, sgd
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.errors import RankMismatchError
@@ -61,6 +61,13 @@ def new_scaler(kind: Any = torch.amp.GradScaler) -> torch.amp.GradScaler:
 
 def sharded_adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+def sharded_net() -> tuple[Net, ZeroRedundancyOptimizer, nn.Module, torch.amp.GradScaler]:
+    """A model with sharded gradients."""
+    model = Net()
+    optimizer = sharded_adamw(model)
+    return model, optimizer, ShardedDataParallel(model, optimizer), new_scaler()
 
 
 def note_steps(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -174,9 +181,7 @@ def test_an_infinity_is_heard_of_where_one_rank_owns_every_gradient_of_a_kind(ki
 @on_ranks(2)
 def test_an_infinity_is_heard_of_when_gradients_have_been_dropped() -> None:
     """Some recipes drop the gradients of a layer after the backward pass: here all but those of one rank."""
-    model = Net()
-    optimizer = sharded_adamw(model)
-    wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
+    model, optimizer, wrapped, scaler = sharded_net()
     owners = optimizer.owners()
     scaler.scale(wrapped(torch.ones(1, 6), math.inf if dist.get_rank() == 0 else 0.5)).backward()
     for param in model.parameters():
@@ -190,9 +195,7 @@ def test_an_infinity_is_heard_of_when_gradients_have_been_dropped() -> None:
 
 @on_ranks(2)
 def test_a_gradient_that_its_owner_alone_has_is_an_ordinary_tensor_to_all_others() -> None:
-    model = Net()
-    optimizer = sharded_adamw(model)
-    wrapped = ShardedDataParallel(model, optimizer)
+    _, optimizer, wrapped, _ = sharded_net()
     wrapped(torch.ones(1, 6), 0.5).backward()
     grads = [param.grad for param in optimizer.owned_parameters()]
     assert grads
@@ -212,8 +215,7 @@ def test_a_gradient_that_its_owner_alone_has_is_an_ordinary_tensor_to_all_others
 @on_ranks(2)
 def test_a_step_that_one_rank_alone_skips_raises_on_every_rank_in_the_next_one() -> None:
     params = make_params()
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-    scaler = new_scaler()
+    optimizer, scaler = sgd(params), new_scaler()
 
     def step(number: int) -> None:
         set_grads(params_of(optimizer), number)
@@ -237,9 +239,7 @@ def test_a_step_that_one_rank_alone_skips_raises_on_every_rank_in_the_next_one()
 @pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_"])
 def test_inside_join_the_scalers_of_active_ranks_hear_of_each_other(unscales: bool) -> None:
     """Rank 0 has two batches, the others four; one of them finds an infinity in the last but one."""
-    rank, model = dist.get_rank(), Net()
-    optimizer = sharded_adamw(model)
-    wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
+    rank, (model, optimizer, wrapped, scaler) = dist.get_rank(), sharded_net()
     with Join([wrapped, optimizer]):
         for step in range(2 if rank == 0 else 4):
             before = [param.detach().clone() for param in model.parameters()]
@@ -261,9 +261,7 @@ def test_inside_join_the_scalers_of_active_ranks_hear_of_each_other(unscales: bo
 
 @on_ranks(2)
 def test_inside_join_ranks_that_clip_and_ranks_that_unscale_raise() -> None:
-    model = Net()
-    optimizer = sharded_adamw(model)
-    wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
+    _, optimizer, wrapped, scaler = sharded_net()
 
     def iterate() -> None:
         with Join([wrapped, optimizer]):

@@ -112,9 +112,24 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def pair_of(
+    optimizer_class: Callable[..., Optimizer],
+    params: Sequence[Tensor] | None = None,
+    view: bool = True,
+    **options: Any,
+) -> tuple[Any, ZeroRedundancyOptimizer]:
+    """An unsharded optimizer and a sharded one over equal parameters."""
+    own = make_params() if params is None else list(params)
+    sharded = ZeroRedundancyOptimizer(twin(own), optimizer_class, parameters_as_bucket_view=view, **options)
+    return optimizer_class(own, **options), sharded
+
+
 def adamw_pair() -> tuple[torch.optim.AdamW, ZeroRedundancyOptimizer]:
     """An unsharded and a sharded AdamW over equal parameters."""
-    params = make_params()
-    return torch.optim.AdamW(params, lr=0.01), ZeroRedundancyOptimizer(
-        twin(params), torch.optim.AdamW, lr=0.01
-    )
+    return pair_of(torch.optim.AdamW, lr=0.01)
+
+
+def sgd(params: Sequence[Tensor] | None = None, **options: Any) -> ZeroRedundancyOptimizer:
+    """A sharded SGD."""
+    own = make_params() if params is None else params
+    return ZeroRedundancyOptimizer(own, torch.optim.SGD, **{"lr": 0.1, **options})

@@ -1,19 +1,17 @@
 """What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-
-from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
-from zero_optim.plan.groups import ParamGroup, param_names, params_of
-from zero_optim.plan.pieces import numel_of, piece_of
+from zero_optim.plan.groups import param_names
+from zero_optim.plan.pieces import numel_of
 from zero_optim.probe.traits import Traits
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.sharding import Sharding
-from zero_optim.step.local import LocalOptimizer
+from zero_optim.state.core import Core
+from zero_optim.state.options import KEPT_WHOLE
 
 _MIB = 2**20
 _NO_PLACE = "it has no rows that could be shared out evenly"
@@ -27,14 +25,12 @@ class RankHolding:
     Args:
         rank: group rank.
         num_params: number of parameters of which it owns all rows, or some.
-        numel: the elements of these rows.
-        param_nbytes: their bytes.
+        numel, param_nbytes: the elements of these rows, and their bytes.
         state_nbytes: bytes of optimizer state, measured on its storages.
         cost: of these rows, in the unit of the cost function.
-        mirror_sent_nbytes: bytes of the tensors that it sends to its buddy at each step, with
-            ``mirror=True``. Before the first step: with the state that trials of the class have shown.
-        mirror_held_nbytes: CPU memory of mirrors: two copies of what it owns, and two of what the rank before
-            it owns.
+        mirror_sent_nbytes: bytes of tensors that go to its buddy at each step, with ``mirror=True``; before
+            the first step with the state that trials of the class have shown.
+        mirror_held_nbytes: CPU memory of mirrors: two copies of what it and the rank before it own.
     """
 
     rank: int
@@ -52,13 +48,12 @@ class BucketHolding:
     """One bucket.
 
     Args:
-        dtype: of its parameters.
-        device: where it lies.
+        dtype, device: of its parameters.
         num_params: number of parameters in it.
         nbytes: bytes that a gather sends, including padding.
         owners: ranks that broadcast a row of it.
-        balance: bytes of the fullest row, divided by the mean over all ranks; 1 is even.
         active: whether steps gather it; not if all its parameters have always been frozen.
+        balance: bytes of the fullest row, divided by the mean over all ranks; 1 is even.
         heard: ranks that broadcast a stamp alone: Note [Every rank is heard] in `zero_optim.shard.rooms`.
     """
 
@@ -70,6 +65,25 @@ class BucketHolding:
     active: bool
     balance: float
     heard: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, bucket: Bucket, is_gathered: bool, num_ranks: int) -> "BucketHolding":
+        """Describe a bucket."""
+        param, layout = bucket.params[0], bucket.layout
+        fullest = max((row.stop - row.start for row in layout.rows), default=0)
+        return cls(
+            dtype=str(param.dtype).removeprefix("torch."),
+            device=str(param.device),
+            num_params=len(bucket.params),
+            nbytes=layout.numel * param.element_size(),
+            owners=tuple(row.owner for row in layout.rows if row.stop > row.start),
+            active=is_gathered,
+            balance=fullest * num_ranks / layout.end_of_rows if layout.end_of_rows else 1.0,
+            heard=tuple(room.owner for room in layout.rooms_behind),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.num_params} {self.dtype} on {self.device}, {self.nbytes / _MIB:.2f} MiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,49 +130,36 @@ class Explanation:
             if r.mirror_held_nbytes
         ]
         for b in self.buckets:
-            where = f"{b.num_params} {b.dtype} on {b.device}, {b.nbytes / _MIB:.2f} MiB"
             heard = f", stamps alone of {list(b.heard)}" if b.heard else ""
-            lines.append(f"bucket: {where}, owners {list(b.owners)}{heard}{'' if b.active else ', frozen'}")
-        shown = [*self.cuts[:_MOST_SHOWN]]
+            lines.append(f"bucket: {b}, owners {list(b.owners)}{heard}{'' if b.active else ', frozen'}")
+        lines += self.cuts[:_MOST_SHOWN]
         if len(self.cuts) > _MOST_SHOWN:
-            shown.append(f"and {len(self.cuts) - _MOST_SHOWN} more lines in `cuts`")
-        return "\n".join([*lines, *shown, *self.traits])
+            lines.append(f"and {len(self.cuts) - _MOST_SHOWN} more lines in `cuts`")
+        return "\n".join([*lines, *self.traits])
 
 
-def explain(
-    group: RankGroup,
-    sharding: Sharding,
-    local: LocalOptimizer,
-    groups: Sequence[ParamGroup],
-    whole_because: Mapping[Tensor, str],
-    state_nbytes: int,
-    mirror_nbytes: int = 0,
-) -> Explanation:
-    """Exchange what all ranks hold; all ranks call; two small collectives.
-
-    ``whole_because``: why parameters cannot be cut. ``state_nbytes`` and ``mirror_nbytes``: of this rank.
-    """
-    ranks = _exchange(group, sharding, state_nbytes, mirror_nbytes)
+def explain(core: Core) -> Explanation:
+    """Exchange what all ranks hold; all ranks call; two small collectives."""
+    group, sharding, local = core.group, core.sharding, core.owned.local
+    ranks = _exchange(group, core)
     active = [moves or local.moves_frozen for moves in sharding.active()]
     buckets = tuple(
-        _describe_bucket(bucket, is_gathered, group.size)
+        BucketHolding.of(bucket, is_gathered, group.size)
         for bucket, is_gathered in zip(sharding.buckets, active, strict=True)
     )
-    cuts = [*_describe_cuts(sharding, groups), *_describe_uneven(sharding, whole_because, buckets)]
-    return Explanation(ranks, buckets, tuple(map(_describe_traits, local.traits())), tuple(cuts))
+    traits = tuple(_traits_text(*of_class) for of_class in local.traits())
+    return Explanation(ranks, buckets, traits, (*_cut_texts(core), *_uneven_texts(core, buckets)))
 
 
-def _exchange(
-    group: RankGroup, sharding: Sharding, state_nbytes: int, mirror_nbytes: int
-) -> tuple[RankHolding, ...]:
-    owned: list[tuple[int, int]] = []  # elements and their size in bytes
-    for param, pieces in sharding.pieces.items():
-        piece = piece_of(pieces, group.rank)
-        if piece is not None:
-            owned.append((numel_of(piece, param.shape), param.element_size()))
+def _exchange(group: RankGroup, core: Core) -> tuple[RankHolding, ...]:
+    owned = [
+        (numel_of(piece, param.shape), param.element_size())
+        for param in core.own_params()
+        if (piece := core.sharding.piece_here(param)) is not None
+    ]
     numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
-    cost = sharding.loads[group.rank]
-    mine = RankHolding(group.rank, len(owned), numel, nbytes, state_nbytes, cost, mirror_nbytes)
+    cost, state, mirror = core.sharding.loads[group.rank], core.state_nbytes(), core.mirror_nbytes()
+    mine = RankHolding(group.rank, len(owned), numel, nbytes, state, cost, mirror)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
     ranks = [RankHolding(**json.loads(payload)) for payload in payloads]
     sent = [each.mirror_sent_nbytes for each in ranks]  # [-1] is before the first
@@ -167,44 +168,24 @@ def _exchange(
     )
 
 
-def _describe_bucket(bucket: Bucket, is_gathered: bool, num_ranks: int) -> BucketHolding:
-    param, layout = bucket.params[0], bucket.layout
-    fullest = max((row.stop - row.start for row in layout.rows), default=0)
-    return BucketHolding(
-        dtype=str(param.dtype).removeprefix("torch."),
-        device=str(param.device),
-        num_params=len(bucket.params),
-        nbytes=layout.numel * param.element_size(),
-        owners=tuple(row.owner for row in layout.rows if row.stop > row.start),
-        active=is_gathered,
-        balance=fullest * num_ranks / layout.end_of_rows if layout.end_of_rows else 1.0,
-        heard=tuple(room.owner for room in layout.rooms_behind),
-    )
-
-
-def _describe_cuts(sharding: Sharding, groups: Sequence[ParamGroup]) -> Iterator[str]:
-    for name, param in zip(param_names(groups), params_of(groups), strict=True):
-        pieces = sharding.pieces[param]
+def _cut_texts(core: Core) -> Iterator[str]:
+    for name, pieces in zip(param_names(core.groups), core.piece_list(), strict=True):
         if len(pieces) > 1:
             yield f"cut: {name} in {len(pieces)} pieces, owners {[piece.owner for piece in pieces]}"
 
 
-def _describe_uneven(
-    sharding: Sharding, whole_because: Mapping[Tensor, str], buckets: Sequence[BucketHolding]
-) -> Iterator[str]:
-    num_ranks = len(sharding.loads)
+def _uneven_texts(core: Core, buckets: Sequence[BucketHolding]) -> Iterator[str]:
+    sharding, num_ranks = core.sharding, core.group.size
+    whole_because = sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
     for bucket, holding in zip(sharding.buckets, buckets, strict=True):
         above = (holding.balance - 1) * holding.nbytes / num_ranks
-        if not holding.active or above <= max(MIN_ROW_NBYTES, TOLERANCE * holding.nbytes / num_ranks):
-            continue
-        reasons = dict.fromkeys(whole_because[param] for param in bucket.params if param in whole_because)
-        what = f"{holding.num_params} {holding.dtype} on {holding.device}, {holding.nbytes / _MIB:.2f} MiB"
-        why = "; ".join(reasons) or _NO_PLACE
-        yield f"not cut: {what}; the fullest rank sends {holding.balance:.1f} x the mean ({why})"
+        if holding.active and above > max(MIN_ROW_NBYTES, TOLERANCE * holding.nbytes / num_ranks):
+            reasons = dict.fromkeys(whole_because[param] for param in bucket.params if param in whole_because)
+            why = "; ".join(reasons) or _NO_PLACE
+            yield f"not cut: {holding}; the fullest rank sends {holding.balance:.1f} x the mean ({why})"
 
 
-def _describe_traits(of_class: tuple[str, Traits | None]) -> str:
-    name, traits = of_class
+def _traits_text(name: str, traits: Traits | None) -> str:
     if traits is None:
         return f"{name}: not tried (assume_separable=True)"
     answers = {

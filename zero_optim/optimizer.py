@@ -30,7 +30,7 @@ from zero_optim.shard.registration import registration_in
 from zero_optim.state import dicts, rebinding, views
 from zero_optim.state.building import add_group, build
 from zero_optim.state.core import Core
-from zero_optim.state.options import KEPT_WHOLE, Params, ShardingOptions
+from zero_optim.state.options import Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.spec import OptimizerSpec
 
@@ -588,9 +588,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with core.group.doing("explain()"):
             with failing_together(core.group):
                 check_flags(quiet=quiet)
-            reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
-            nbytes = core.state_nbytes(), core.mirror_nbytes()
-            explanation = explain(core.group, core.sharding, core.owned.local, core.groups, reasons, *nbytes)
+            explanation = explain(core)
         if core.group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for
         return explanation

@@ -206,7 +206,7 @@ class Iteration:
                 self.joins.announce(steps=False)
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), asked.to_send())
-            params, pieces, _ = self.joins.lendable(core.params)
+            params, pieces, _ = self.joins.lendable()
             return clip_together(core.group, params, pieces, asked, core.inputs.store.files)
 
     def join_hook(self) -> JoinHook:
@@ -225,7 +225,7 @@ class Iteration:
             while ranks_that(statuses, Status.CLIPS) or ranks_that(statuses, Status.UNSCALES):
                 if ranks_that(statuses, Status.CLIPS):
                     asked = self.joins.lend(group.during("clip"), statuses)
-                    params, pieces, _ = self.joins.lendable(self._core.params)
+                    params, pieces, _ = self.joins.lendable()
                     clip_together(group, params, pieces, ClipArguments.received(asked))
                 statuses = exchange(group, Status.JOINED)
             if is_skipped_by_all(statuses):

@@ -13,7 +13,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.core import Core
-from zero_optim.step.join import Status, exchange, lend_to, ranks_that
+from zero_optim.step.join import Status, exchange, lend_gradients
 
 
 class ShadowHook(JoinHook):
@@ -80,14 +80,31 @@ class Joins(Joinable):
         if self.under_way:
             exchange(self._core.group, Status.NOTHING, failure=failure)
 
-    def lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
-        """Return `step.join`'s arguments to lend gradients of some parameters."""
-        return params, [self._core.sharding.pieces[param] for param in params], self._core.groups
+    def lendable(
+        self, params: Sequence[Tensor] | None = None
+    ) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
+        """Return `step.join`'s arguments to lend gradients of some parameters, by default all."""
+        chosen = self._core.params if params is None else params
+        return chosen, [self._core.sharding.pieces[param] for param in chosen], self._core.groups
 
-    def lend(self, group: RankGroup, statuses: Sequence[Status], beside: object = None) -> Any:  # noqa: ANN401
-        """Lend joined ranks the gradients that they step, as `lend_to`; all ranks call."""
-        have_joined = ranks_that(statuses, Status.JOINED)
-        return lend_to(group, have_joined, *self.lendable(self._core.params), beside) if have_joined else None
+    def lend(
+        self,
+        group: RankGroup,
+        statuses: Sequence[Status],
+        beside: object = None,
+        params: Sequence[Tensor] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the lender gave
+        """Lend joined ranks gradients of some parameters, by default all; all ranks call."""
+        if not any(Status.JOINED in each for each in statuses):
+            return None
+        return lend_gradients(group, statuses, *self.lendable(params), beside)
+
+    def exchange_and_lend(
+        self, group: RankGroup, params: Sequence[Tensor], *, joined: bool, failure: Exception | None = None
+    ) -> None:
+        """Exchange statuses, then lend gradients; raises any rank's ``failure`` on every rank; all call."""
+        status = Status.JOINED if joined else Status.NOTHING
+        self.lend(group, exchange(group, status, failure=failure), params=params)
 
     def drop_after_shadow(self, params: Sequence[Tensor]) -> None:
         """Drop, after the next shadowed step, gradients of a shadowed backward pass."""

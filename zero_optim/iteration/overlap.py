@@ -25,7 +25,6 @@ from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.shard.gathers import start_gather
 from zero_optim.state.core import Core
 from zero_optim.step.gradients import is_sparse
-from zero_optim.step.join import lend_gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +163,7 @@ class Overlap:
 
         def end(call: Call) -> None:
             if lends:
-                lend_gradients(lane, joined, [], [], core.groups)
+                self._joins.exchange_and_lend(lane, [], joined=joined)
             if has_begun:  # else gathers may be under way to parameters that this pass has read
                 core.sharding.begin_call(core.groups, call)
                 assert self.current is not None  # it has begun
@@ -315,7 +314,7 @@ class Overlap:
             except (ValueError, RuntimeError) as error:
                 failure = error
         if in_join:  # ranks that joined wait for this; if one rank fails all raise
-            lend_gradients(core.group, joined, *self._joins.lendable(rest), failure=failure)
+            self._joins.exchange_and_lend(core.group, rest, joined=joined, failure=failure)
         if rest:
             self.step({param: None if failure is not None else param.grad for param in rest}, failure)
         if failure is not None:

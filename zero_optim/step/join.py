@@ -76,34 +76,19 @@ def ranks_that(statuses: Sequence[Status], flag: Status) -> list[int]:
 
 def lend_gradients(
     group: RankGroup,
-    joined: bool,
-    params: Sequence[Tensor],
-    pieces: Sequence[Pieces],
-    groups: list[ParamGroup],
-    *,
-    failure: Exception | None = None,
-) -> None:
-    """Send joined ranks the gradients of the rows they own, and the options; all ranks call each step.
-
-    One collective of a byte; then the lowest active rank sends to each joined one, whose gradients and
-    options are overwritten. Raises any rank's ``failure`` on every rank.
-    """
-    statuses = exchange(group, Status.JOINED if joined else Status.NOTHING, failure=failure)
-    lend_to(group, ranks_that(statuses, Status.JOINED), params, pieces, groups)
-
-
-def lend_to(
-    group: RankGroup,
-    have_joined: Sequence[int],
+    statuses: Sequence[Status],
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
     groups: list[ParamGroup],
     beside: object = None,
 ) -> Any:  # noqa: ANN401 - what the lender gave
-    """Send as `lend_gradients` does, to joined ranks already known; all ranks call.
+    """Send joined ranks the gradients of the rows they own, and the options; all ranks call each step.
 
-    ``beside``: more plain values and tensors of the lender, returned on joined ranks; else None.
+    The lowest active rank sends to each joined one, whose gradients and options are overwritten.
+    ``statuses``: of all ranks. ``beside``: more plain values and tensors of the lender, returned on joined
+    ranks; else None.
     """
+    have_joined = ranks_that(statuses, Status.JOINED)
     if not have_joined or len(have_joined) == group.size:
         return None
     lender = next(rank for rank in range(group.size) if rank not in have_joined)

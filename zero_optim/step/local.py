@@ -311,12 +311,10 @@ class LocalOptimizer:
         for built, state in zip(self._built, states, strict=True):
             built.optimizer.state = state  # type: ignore[assignment]
 
-    def number_of(self, leaf: Tensor) -> int:
+    def number_of(self, leaf: object) -> int:
         """Return the index in `states` of a leaf's optimizer; 0 if none."""
-        for number, built in enumerate(self._built):
-            if any(leaf is member for member in params_of(built.optimizer.param_groups)):
-                return number
-        return 0
+        members = (params_of(built.optimizer.param_groups) for built in self._built)
+        return next((number for number, of in enumerate(members) if any(leaf is each for each in of)), 0)
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
         """Return the state of fresh optimizers over all of ``groups`` before a step.

@@ -13,6 +13,7 @@ Note [Writes to the state]
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -65,27 +66,24 @@ class OwnedEntries(_View):
     Constructed from a mapping, as tools that rebuild containers do, it is a plain mapping.
     """
 
-    def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
-        self._state: MutableMapping[Any, Any] = {None: dict(entries or {})}
-        self._key: Any = None
-        self._beside: dict[str, _Beside] = {}
-        self._param: Any = None
-
-    @classmethod
-    def of(
-        cls, state: MutableMapping[Any, Any], leaf: Tensor, param: Tensor, beside: Sequence[_Beside]
-    ) -> "OwnedEntries":
-        """Build the view of a leaf's entries and its parameter's master and average."""
-        made = cls()
-        made._state, made._key, made._param = state, leaf, param
-        made._beside = {kept.name: kept for kept in beside}
-        return made
+    def __init__(
+        self,
+        entries: Mapping[str, Any] | None = None,
+        *,
+        state: MutableMapping[Any, Any] | None = None,
+        leaf: Any = None,  # noqa: ANN401 - the key in ``state``
+        param: Any = None,  # noqa: ANN401 - whose master and average are beside
+        beside: Sequence[_Beside] = (),
+    ) -> None:
+        self._state = {None: dict(entries or {})} if state is None else state
+        self._key, self._param = leaf, param
+        self._beside = {kept.name: kept for kept in beside}
 
     @property
     def _own(self) -> MutableMapping[str, Any]:
         """The class's own entries; a read creates none, as some classes test for any."""
-        found: MutableMapping[str, Any] = self._state.get(self._key, {})
-        return found
+        own: MutableMapping[str, Any] = self._state.get(self._key, {})
+        return own
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class keeps
         return self._beside[name].shown(self._param) if name in self._beside else self._own[name]
@@ -139,12 +137,14 @@ class OwnedStateView(_View):
         self._leaves = leaves
         self._average = average
         self._wait = wait
+        self._besides = [
+            _Beside(MASTER, leaves.masters, leaves, self._prepare),
+            _Beside(EMA, average.averages, average, self._prepare),
+        ]
 
     def shows(self, states: States) -> bool:
         """Return whether this is a view of these same dicts."""
-        return len(states) == len(self._states) and all(
-            a is b for a, b in zip(states, self._states, strict=True)
-        )
+        return len(states) == len(self._states) and all(map(is_, states, self._states))
 
     def over_new_states(self, given: Mapping[Any, Any]) -> list[dict[Any, Any]]:
         """Return new states from a mapping that replaces this view.
@@ -159,17 +159,11 @@ class OwnedStateView(_View):
             view._restart(param)
         return made
 
-    def _besides(self) -> list[_Beside]:
-        return [
-            _Beside(MASTER, self._leaves.masters, self._leaves, self._prepare),
-            _Beside(EMA, self._average.averages, self._average, self._prepare),
-        ]
-
     def _beside(self, key: object) -> list[_Beside]:
-        return [kept for kept in self._besides() if isinstance(key, Tensor) and key in kept.tensors]
+        return [kept for kept in self._besides if isinstance(key, Tensor) and key in kept.tensors]
 
     def _kept_beside(self) -> dict[Tensor, None]:
-        return dict.fromkeys([*self._leaves.masters, *self._average.averages])
+        return dict.fromkeys(param for kept in self._besides for param in kept.tensors)
 
     def _prepare(self) -> None:
         self._average.check_out()
@@ -186,13 +180,15 @@ class OwnedStateView(_View):
         return [state for state in self._states if place in state]
 
     def _home(self, place: object) -> MutableMapping[Any, Any]:
-        number = self._local.number_of(place) if isinstance(place, Tensor) else 0
-        return next(iter(self._holding(place)), self._states[number])
+        holding = self._holding(place)
+        return holding[0] if holding else self._states[self._local.number_of(place)]
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
         place, beside = self._place(key), self._beside(key)
         home = self._home(place)
-        return OwnedEntries.of(home, place, key, beside) if beside else home[place]
+        if not beside:
+            return home[place]
+        return OwnedEntries(state=home, leaf=place, param=key, beside=beside)
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - whatever the class keeps
         place, beside = self._place(key), self._beside(key)
