@@ -134,14 +134,9 @@ class UnitConstruction:
         self.choice = replace(choice, unit_of=unit_of)
         self.registration = Registration(len(choice.modules), taken_over)
         self.stands_in = self._is_filled = False
-        self._arguments = arguments
+        self.module, self._arguments = module, arguments
         hook = register_optimizer_step_pre_hook(_refuse_others)
         weakref.finalize(self.registration, hook.remove).atexit = False
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-        return self.choice.modules[0]
 
     def take(self, optimizer: ZeroRedundancyOptimizer | None) -> None:
         """Take the parameters that an optimizer has, None for all, for their units; does not communicate."""
@@ -156,14 +151,6 @@ class UnitConstruction:
     def _names(self) -> dict[Tensor, str]:
         ignored = ignored_names(self.module)
         return {param: name for name, param in self.module.named_parameters() if name not in ignored}
-
-    def describe(self) -> list[str]:
-        """Describe what all ranks must have in common."""
-        return [
-            f"accumulate={self._arguments.accumulate!r}",
-            f"mixed_precision: {self.policy.describe()}",
-            f"offload={self.registration.store.keeping.description}",
-        ]
 
     def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
         """Make an optimizer that is never stepped, and keeps all parameters until one comes for them.
@@ -241,7 +228,13 @@ def construct(
                     )
             built = UnitConstruction(module, arguments, taken_over)
             built.take(optimizer)
-        ranks.agree(built.describe(), f"the arguments of {wrapper.__name__}")
+        offload, precision = built.registration.store.keeping.description, built.policy.describe()
+        items = [
+            f"accumulate={arguments.accumulate!r}",
+            f"mixed_precision: {precision}",
+            f"offload={offload}",
+        ]
+        ranks.agree(items, f"the arguments of {wrapper.__name__}")
         if optimizer is None:
             with ranks.failing_together():
                 optimizer = built.stand_in(ranks.process_group, options)

@@ -9,7 +9,7 @@ Note [An optimizer that comes later]
     that raises changes nothing; a mesh's replicas agree before any rank does.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from itertools import chain
@@ -138,7 +138,11 @@ class Registration:
         for bucket in self.all_buckets:
             bucket.free()
             if bucket_of.get(bucket.params[0]) is not bucket:
-                _move_rows(bucket, bucket_of, self.group.during("state"))
+                wide = WideBucket(bucket)  # in the owners' dtype
+                start_gather((self.group.during("state"),), wide).wait()
+                for param, value in wide.values.items():
+                    if param in bucket_of:
+                        bucket_of[param].take_in(param, value)
 
     def failing_together(self) -> Any:  # noqa: ANN401 - a context
         """Return a context that raises on all ranks of a mesh if one raises."""
@@ -181,15 +185,6 @@ class Registration:
         self.unmark(params)
         for param in params:
             del self.params[param]
-
-
-def _move_rows(bucket: RowBucket, bucket_of: Mapping[Tensor, RowBucket], group: RankGroup) -> None:
-    """Gather a bucket in the owners' dtype, for other buckets to take rows; all ranks call; communicates."""
-    wide = WideBucket(bucket)
-    start_gather((group,), wide).wait()
-    for param, value in wide.values.items():
-        if param in bucket_of:
-            bucket_of[param].take_in(param, value)
 
 
 def is_registered(param: Tensor) -> bool:

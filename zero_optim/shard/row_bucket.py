@@ -92,7 +92,7 @@ class RowBucket(Uncopied, Bucket):
     storage while its memory comes and goes; a row that is all of it, in ordinary memory and in its dtype, is
     the flat tensor itself, which is never freed then. ``gathers`` are under way. ``is_left``: state dicts
     show the parameters as they are. While ``num_pins`` users need them whole, nothing may change them.
-    ``num_changes`` counts possible changes of the row.
+    ``num_changes`` counts possible changes of the row, which is ``span`` of the flat tensor.
     """
 
     schedule = ZERO3
@@ -116,10 +116,10 @@ class RowBucket(Uncopied, Bucket):
         self._flat = self._memory.flat
         self._views = self.views(self._flat)
         rows = [slice(row.start, row.stop) for row in layout.rows if row.owner == rank]
-        self._span = rows[0] if rows else slice(0, 0)
-        self._flat_row = self._flat[self._span]
+        self.span = rows[0] if rows else slice(0, 0)
+        self._flat_row = self._flat[self.span]
         self._memory.free()
-        is_all = (self._span.start, self._span.stop) == (0, layout.end_of_rows)
+        is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
         self._stays = is_all and not self._keeping.is_apart and self.dtype == kept
         self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=kept)
         self._has_row = False  # it gets memory at its first use
@@ -174,7 +174,7 @@ class RowBucket(Uncopied, Bucket):
             self.row = self._keeping.new_row(self.row.new_zeros(self._flat_row.numel()))
         else:
             self.row = self.row.new_empty(self._flat_row.numel())
-            zero_padding(self.row, self.layout, self._span.start)
+            zero_padding(self.row, self.layout, self.span.start)
 
     def places(self) -> Iterator[Place]:
         """Yield this rank's parts of parameters, as views of `row`."""
@@ -182,7 +182,7 @@ class RowBucket(Uncopied, Bucket):
         self._keeping.wait()
         offsets = self.layout.offsets()
         for index, piece in self.own:
-            form, at = self.forms[index], offsets[index] - self._span.start
+            form, at = self.forms[index], offsets[index] - self.span.start
             size, stride = form.size, form.stride
             if not is_whole(piece, size):  # dimension 0 is outermost in memory
                 size, at = torch.Size((piece.stop - piece.start, *size[1:])), at + piece.start * stride[0]
@@ -224,22 +224,14 @@ class RowBucket(Uncopied, Bucket):
                 param.data = nan
         self._freed.note_versions()
 
-    def row_as_sent(self) -> Tensor:
-        """Return a copy of this rank's row in the flat tensor's dtype."""
-        row = self._flat.new_empty(self._flat_row.numel())
-        self._keeping.read(self.row, row)
-        return row
+    def read_row(self, target: Tensor) -> None:
+        """Start to copy this rank's row to a tensor of its length and any dtype."""
+        self._keeping.read(self.row, target)
 
-    def flat_as_kept(self) -> Tensor:
-        """Return a flat tensor in the row's dtype, with zeros beside this rank's row."""
-        flat = self._flat.new_zeros(self.layout.numel, dtype=self.row.dtype)
-        self._keeping.read(self.row, flat[self._span])
-        return flat
-
-    def take_over(self, flat: Tensor) -> None:
-        """Copy this rank's row out of a `flat_as_kept` and free the parameters; RuntimeError if pinned."""
+    def write_row(self, values: Tensor) -> None:
+        """Copy a tensor of its length to the row and free the parameters; RuntimeError if pinned."""
         self.check_unpinned()
-        self._keeping.write(self.row, flat[self._span])
+        self._keeping.write(self.row, values)
         self.has_changed()
 
     # ------------------------------------------------------------------ steps and writes
@@ -304,7 +296,7 @@ class RowBucket(Uncopied, Bucket):
         if not self._stays:
             self._memory.grow()
             with torch.no_grad():
-                self._keeping.read(self.row, self._flat_row)
+                self.read_row(self._flat_row)
         return self._flat
 
     def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
@@ -353,7 +345,8 @@ class WideBucket(Bucket):
     def fill(self) -> Tensor:
         """Return the flat tensor with this rank's row; raises as `RowBucket.refresh`."""
         self._bucket.refresh()
-        self._flat = self._bucket.flat_as_kept()
+        self._flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self._bucket.read_row(self._flat[self._bucket.span])
         return self._flat
 
     def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
@@ -363,7 +356,7 @@ class WideBucket(Bucket):
     def take_over(self) -> None:
         """Copy written values into the owners' rows; the parameters are freed."""
         assert self._flat is not None  # it was filled
-        self._bucket.take_over(self._flat)
+        self._bucket.write_row(self._flat[self._bucket.span])
 
 
 class _Freed:

@@ -110,9 +110,9 @@ class _Column:
 
     def _own(self, span: Span, stamps: UnitStamps) -> Tensor:
         layout = self.bucket.layout
-        is_behind = span.start >= layout.end_of_rows
-        like = self.bucket.params[0]
-        row = like.new_zeros(span.stop - span.start) if is_behind else self.bucket.row_as_sent()
+        row = self.bucket.params[0].new_zeros(span.stop - span.start)
+        if span.start < layout.end_of_rows:
+            self.bucket.read_row(row)
         stamps.write(row, span.start, layout.rooms, self._rank)
         return row
 
