@@ -324,4 +324,4 @@ def bytes_to_tensor(payload: bytes) -> Tensor:
 def tensor_to_bytes(tensor: Tensor) -> bytes:
     """Copy a 1-D uint8 tensor into bytes."""
     # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs where pages cannot move.
-    return tensor.to("cpu", copy=True).numpy().tobytes()
+    return tensor.cpu().clone().numpy().tobytes()
