@@ -83,16 +83,16 @@ class DistributedDataParallel(RebindableWrapper):
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         bound = _SIGNATURE.bind(self, module, *args, **kwargs)
-        given = _DEFAULTS | bound.arguments
-        agree_on_model(given, self, timeout, on_stall, may_be_freed=False)
+        arguments = _DEFAULTS | bound.arguments
+        agree_on_model(arguments, self, timeout, on_stall, may_be_freed=False)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
-        self._precision = PrecisionPolicy.of_ddp(given)
+        self._precision = PrecisionPolicy.of_ddp(arguments)
         if self._precision is None:
             super().__init__(module, *args, **kwargs)
             return
         bound.arguments["mixed_precision"] = None  # PyTorch's constructor would set up its own
         super().__init__(*bound.args[1:], **bound.kwargs)
-        self.mixed_precision = given["mixed_precision"]  # PyTorch's forward casts the inputs
+        self.mixed_precision = arguments["mixed_precision"]  # PyTorch's forward casts the inputs
         cast_buffers(self.module, self._precision.buffers, self.parameters_to_ignore)
 
     # ------------------------------------------------------------------ built by PyTorch's constructor

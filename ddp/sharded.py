@@ -129,9 +129,11 @@ class ShardedDataParallel(DistributedDataParallel):
             optimizer.core.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.core.describe())
-        made = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
-        made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
-        return made
+        reducer = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
+        reducer.expect(
+            True
+        )  # modules may be called by themselves, before the first forward pass of the whole
+        return reducer
 
     @eager
     def _post_forward(self, output: object) -> object:

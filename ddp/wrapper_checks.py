@@ -59,14 +59,18 @@ REFUSED = {
 
 
 def agree_on_model(
-    given: dict[str, Any], user: object, timeout: object, on_stall: object, *, may_be_freed: bool = True
+    arguments: dict[str, Any], user: object, timeout: object, on_stall: object, *, may_be_freed: bool = True
 ) -> None:
     """Check that all ranks wrap the same model; all ranks call. Communicates.
 
-    With ``init_sync=False`` compares only that flag, and checks devices. ``given`` are the arguments of
+    With ``init_sync=False`` compares only that flag, and checks devices. ``arguments`` are the arguments of
     PyTorch's constructor by name; ``user`` is the wrapper under construction.
     """
-    module, process_group, mesh = given["module"], given.get("process_group"), given.get("device_mesh")
+    module, process_group, mesh = (
+        arguments["module"],
+        arguments.get("process_group"),
+        arguments.get("device_mesh"),
+    )
     ranks_of(process_group)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise_together(TypeError(f"expected device_mesh to be a DeviceMesh, or None, got {mesh!r}"))
@@ -75,14 +79,14 @@ def agree_on_model(
     group = patient(RankGroup.of(process_group, [param for _, param in seen_params(module)]), timeout)
     watch(user, group, on_stall)
     with group.doing(f"{type(user).__name__}()"):
-        _agree(group, given, timeout, on_stall, may_be_freed=may_be_freed)
+        _agree(group, arguments, timeout, on_stall, may_be_freed=may_be_freed)
     learn_addresses(group)
 
 
 def _agree(
-    group: RankGroup, given: dict[str, Any], timeout: object, on_stall: object, *, may_be_freed: bool
+    group: RankGroup, arguments: dict[str, Any], timeout: object, on_stall: object, *, may_be_freed: bool
 ) -> None:
-    module, syncs = given["module"], given.get("init_sync", True)
+    module, syncs = arguments["module"], arguments.get("init_sync", True)
     with failing_together(group):
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
@@ -93,17 +97,19 @@ def _agree(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "
                 "dummy forward pass to correctly initialize the modules"
             )
-        _check_devices(module, given.get("device_ids"), given.get("output_device"))
+        _check_devices(module, arguments.get("device_ids"), arguments.get("output_device"))
         if not may_be_freed:
             refuse_freed(module)
         items = [f"init_sync={syncs}"]
         if syncs:
             pairs = seen_params(module)
             group.check_serves([param for _, param in pairs])
-            PrecisionPolicy.of_ddp(given)
-            delayed = [name for name, _ in given.get("delay_all_reduce_named_params") or ()]
-            delayed_by = "no parameter" if given.get("param_to_hook_all_reduce") is None else "a parameter"
-            options = {key: given[key] for key in given if key not in _NOT_COMPARED}
+            PrecisionPolicy.of_ddp(arguments)
+            delayed = [name for name, _ in arguments.get("delay_all_reduce_named_params") or ()]
+            delayed_by = (
+                "no parameter" if arguments.get("param_to_hook_all_reduce") is None else "a parameter"
+            )
+            options = {key: arguments[key] for key in arguments if key not in _NOT_COMPARED}
             limits = f"timeout={timeout}, on_stall={on_stall}"
             items += [f"arguments {options}, delayed: {delayed} by {delayed_by}, {limits}"]
             items += describe_params(pairs)

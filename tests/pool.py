@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import pool_worker
 from native_stacks import native_stacks
-from pool_worker import Failure, Filter, Reply, Request, Success
+from pool_worker import Filter, Reply, Request
 from zero_optim.run.stacks import stacks_of
 
 T = TypeVar("T")
@@ -140,16 +140,13 @@ class Pool:
                 request = Request(call, rank, world_size, group_name, limit, filters, *where)
                 self._workers[rank].connection.send_bytes(pickle.dumps(request))
             replies = self._collect(ranks, timeout)
-            if len(replies) == world_size and not any(
-                isinstance(reply, Failure) for reply in replies.values()
-            ):
+            if len(replies) == world_size and not any(reply.failure for reply in replies.values()):
                 for rank in ranks:
                     self._workers[rank].connection.send_bytes(b"end")
                 replies = self._collect(ranks, timeout)
-            values = {rank: reply.value for rank, reply in replies.items() if isinstance(reply, Success)}
-            if len(values) == world_size:
-                return [pickle.loads(values[rank]) for rank in ranks]
-            failures = {rank: reply.text for rank, reply in replies.items() if isinstance(reply, Failure)}
+            failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
+            if len(replies) == world_size and not failures:
+                return [pickle.loads(replies[rank].value) for rank in ranks]
             # Tests of this pool hang on purpose, in short calls.
             hung = not failures and timeout >= CALL_TIMEOUT
             stacks = self._stacks([rank for rank in ranks if rank not in replies], natively=hung)
@@ -189,7 +186,7 @@ class Pool:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 replies[rank] = self._reply(rank)
-                if isinstance(replies[rank], Failure):
+                if replies[rank].failure:
                     deadline = min(deadline, time.monotonic() + PEER_GRACE)
         return replies
 
@@ -199,7 +196,8 @@ class Pool:
             reply = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
             worker.process.join(END_TIMEOUT)
-            return Failure(f"the process died with exit code {worker.process.exitcode}\n{worker.stacks()}")
+            stacks = worker.stack_file.read_text(errors="replace") if worker.stack_file.exists() else ""
+            return Reply(failure=f"the process died with exit code {worker.process.exitcode}\n{stacks}")
         assert isinstance(reply, Reply)
         return reply
 
@@ -207,12 +205,10 @@ class Pool:
         """Asks the workers for their stacks, ``natively`` also for those in C++."""
         workers = {rank: self._workers[rank] for rank in ranks}
         texts = stacks_of({rank: (worker.pid, worker.stack_file) for rank, worker in workers.items()})
-        if not natively:
-            return {rank: f"has not replied, {text}" for rank, text in texts.items()}
-        return {
-            rank: f"has not replied, {text}\n{native_stacks(workers[rank].pid)}"
-            for rank, text in texts.items()
+        more = {
+            rank: f"\n{native_stacks(worker.pid)}" if natively else "" for rank, worker in workers.items()
         }
+        return {rank: f"has not replied, {text}{more[rank]}" for rank, text in texts.items()}
 
     def _kill(self, ranks: Sequence[int]) -> None:
         workers = [self._workers.pop(rank) for rank in ranks if rank in self._workers]
@@ -246,9 +242,6 @@ class _Worker:
         assert self.process.pid is not None
         return self.process.pid
 
-    def stacks(self) -> str:
-        return self.stack_file.read_text(errors="replace") if self.stack_file.exists() else ""
-
 
 def _warning_filters() -> list[Filter]:
     """The warning filters of this process (pytest's configuration, the test's marks), made picklable."""
@@ -257,7 +250,7 @@ def _warning_filters() -> list[Filter]:
         return str(getattr(text, "pattern", text or ""))
 
     return [
-        Filter(action, pattern(message), category, pattern(module), line)
+        (action, pattern(message), category, pattern(module), line)
         for action, message, category, module, line in warnings.filters
     ]
 

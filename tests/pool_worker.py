@@ -10,7 +10,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,15 +30,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 
-@dataclass(frozen=True)
-class Filter:
-    """The arguments of one ``warnings.filterwarnings``."""
-
-    action: Any  # one of the words that warnings.filterwarnings knows
-    message: str
-    category: Any  # a class of warnings
-    module: str
-    line: int
+Filter = tuple[Any, str, Any, str, int]  # arguments of ``warnings.filterwarnings``
 
 
 @dataclass(frozen=True)
@@ -54,31 +47,19 @@ class Request:
     device: str  # type of the device that tests run on
 
 
+@dataclass(frozen=True)
 class Reply:
-    """The answer of a rank."""
+    """The answer of a rank: what the function returned, pickled, or a failure, usually a traceback."""
 
-
-@dataclass(frozen=True)
-class Success(Reply):
-    """The function returned."""
-
-    value: bytes  # pickled
-
-
-@dataclass(frozen=True)
-class Failure(Reply):
-    """The function raised, or something around it did."""
-
-    text: str  # usually a traceback
+    value: bytes = b""
+    failure: str = ""
 
 
 def serve(connection: "Connection[Any, Any]", stack_file: Path, store_port: int) -> None:
     """Answers requests until the pipe closes. The entry point of a worker process.
 
-    Note [One connection to the store]
-        A worker connects to the pool's store once, not at every call. For each connection PyTorch asks the
-        name server for the name of 127.0.0.1, to be able to log it. Where the name server drops a request now
-        and then, that took 5 seconds each time.
+    It connects to the pool's store once, not at every call: for each connection PyTorch asks the name server
+    for the name of 127.0.0.1, which took 5 seconds where the name server drops a request now and then.
     """
     # No worker outlives the test run, however that ends. A forked one ends with its server, which does so
     # when the test run ends.
@@ -106,17 +87,17 @@ def _answer(request: Request, store: dist.Store, connection: "Connection[Any, An
     stray: list[str] = []
     try:
         _reset_state()
-        with warnings.catch_warnings(), _StrayExceptions(stray):
+        with warnings.catch_warnings(), _collecting(stray):
             warnings.resetwarnings()
             for rule in reversed(request.filters):  # each goes before those already there
-                warnings.filterwarnings(rule.action, rule.message, rule.category, rule.module, rule.line)
+                warnings.filterwarnings(*rule)
             value = _in_process_group(request, store, connection, stray)
             _collect_all()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - the parent reports it, pytest's failures too
-        return Failure("\n".join([traceback_text(error, __file__), *stray]) + "\n")
-    return Failure("\n".join(stray)) if stray else Success(value)
+        return Reply(failure="\n".join([traceback_text(error, __file__), *stray]) + "\n")
+    return Reply(failure="\n".join(stray)) if stray else Reply(value)
 
 
 def _collect_all() -> None:
@@ -151,23 +132,18 @@ def _in_process_group(
         torch.cuda.set_device(device)
     function, args = pickle.loads(request.call)
     with on_device(device):
-        value = _call(function, args)
+        # Pickle sends a tensor's bytes; the pickler of multiprocessing a handle to this process's memory.
+        value = pickle.dumps(function(*args))
     if stray:  # a failure, which is reported
         return value
     # Groups end when every rank is done: a rank that still connects fails if the other side has closed. So
     # the parent first collects all replies, and then sends "end".
-    connection.send_bytes(pickle.dumps(Success(value)))
+    connection.send_bytes(pickle.dumps(Reply(value)))
     connection.recv_bytes()
     # A rank that raised skips this: its process will be killed, and the other ranks may be stuck elsewhere.
     if dist.is_initialized():
         dist.destroy_process_group()
     return value
-
-
-def _call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    # Pickle sends the bytes of a tensor. The pickler of multiprocessing sends a handle to this process's
-    # memory.
-    return pickle.dumps(function(*args))
 
 
 def _reset_state() -> None:
@@ -179,21 +155,17 @@ def _reset_state() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-class _StrayExceptions:
-    """Catches exceptions that Python only prints: those in destructors and in threads."""
+@contextmanager
+def _collecting(stray: list[str]) -> Iterator[None]:
+    """Collect exceptions that Python only prints: those in destructors and in threads."""
 
-    def __init__(self, found: list[str]) -> None:
-        self._found = found
+    def note(event: Any) -> None:
+        lines = traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback)
+        stray.append("".join(lines))
 
-    def __enter__(self) -> None:
-        self._hooks = sys.unraisablehook, threading.excepthook
-        sys.unraisablehook = self._record
-        threading.excepthook = self._record
-
-    def __exit__(self, *_: object) -> None:
-        sys.unraisablehook, threading.excepthook = self._hooks
-
-    def _record(self, event: Any) -> None:
-        self._found.append(
-            "".join(traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback))
-        )
+    hooks = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook = threading.excepthook = note
+    try:
+        yield
+    finally:
+        sys.unraisablehook, threading.excepthook = hooks

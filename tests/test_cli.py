@@ -33,7 +33,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Started(config)
 
     monkeypatch.setattr(cli, "launch", lambda train, nproc, config, **options: start(config))
-    monkeypatch.setattr("zero_optim.demo.train.train_under_torchrun", start)
+    monkeypatch.setattr("zero_optim.demo.train.train_under_torchrun", lambda config, place: start(config))
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)

@@ -254,7 +254,7 @@ def sparse_grad(*rows: int) -> Tensor:
 # ---------------------------------------------------------------------- one pass
 
 
-def landed(bucket: ReducerBucket, number: int, is_last: bool) -> Callable[[], Tensor]:
+def landed(bucket: ReducerBucket) -> Callable[[], Tensor]:
     """Launch a reduction that leaves a bucket as it is."""
     return lambda: bucket.flat
 

@@ -1,6 +1,8 @@
 """The GPU suite, on the CPU: its cases run, and what comes out is told as it is."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -75,6 +77,22 @@ def test_every_case_runs_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
 def test_every_row_has_a_name_of_its_own() -> None:
     rows = [(case.name, setup.name) for case in all_cases() for setup in case.setups]
     assert len(set(rows)) == len(rows)
+
+
+LACKING = """
+import sys
+sys.modules |= dict.fromkeys(("hypothesis", "matplotlib", "nbformat", "rich", "torch_optimizer"))
+from gpu.cases import all_cases
+assert all_cases()
+"""
+
+
+@pytest.mark.slow
+def test_the_cases_need_pytorch_numpy_and_pytest_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LACKING], cwd=Path(__file__).parent, check=False, timeout=600
+    )
+    assert done.returncode == 0
 
 
 def test_what_a_test_makes_is_on_its_device_and_what_the_library_makes_is_not() -> None:

@@ -30,23 +30,21 @@ def refuses(**options: Any) -> str:
 
 
 @on_ranks(2)
-def test_options_without_a_meaning_are_refused() -> None:
-    assert "TypeError: ShardedDataParallel takes no bucket_cap_mb: buckets are" in refuses(bucket_cap_mb=1)
-    assert "takes no gradient_as_bucket_view" in refuses(gradient_as_bucket_view=True)
-    assert "expected options among" in refuses(colour="red")
-    assert 'ValueError: expected accumulate to be "owner" or "local", got 3' in refuses(accumulate=3)
-
-
-@on_ranks(2)
-def test_an_optimizer_that_cannot_own_the_gradients_is_refused() -> None:
+def test_options_without_a_meaning_and_optimizers_that_own_no_gradients_are_refused() -> None:
     model = Net()
-    told = refuses(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    assert "expected a zero_optim.ZeroRedundancyOptimizer, got SGD" in told
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     others = ZeroRedundancyOptimizer([*model.parameters()], torch.optim.SGD, lr=0.1)
-    assert "ValueError: the optimizer does not have conv.weight, conv.bias" in refuses(optimizer=others)
-    both = [*range(dist.get_world_size())]
-    group = dist.new_group(both)
-    assert "process_group is another group than that of the optimizer" in refuses(process_group=group)
+    group = dist.new_group([*range(dist.get_world_size())])
+    for options, message in (
+        ({"bucket_cap_mb": 1}, "TypeError: ShardedDataParallel takes no bucket_cap_mb: buckets are"),
+        ({"gradient_as_bucket_view": True}, "takes no gradient_as_bucket_view"),
+        ({"colour": "red"}, "expected options among"),
+        ({"accumulate": 3}, 'ValueError: expected accumulate to be "owner" or "local", got 3'),
+        ({"optimizer": sgd}, "expected a zero_optim.ZeroRedundancyOptimizer, got SGD"),
+        ({"optimizer": others}, "ValueError: the optimizer does not have conv.weight, conv.bias"),
+        ({"process_group": group}, "process_group is another group than that of the optimizer"),
+    ):
+        assert message in refuses(**options)
     steps_early = adamw(model, overlap_with_ddp=True)
     with pytest.raises(ValueError, match="overlap_with_ddp=True, and would wait"):
         ShardedDataParallel(model, steps_early)

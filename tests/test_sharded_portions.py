@@ -200,9 +200,9 @@ def buckets_and_line(
     owners = BucketOwners(("weight",), ((Piece(0, 0, 4),),), 0, 1)
     buckets = [OwnerBucket([0], [torch.rand(4, 2)], owners, num_portions=num_portions) for _ in range(count)]
     nobody: Any = SimpleNamespace(groups=())
-    labels = [f"bucket {number}" for number in range(count)]
-    route = owner_line.SumRoute(nobody, nobody)
-    return buckets, owner_line.OwnerLine(route, labels, nobody, is_apart=is_apart)
+    for number, bucket in enumerate(buckets):
+        bucket.label = f"bucket {number}"
+    return buckets, owner_line.OwnerLine(owner_line.SumRoute(nobody, nobody), nobody, is_apart=is_apart)
 
 
 def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
@@ -210,7 +210,7 @@ def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
     first, second, third, last = (f"bucket 0, portion {number} of 4" for number in range(1, 5))
     with told_of_sums() as told:
         line.keep_pace(1.0)  # nothing is under way
-        launched = line.launch(bucket, 0, False)
+        launched = line.launch(bucket)
         line.keep_pace(0.2)
         assert told == [f"start {first}", f"start {second}"]
         line.keep_pace(0.5)
@@ -227,11 +227,11 @@ def test_a_bucket_is_sent_while_the_last_portion_of_the_one_before_is_under_way(
         [f"bucket {bucket}, portion {number} of 2" for number in (1, 2)] for bucket in range(3)
     )
     with told_of_sums() as told:
-        launched = [line.launch(buckets[0], 0, False), line.launch(buckets[1], 1, False)]
+        launched = [line.launch(buckets[0]), line.launch(buckets[1])]
         assert told == [f"start {a1}", f"start {a2}", f"end {a1}", f"start {b1}"]
         line.keep_pace(0.1)  # the third bucket gets its first gradient: memory for it is made here
         assert told[4:] == [f"end {a2}", f"start {b2}"]
-        launched.append(line.launch(buckets[2], 2, True))
+        launched.append(line.launch(buckets[2]))
         assert told[6:] == [f"end {b1}", f"start {c1}"]
         for reduction in launched:
             reduction()
@@ -241,6 +241,6 @@ def test_a_bucket_is_sent_while_the_last_portion_of_the_one_before_is_under_way(
 def test_where_rows_mix_with_what_else_is_sent_a_bucket_waits_for_the_one_before() -> None:
     buckets, line = buckets_and_line(2, 1, is_apart=False)
     with told_of_sums() as told:
-        line.launch(buckets[0], 0, False)
-        line.launch(buckets[1], 1, True)
+        line.launch(buckets[0])
+        line.launch(buckets[1])
         assert told == ["start bucket 0", "end bucket 0", "start bucket 1"]

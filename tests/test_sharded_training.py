@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from cuts import cutting
 from overlap import Net, adamw, loss_of
 from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
@@ -72,19 +71,6 @@ class Words(nn.Module):
 
 def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.0005)
-
-
-def cut_sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
-    with cutting():
-        return sgd(model)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "setting", [Setting(optimizer=cut_adamw), Setting(Words, cut_sgd)], ids=["dense", "sparse"]
-)
-def test_cut_parameters_train_with_the_bits_of_whole_gradients(setting: Setting) -> None:
-    assert_same_run(setting)
 
 
 @on_ranks(2)

@@ -48,10 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_train(options: dict[str, Any]) -> int:
     """Run ``zero-optim train``: as a rank if torchrun started this process, else as the launcher."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    started = None
-    if os.environ.keys() >= set(names):
-        started = prepare.Started(*(int(os.environ[name]) for name in names))
+    started = prepare.Started.here()
     try:
         config = prepare.prepare(options, started)
         if started is None or started.rank == 0:
@@ -64,7 +61,7 @@ def run_train(options: dict[str, Any]) -> int:
         return _launch(config)
     from zero_optim.demo.train import train_under_torchrun
 
-    train_under_torchrun(config)
+    train_under_torchrun(config, started)
     return 0
 
 

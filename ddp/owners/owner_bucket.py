@@ -59,7 +59,7 @@ class BucketOwners:
 class _Filling:
     """What a bucket holds in one backward pass."""
 
-    kept: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
+    earlier: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
     pace: Callable[[float], None] | None = None
     adds_at_once: bool = False
     is_open: bool = False  # the pass has not ended: gradients that come are taken
@@ -132,14 +132,18 @@ class OwnerBucket(ReducerBucket):
         self._filling.failed = True
 
     def begin(
-        self, kept: Mapping[int, Tensor], pace: Callable[[float], None] | None = None, *, adds_at_once: bool
+        self,
+        earlier: Mapping[int, Tensor],
+        pace: Callable[[float], None] | None = None,
+        *,
+        adds_at_once: bool,
     ) -> None:
-        """Begin a backward pass; ``kept`` has the gradients of earlier ones, by slot.
+        """Begin a backward pass; ``earlier`` has the gradients of earlier ones, by slot.
 
         ``pace`` is called before copies, with the filled part, from 0 to 1. ``adds_at_once``: add sums to
         earlier gradients before the pass is known to be good: Note [Sums apart].
         """
-        self._filling = _Filling(dict(kept), pace, adds_at_once, is_open=True)
+        self._filling = _Filling(dict(earlier), pace, adds_at_once, is_open=True)
 
     def has_gradient(self, slot: int) -> bool:
         """Whether a parameter got a gradient in this pass."""
@@ -228,17 +232,17 @@ class OwnerBucket(ReducerBucket):
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
         for slot, _, _, offset in self._own.extents:
-            (shape, strides), param, kept = self._forms[slot], self.params[slot], filling.kept.get(slot)
+            (shape, strides), param, earlier = self._forms[slot], self.params[slot], filling.earlier.get(slot)
             piece = piece_of(owners.pieces[slot], owners.rank)
             assert piece is not None  # it has an extent
             if not is_whole(piece, shape):
                 shape = (piece.stop - piece.start, *shape[1:])
             reduced = _view(total, shape, strides, offset)
-            if kept is not None and filling.adds_at_once:
-                filling.kept[slot] = self._shown(slot, kept, reduced)
+            if earlier is not None and filling.adds_at_once:
+                filling.earlier[slot] = self._shown(slot, earlier, reduced)
                 continue
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
-            sums.append((reduced, reduced.dtype if kept is not None else owners.dtype or param.dtype))
+            sums.append((reduced, reduced.dtype if earlier is not None else owners.dtype or param.dtype))
         filling.reduced.update(zip(apart, self._copies(sums), strict=True))
         return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it
 
@@ -251,20 +255,20 @@ class OwnerBucket(ReducerBucket):
         filling, self._filling = self._filling, _Filling()
         streams.record_use(*filling.reduced.values())
         for slot, (index, param) in enumerate(zip(self.indices, self.params, strict=True)):
-            kept = filling.kept.get(slot)
+            earlier = filling.earlier.get(slot)
             if skipped[index]:
-                param.grad = kept
+                param.grad = earlier
             elif self.is_sparse:
-                param.grad = self._shown_sparse(kept, result)
+                param.grad = self._shown_sparse(earlier, result)
             else:
-                param.grad = self._shown(slot, kept, filling.reduced.get(slot))
+                param.grad = self._shown(slot, earlier, filling.reduced.get(slot))
 
     def give_back(self, *, drops: bool) -> None:
         """Restore the gradients of earlier passes, unless this pass has ended."""
         filling, self._filling = self._filling, _Filling()
         for slot, param in enumerate(self.params if filling.is_open else ()):
-            if drops or slot in filling.kept:
-                param.grad = filling.kept.get(slot)
+            if drops or slot in filling.earlier:
+                param.grad = filling.earlier.get(slot)
         if drops:
             self.pending = []
         if self.is_sparse:
@@ -272,24 +276,24 @@ class OwnerBucket(ReducerBucket):
 
     # ------------------------------------------------------------------ what stands in param.grad
 
-    def _shown(self, slot: int, kept: Tensor | None, reduced: Tensor | None) -> Tensor:
+    def _shown(self, slot: int, earlier: Tensor | None, reduced: Tensor | None) -> Tensor:
         """Return ``param.grad``: the gradient on the owner of the whole, else a partial one.
 
-        ``kept``, the gradient of earlier passes, gets ``reduced`` added in place. It may be whole:
+        ``earlier``, the gradient of earlier passes, gets ``reduced`` added in place. It may be whole:
         Note [Gradients set by hand].
         """
         owners = self._owners
-        if kept is None:
+        if earlier is None:
             if reduced is None or len(owners.pieces[slot]) > 1 or self._keeps_another(slot):
                 return self._partial(slot, reduced)
             return owned(reduced, owners.agree)
-        if not isinstance(kept, PartialGradient):
-            kept = self._taken_over(slot, kept.to_dense())
+        if not isinstance(earlier, PartialGradient):
+            earlier = self._taken_over(slot, earlier.to_dense())
         if reduced is not None:
-            target = kept.rows_to_come if isinstance(kept, PartialGradient) else kept
+            target = earlier.rows_to_come if isinstance(earlier, PartialGradient) else earlier
             assert target is not None  # this rank owns rows of it
             owners.keeping.add(target, reduced)
-        return kept if isinstance(kept, PartialGradient) else owned(kept, owners.agree)
+        return earlier if isinstance(earlier, PartialGradient) else owned(earlier, owners.agree)
 
     def _keeps_another(self, slot: int) -> bool:
         """Whether reduced gradients have another dtype or place, so that the parameter cannot show them."""
@@ -314,7 +318,7 @@ class OwnerBucket(ReducerBucket):
             return whole
         return self._shown(slot, None, rows_of(whole, piece).clone())  # a view would keep the whole
 
-    def _shown_sparse(self, kept: Tensor | None, total: Tensor) -> Tensor:
+    def _shown_sparse(self, earlier: Tensor | None, total: Tensor) -> Tensor:
         """Return ``param.grad`` of the only parameter: owners have the whole sum."""
         owners, param = self._owners, self.params[0]
         if piece_of(owners.pieces[0], owners.rank) is None:
@@ -322,7 +326,7 @@ class OwnerBucket(ReducerBucket):
             elsewhere.is_of_sparse = True
             return elsewhere
         reduced = total.to(param.dtype)
-        return owned(reduced if kept is None else kept + reduced, owners.agree)
+        return owned(reduced if earlier is None else earlier + reduced, owners.agree)
 
 
 def _view(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:

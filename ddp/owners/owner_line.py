@@ -55,7 +55,6 @@ class OwnerSum:
     """A bucket on its way to its owners, in portions."""
 
     bucket: OwnerBucket
-    label: str
     rows: OwnerRows | None  # until all portions were summed
     num_started: int = 0  # portions
     num_summed: int = 0
@@ -70,11 +69,8 @@ class OwnerLine:
     summed.
     """
 
-    def __init__(
-        self, route: SumRoute, labels: Sequence[str], everyone: RankGroup, *, is_apart: bool = True
-    ) -> None:
+    def __init__(self, route: SumRoute, everyone: RankGroup, *, is_apart: bool = True) -> None:
         self._route = route
-        self._labels = labels
         self._everyone = everyone
         self._is_apart = is_apart
         self._portions = Flow(_NUM_UNDER_WAY)
@@ -90,7 +86,7 @@ class OwnerLine:
             count = last.bucket.num_portions
             self._advance(last, min(int(fraction * count), count - 1))
 
-    def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Wait:
+    def launch(self, bucket: ReducerBucket) -> Wait:
         """Start a bucket; see `Launch`. The result is its word of a failure."""
         assert isinstance(bucket, OwnerBucket)  # see `OwnerReducer`
         self._end()
@@ -99,8 +95,8 @@ class OwnerLine:
             self._advance(before, before.bucket.num_portions - (self._is_apart and not bucket.is_sparse))
         if bucket.is_sparse:
             self._last = None
-            return start_sum(self._everyone, bucket, self._labels[number])
-        self._last = OwnerSum(bucket, self._labels[number], bucket.rows())
+            return start_sum(self._everyone, bucket)
+        self._last = OwnerSum(bucket, bucket.rows())
         self._fill()
         return partial(self._finish, self._last)
 
@@ -145,7 +141,9 @@ class OwnerLine:
         assert one.rows is not None  # until all were summed
         rows = one.rows.pop(one.num_started)
         one.num_started += 1
-        label = one.label if count == 1 else f"{one.label}, portion {one.num_started} of {count}"
+        label = (
+            one.bucket.label if count == 1 else f"{one.bucket.label}, portion {one.num_started} of {count}"
+        )
         of_replicas = [rows]
         if route.lanes_across is not None:
             assert route.across is not None  # they are those ranks' lanes
@@ -174,7 +172,7 @@ class OwnerLine:
         def begin() -> Then:
             assert route.across is not None
             if route.lanes_across is None:
-                work: Waitable = route.across.start_sum(own, f"{one.label}, across replicas")[1]
+                work: Waitable = route.across.start_sum(own, f"{one.bucket.label}, across replicas")[1]
             else:
                 about, lanes = f"{label}, across replicas", route.lanes_across.groups
                 work = RowSum(route.across, lanes, totals, in_place=True, about=about)

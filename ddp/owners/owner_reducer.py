@@ -111,15 +111,15 @@ class OwnerReducer(Reducer):
         for indices, first, dtype, size, is_alone in zip(
             listed, firsts, dtypes, sizes, is_sparse, strict=True
         ):
-            kept = kept_dtype(first)
-            if kept != first.dtype:  # else owners keep gradients in the parameters' dtype
-                kept = torch.promote_types(kept, dtype)
+            own_dtype = kept_dtype(first)
+            if own_dtype != first.dtype:  # else owners keep gradients in the parameters' dtype
+                own_dtype = torch.promote_types(own_dtype, dtype)
             owners = BucketOwners(
                 tuple(self.names[i] for i in indices),
                 tuple(pieces[params[i]] for i in indices),
                 optimizer.ranks.rank,
                 optimizer.ranks.size,
-                None if kept == first.dtype else kept,
+                None if own_dtype == first.dtype else own_dtype,
                 keeping,
                 optimizer.iteration.agree_on_infinity,
             )
@@ -188,15 +188,15 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
+        line = OwnerLine(self._route, self._summing, is_apart=self._is_apart)
         adds_at_once = self.defers_reports and not self.in_join
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
-            kept = {}
+            earlier = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
                 if param.grad is not None and not self.history.carried[index]:
-                    kept[slot], param.grad = param.grad, None
-            bucket.begin(kept, line.keep_pace, adds_at_once=adds_at_once)
+                    earlier[slot], param.grad = param.grad, None
+            bucket.begin(earlier, line.keep_pace, adds_at_once=adds_at_once)
         return line.launch
 
     def _finish(self, current: BackwardPass) -> None:

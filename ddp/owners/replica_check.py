@@ -38,8 +38,8 @@ _DRIFTED = "Parameters of replicas may differ by now: load a checkpoint on all"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """What this rank has told in one pass, and the stamps of all replicas, which are on their way."""
+class _StampGather:
+    """What this rank has sent in one pass, and the stamps of all replicas, which are on their way."""
 
     num_steps: int
     options: list[dict[str, Plain]]
@@ -54,50 +54,50 @@ class ReplicaCheck:
         self._across = across.during("agree")
         self._optimizer = optimizer
         self._values = OptionValues()
-        self._asked: _Asked | None = None
-        self._told: list[_Asked] = []  # nobody waits for these, but they need their memory
-        self._told_after = -1  # steps
+        self._pending: _StampGather | None = None
+        self._sent: list[_StampGather] = []  # nobody waits for these, but they need their memory
+        self._sent_after = -1  # steps
         optimizer.iteration.calls.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
         """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""
         self.read()
-        self._asked = self._begun(None)
+        self._pending = self._start_gather(None)
         if not is_asynchronous(self._across.device):
-            self._hear()
+            self._stamps()
 
     def tell(self, error: BaseException) -> None:
         """Send other replicas the error that all ranks of this one raise of a step, once. No wait."""
-        if self._told_after != self._optimizer.num_steps:
-            self._told_after = self._optimizer.num_steps
-            self._told.append(self._begun(error))
+        if self._sent_after != self._optimizer.num_steps:
+            self._sent_after = self._optimizer.num_steps
+            self._sent.append(self._start_gather(error))
 
-    def _begun(self, error: BaseException | None) -> _Asked:
+    def _start_gather(self, error: BaseException | None) -> _StampGather:
         values, num_steps = self._values, self._optimizer.num_steps
         values.follow(self._optimizer.param_groups, ())
         failed = None if error is None else type(error).__name__
-        told = message_of(error) if isinstance(error, RemoteRankError) else f"{failed}: {error}"
-        excerpt = b"" if error is None else told.encode()[:_EXCERPT]
+        text = message_of(error) if isinstance(error, RemoteRankError) else f"{failed}: {error}"
+        excerpt = b"" if error is None else text.encode()[:_EXCERPT]
         stamp = Stamp.of(num_steps, values.digest, "step()", failed).packed() + excerpt.ljust(_EXCERPT, b"\0")
         mine = to_device(bytes_to_tensor(stamp), self._across.device)
         stamps, work = self._across.start_gather(mine, "the options of replicas")
-        return _Asked(num_steps, values.by_group, stamps, work)
+        return _StampGather(num_steps, values.by_group, stamps, work)
 
-    def _hear(self) -> dict[int, Stamp]:
+    def _stamps(self) -> dict[int, Stamp]:
         """Wait for the stamps; raises RemoteRankError if a step has failed in another replica."""
-        assert self._asked is not None  # asked by the caller
-        self._asked.work.wait()
-        rows = [tensor_to_bytes(row) for row in self._across.read(HostCopy(self._asked.stamps))]
+        assert self._pending is not None  # asked by the caller
+        self._pending.work.wait()
+        rows = [tensor_to_bytes(row) for row in self._across.read(HostCopy(self._pending.stamps))]
         stamps = {replica: Stamp.read(row[:STAMP_NBYTES]) for replica, row in enumerate(rows)}
         failed = failed_ranks(stamps)
         if not failed or len(failed) == len(stamps):  # each has raised
             return stamps
-        self._asked = None
-        said = rows[failed[0]][STAMP_NBYTES:].rstrip(b"\0").decode(errors="ignore")
-        told = f"a step has failed in replica {failed[0]} of the mesh: {said}"
+        self._pending = None
+        excerpt = rows[failed[0]][STAMP_NBYTES:].rstrip(b"\0").decode(errors="ignore")
+        text = f"a step has failed in replica {failed[0]} of the mesh: {excerpt}"
         if len(failed) > 1:
-            told = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
-        raise RemoteRankError(f"{told}. {_DRIFTED}")
+            text = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
+        raise RemoteRankError(f"{text}. {_DRIFTED}")
 
     def read(self) -> None:
         """Wait for what was begun, if there is something. The CPU waits.
@@ -105,13 +105,13 @@ class ReplicaCheck:
         Raises RankMismatchError if replicas have taken different steps or have different options, and
         RemoteRankError if a step has failed in another one.
         """
-        asked = self._asked
-        if asked is None:
+        gather = self._pending
+        if gather is None:
             return
-        stamps, self._asked = self._hear(), None
+        stamps, self._pending = self._stamps(), None
         if len({(stamp.number, stamp.digest) for stamp in stamps.values()}) == 1:
             return
-        everyone = self._across.all_gather_json([asked.num_steps, asked.options])
+        everyone = self._across.all_gather_json([gather.num_steps, gather.options])
         counts, options = ([of_rank[at] for of_rank in everyone] for at in range(2))
         wrong = []
         if len(set(counts)) > 1:

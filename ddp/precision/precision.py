@@ -65,26 +65,26 @@ class PrecisionPolicy:
             raise ValueError(f'inputs={self.inputs} has no effect with casts_inputs="nowhere": leave one out')
 
     @classmethod
-    def of(cls, given: object, module: nn.Module) -> "PrecisionPolicy | None":
+    def of(cls, policy: object, module: nn.Module) -> "PrecisionPolicy | None":
         """Read the argument ``mixed_precision`` of `FullyShardedDataParallel`.
 
         That is a policy; or what PyTorch has for its own wrappers, ``MixedPrecisionPolicy``,
         ``MixedPrecision`` or ``_MixedPrecision``, of which attributes are read; or None.
         """
-        if given is None or isinstance(given, cls):
-            return given
-        untyped: Any = given
-        if not hasattr(given, "param_dtype") or not hasattr(given, "reduce_dtype"):
+        if policy is None or isinstance(policy, cls):
+            return policy
+        untyped: Any = policy
+        if not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
             raise TypeError(
                 "expected mixed_precision to be a zero_optim.ddp.PrecisionPolicy or a "
-                f"torch.distributed.fsdp.MixedPrecisionPolicy, got {type(given).__name__}"
+                f"torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}"
             )
-        if getattr(given, "keep_low_precision_grads", False):
+        if getattr(policy, "keep_low_precision_grads", False):
             raise ValueError(
                 "keep_low_precision_grads=True is not possible: owners keep gradients in the dtype of what "
                 "they step. Leave it out"
             )
-        classes = tuple(getattr(given, "_module_classes_to_ignore", ()))
+        classes = tuple(getattr(policy, "_module_classes_to_ignore", ()))
         left_out = [name for name, layer in module.named_modules() if isinstance(layer, classes)]
         if left_out and untyped.param_dtype is not None:
             raise ValueError(
@@ -92,29 +92,29 @@ class PrecisionPolicy:
                 f"{names_text(left_out)}, which is not possible here: give a zero_optim.ddp.PrecisionPolicy, "
                 "which leaves out none"
             )
-        casts_model = getattr(given, "cast_root_forward_inputs", not hasattr(given, "cast_forward_inputs"))
-        casts_units = getattr(given, "cast_forward_inputs", False)
+        casts_model = getattr(policy, "cast_root_forward_inputs", not hasattr(policy, "cast_forward_inputs"))
+        casts_units = getattr(policy, "cast_forward_inputs", False)
         return cls(
             params=untyped.param_dtype,
             gradients=untyped.reduce_dtype,
-            buffers=getattr(given, "buffer_dtype", None),
-            outputs=getattr(given, "output_dtype", None),
+            buffers=getattr(policy, "buffer_dtype", None),
+            outputs=getattr(policy, "output_dtype", None),
             casts_inputs="units" if casts_units else "model" if casts_model else "nowhere",
         )
 
     @classmethod
     def of_ddp(cls, arguments: Mapping[str, Any]) -> "PrecisionPolicy | None":
         """Read ``mixed_precision`` of DDP, and check that its other arguments, by name, go with it."""
-        given, module = arguments.get("mixed_precision"), arguments["module"]
-        if given is None:
+        policy, module = arguments.get("mixed_precision"), arguments["module"]
+        if policy is None:
             return None
-        if not isinstance(given, private.MixedPrecision):
+        if not isinstance(policy, private.MixedPrecision):
             raise TypeError(
                 "expected mixed_precision to be a torch.nn.parallel.distributed._MixedPrecision, got "
-                f"{type(given).__name__}"
+                f"{type(policy).__name__}"
             )
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            _check_dtype(f"mixed_precision's {name}", getattr(given, name))
+            _check_dtype(f"mixed_precision's {name}", getattr(policy, name))
         if arguments.get("delay_all_reduce_named_params"):
             raise ValueError(
                 "mixed_precision does not go with delay_all_reduce_named_params: these gradients are reduced "
@@ -125,7 +125,7 @@ class PrecisionPolicy:
                 "mixed_precision cannot cast the parameters of modules compiled by TorchScript: wrap the "
                 "model itself, or use torch.compile"
             )
-        return cls.of(given, module)
+        return cls.of(policy, module)
 
     def describe(self) -> str:
         """Describe it, for ranks to compare."""

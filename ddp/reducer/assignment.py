@@ -123,25 +123,22 @@ class ReducedParams:
 class BucketAssignment:
     """The place of each parameter's gradient: bucket, bucket number, slot. The same on every rank.
 
-    Buckets are in the order of reduction. Labels name them in messages.
+    Buckets are in the order of reduction.
     """
 
     names: Sequence[str] = ()
     buckets: Sequence[ReducerBucket] = ()
     places: Sequence[tuple[ReducerBucket, int, int]] = ()
-    labels: Sequence[str] = ()
 
     @classmethod
     def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
-        """Each parameter is in one bucket."""
+        """Number the buckets. Each parameter is in one bucket."""
         places: dict[int, tuple[ReducerBucket, int, int]] = {}
         for number, bucket in enumerate(buckets):
+            bucket.number, bucket.is_last = number, number == len(buckets) - 1
+            bucket.label = bucket_text(number, [names[index] for index in bucket.indices])
             places |= {index: (bucket, number, slot) for slot, index in enumerate(bucket.indices)}
-        labels = [
-            bucket_text(number, [names[index] for index in bucket.indices])
-            for number, bucket in enumerate(buckets)
-        ]
-        return cls(names, buckets, [places[index] for index in range(len(names))], labels)
+        return cls(names, buckets, [places[index] for index in range(len(names))])
 
 
 def assign(

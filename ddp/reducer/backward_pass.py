@@ -67,7 +67,7 @@ class BackwardPass:
         self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
         self.order: list[int] = []  # parameters as their gradients came
         self.num_passed = 0  # buckets that were launched or left out: the number of the next
-        self._waits: list[tuple[int, Wait]] = []  # launched buckets, by number
+        self._waits: list[tuple[ReducerBucket, Wait]] = []  # of launched buckets
         self._assignment = assignment
         self._places = assignment.places
         self._launch = launch
@@ -242,9 +242,7 @@ class BackwardPass:
         self.num_passed += 1
 
     def _start(self, bucket: ReducerBucket) -> None:
-        number = self.num_passed
-        is_last = number == len(self._assignment.buckets) - 1
-        self._waits.append((number, self._launch(bucket, number, is_last)))
+        self._waits.append((bucket, self._launch(bucket)))
 
     # ------------------------------------------------------------------ the end
 
@@ -283,12 +281,11 @@ class BackwardPass:
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each launched bucket, and yield it with its gradients; a report reads the last one."""
-        buckets = self._assignment.buckets
-        for number, wait in self._waits:
+        for bucket, wait in self._waits:
             reduced = wait()
-            if report is not None and report.in_last_bucket and number == len(buckets) - 1:
+            if report is not None and report.in_last_bucket and bucket.is_last:
                 report.read_word(reduced)
-            yield buckets[number], reduced
+            yield bucket, reduced
 
     def drain(self, report: FailureReport | None = None) -> None:
         """Wait for every launched bucket, and drop the results."""

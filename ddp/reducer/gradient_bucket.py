@@ -43,6 +43,7 @@ class ReducerBucket:
     ) -> None:
         self.indices = list(indices)
         self.params = list(params)
+        self.number, self.is_last, self.label = 0, True, ""  # in the order of reduction, and for messages
         self.is_sparse = is_sparse
         self.dtype = dtype = params[0].dtype if dtype is None else dtype
         self.as_views = as_views and not is_sparse and dtype == params[0].dtype
@@ -68,6 +69,7 @@ class ReducerBucket:
     def shadow(self) -> "ReducerBucket":
         """Return a bucket of zeros for the same parameters, for a pass without gradients of this rank."""
         like = ReducerBucket(self.indices, self.params, is_sparse=self.is_sparse, dtype=self.dtype)
+        like.number, like.is_last, like.label = self.number, self.is_last, self.label
         like.is_shadow = True
         return like
 
@@ -247,18 +249,16 @@ class GradBucket:
     ``all_used``, for our own hooks: some rank is known to have used each parameter.
     """
 
-    __slots__ = ("_bucket", "_buffer", "_index", "_is_last", "all_used")
+    __slots__ = ("_bucket", "_buffer", "all_used")
 
-    def __init__(self, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool = False) -> None:
+    def __init__(self, bucket: ReducerBucket, *, all_used: bool = False) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
-        self._index = index
-        self._is_last = is_last
         self.all_used = all_used
 
     def index(self) -> int:
         """Place in the order of reduction."""
-        return self._index
+        return self._bucket.number
 
     def buffer(self) -> Tensor:
         """All gradients in one tensor: 1-D, or one sparse gradient. Not divided by the number of ranks."""
@@ -276,8 +276,8 @@ class GradBucket:
             return list(self._bucket.views)
         if self._buffer.numel() != self._bucket.flat.numel():
             raise RuntimeError(
-                f"the buffer of bucket {self._index} was replaced by one of {self._buffer.numel()} elements: "
-                f"it cannot be viewed as gradients of {self._bucket.flat.numel()} elements"
+                f"the buffer of bucket {self.index()} was replaced by one of {self._buffer.numel()} "
+                f"elements: it cannot be viewed as gradients of {self._bucket.flat.numel()} elements"
             )
         return self._bucket.views_of(self._buffer)
 
@@ -292,7 +292,7 @@ class GradBucket:
 
     def is_last(self) -> bool:
         """Whether this is the last bucket of the backward pass."""
-        return self._is_last
+        return self._bucket.is_last
 
 
 def tensor_of(value: Any) -> Tensor | None:  # noqa: ANN401 - whatever a hook's future holds

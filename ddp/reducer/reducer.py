@@ -285,7 +285,7 @@ class Reducer:
     def _open(self) -> Launch:
         """Prepare the buckets for a pass; returns their launch function."""
         may_be_unused = self.options.find_unused_parameters or self.options.static_graph
-        return self.slot.launching(self._summing, self.assignment.labels, all_used=not may_be_unused)
+        return self.slot.launching(self._summing, all_used=not may_be_unused)
 
     def _holds(self) -> bool:
         """Whether full buckets wait for a caller to launch them."""

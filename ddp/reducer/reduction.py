@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -19,8 +19,7 @@ Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contra
 
 # Waits for a reduction, and returns the gradients: one tensor of the bucket's length, or a sparse one.
 Wait: TypeAlias = Callable[[], Tensor]
-# Starts the reduction of a bucket, given its place in the order of reduction, and whether none follows.
-Launch: TypeAlias = Callable[[ReducerBucket, int, bool], Wait]
+Launch: TypeAlias = Callable[[ReducerBucket], Wait]  # starts the reduction of a bucket
 
 
 @runtime_checkable
@@ -34,9 +33,9 @@ class NamesBuckets(Protocol):
         """Return the parameters of each bucket, in its order; None for PyTorch's buckets."""
 
 
-def start_sum(group: RankGroup, bucket: ReducerBucket, label: str) -> Wait:
+def start_sum(group: RankGroup, bucket: ReducerBucket) -> Wait:
     """Start the in-place sum of a bucket over all ranks; gradients were divided before."""
-    handle, work = group.start_sum(bucket.flat, label)
+    handle, work = group.start_sum(bucket.flat, bucket.label)
 
     def wait() -> Tensor:
         work.wait()
@@ -94,30 +93,28 @@ class HookSlot:
         self._version = self._names.version()
         return self._names.members()
 
-    def launching(self, group: RankGroup, labels: Sequence[str], *, all_used: bool) -> Launch:
+    def launching(self, group: RankGroup, *, all_used: bool) -> Launch:
         """Return the launch function: the comm hook, or a sum without one.
 
         It holds a weak reference: a hook's state may hold the model, and so a pass that broke off.
         """
         reference = weakref.ref(self)
 
-        def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Wait:
+        def launch(bucket: ReducerBucket) -> Wait:
             slot = reference()
             assert slot is not None  # see above
             if slot._hook is None:
-                return start_sum(group, bucket, labels[number])
+                return start_sum(group, bucket)
             with slot.minding():
-                return slot._start(
-                    GradBucket(bucket, number, is_last, all_used), bucket, group, labels[number]
-                )
+                return slot._start(bucket, group, GradBucket(bucket, all_used=all_used))
 
         return launch
 
-    def _start(self, argument: GradBucket, bucket: ReducerBucket, group: RankGroup, label: str) -> Wait:
+    def _start(self, bucket: ReducerBucket, group: RankGroup, argument: GradBucket) -> Wait:
         """Call the hook, which also divides. Counts the wait, not the bytes that the hook sends."""
         assert self._hook is not None  # asked for by the caller
         (hook, state), name = self._hook, self.name
-        work = group.begin_work(label, runs_hook=True)
+        work = group.begin_work(bucket.label, runs_hook=True)
         with work.starting():
             future = hook(state, argument)
         if not isinstance(future, private.Future):

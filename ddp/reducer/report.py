@@ -50,7 +50,6 @@ class FailureReport:
         self._work: Waitable | None = None
         self._counts: Tensor | None = None
         self._answer: HostCopy | None = None  # the word, or the counts
-        self._word: float | None = None  # where nobody has to wait for it
         if in_last_bucket:
             return
         self._counts = to_device(torch.tensor([failure is not None, *used], dtype=torch.int32), group.device)
@@ -59,10 +58,7 @@ class FailureReport:
 
     def read_word(self, reduced: Tensor) -> None:
         """Copy the element of the last bucket's sum, before the user gets the gradients."""
-        if is_asynchronous(reduced.device):
-            self._answer = HostCopy(reduced[:1])
-        else:
-            self._word = reduced[:1].item()
+        self._answer = HostCopy(reduced[:1])
 
     def put_off(self) -> None:
         """Start the copy to the CPU; `check` comes later: Note [Late reports]."""
@@ -87,12 +83,8 @@ class FailureReport:
 
     def check(self) -> None:
         """Wait on the CPU; raises ReductionError on every rank if one failed."""
-        if self._word is not None:
-            has_failed = self._word != self._word  # NaN, of a real or a complex number
-        else:
-            first = self._group.read(self._read())[:1]
-            has_failed = bool((first.isnan() if self.in_last_bucket else first).item())
-        if not has_failed:
+        first = self._group.read(self._read())[0].item()
+        if first == (first if self.in_last_bucket else 0):  # no NaN, or no rank
             return
         failures = self._group.all_gather_json(self._failure)
         ranks: dict[str, list[int]] = {}

@@ -174,13 +174,15 @@ ANYWHERE: Tests = {
 }
 ON_ONE_RANK: Tests = {"parameters: save, load, evaluate": (state.test_one_rank_alone, FOLDER)}
 ON_TWO_RANKS: Tests = {
-    "gradients: cut": (gradients.trains_alike, Setting(optimizer=cut_adamw)),
+    "gradients: cut": (
+        gradients.test_cut_parameters_train_with_the_bits_of_whole_gradients,
+        Setting(optimizer=cut_adamw),
+    ),
     "parameters: bf16, cut": (precision.test_cut_parameters_keep_the_bits,),
     "parameters: units on their way": (parameters.test_only_what_is_used_or_next_is_there, True, 0),
     "parameters: bf16, built later": (trains_as_optimizer_first, ["wrapper", "dtypes"], FOLDER, "AdamW"),
 }
 ON_MORE_RANKS: Tests = {  # the sums of the reference are made in the order of ranks
-    "gradients: order of sums": (gradients.summed_in_rank_order,),
     "gradients: order of sums, passes on owners": (accumulation.adds_up, "owner"),
     "gradients: order of sums, passes on ranks": (accumulation.adds_up, "local"),
     "parameters: order of sums, float32": (

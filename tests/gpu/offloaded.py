@@ -1,14 +1,13 @@
 """Cases: a fully sharded model whose owners keep everything on the CPU, beside the same done by hand."""
 
 import copy
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_pairs import batch
 from gpu.setting import Here
+from parity_reference import InRankOrder
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, sharded_state_dict, unsharded
@@ -21,7 +20,7 @@ def on_host(here: Here, passes: int, scales: bool) -> None:
 
     On the CPU there is nothing to offload: the rest is run.
     """
-    model, twin = (_made(here) for _ in range(2))
+    model, twin = _made(here), InRankOrder(_made(here), by_pass=True)
     theirs = [nn.Parameter(param.detach().cpu().clone()) for param in twin.parameters()]
     plain = torch.optim.AdamW(theirs, lr=0.05)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
@@ -30,12 +29,20 @@ def on_host(here: Here, passes: int, scales: bool) -> None:
     scaler = torch.amp.GradScaler(here.device.type, init_scale=2.0**8, enabled=scales)
     for number in range(STEPS):
         optimizer.zero_grad()
+        twin.zero_grad()
         for part in range(passes):
             here.sleep()
             scaler.scale(_loss(wrapped, here, passes * number + part)).backward()
+            _loss(twin, here, passes * number + part).backward()
         scaler.step(optimizer)
         scaler.update()
-        _step_by_hand(twin, theirs, plain, here, range(passes * number, passes * (number + 1)))
+        for mine, param in zip(theirs, twin.parameters(), strict=True):
+            assert param.grad is not None
+            mine.grad = param.grad.cpu()
+        plain.step()
+        with torch.no_grad():
+            for param, mine in zip(twin.parameters(), theirs, strict=True):
+                param.copy_(mine)
         with torch.no_grad(), unsharded(wrapped.module):
             got = [param.detach().clone() for param in model.parameters()]
         assert_same_bits(got, list(twin.parameters()), number)
@@ -81,36 +88,6 @@ def _train(pair: tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer], here:
     _loss(wrapped, here, number).backward()
     optimizer.clip_grad_norm_(0.5)
     optimizer.step()
-
-
-def _step_by_hand(
-    twin: nn.Module, theirs: list[nn.Parameter], plain: torch.optim.Optimizer, here: Here, passes: range
-) -> None:
-    """Average each pass in the order of ranks, add the passes up on the device, and step on the CPU."""
-    plain.zero_grad()
-    totals: dict[nn.Parameter, Tensor] = {}
-    for number in passes:
-        twin.zero_grad()
-        _loss(twin, here, number).backward()
-        for param in twin.parameters():
-            assert param.grad is not None
-            average = _average(param.grad.cpu()).to(here.device)
-            totals[param] = totals[param] + average if param in totals else average
-    for mine, total in zip(theirs, totals.values(), strict=True):
-        mine.grad = total.cpu()
-    plain.step()
-    with torch.no_grad():
-        for param, mine in zip(twin.parameters(), theirs, strict=True):
-            param.copy_(mine)
-
-
-def _average(grad: Tensor) -> Tensor:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, grad / len(everyone))
-    total: Tensor = everyone[0]
-    for part in everyone[1:]:
-        total = total + part
-    return total
 
 
 def _check_places(here: Here, wrapped: FullyShardedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:

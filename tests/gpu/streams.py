@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from gpu.setting import Here, futures_work, layers_asleep
 from overlap import Net, Setting, assert_same_params, inputs
-from test_ddp_bucketer import Call, chunks_of, sum_in_rank_order
 from training import assert_same_bits
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
@@ -119,23 +118,25 @@ def _train(here: Here, model: nn.Module, optimizer: Any) -> None:
         here.sleep()
 
 
+def chunks_of(number: int, rank: int) -> list[Tensor]:
+    """Return the input of a rank to a call, which every rank can make for all."""
+    generator, length = torch.Generator().manual_seed(1000 * number + rank), LENGTHS[number % len(LENGTHS)]
+    return [torch.randn(length, generator=generator) for _ in range(dist.get_world_size())]
+
+
 def summed(here: Here, num_streams: int) -> None:
     """Chunks come late, on streams in turns; free memory is overwritten. Sums are in the order of ranks."""
     streams = [torch.cuda.Stream(here.device) for _ in range(num_streams if here.is_cuda else 0)]
     bucketer = ReduceScatterBucketer(bucket_cap_mb=CAP_MB)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    calls = [Call((length,) * size) for length in LENGTHS * 3]
-    inputs_of_calls = [
-        [chunk.to(here.device) for chunk in chunks_of(call, number, rank)]
-        for number, call in enumerate(calls)
-    ]
+    rank, numbers = dist.get_rank(), range(3 * len(LENGTHS))
+    calls = [[chunk.to(here.device) for chunk in chunks_of(number, rank)] for number in numbers]
     here.synchronize()
     sums: list[tuple[int, Tensor]] = []
 
     def keep(number: int, total: Tensor) -> None:
         sums.append((number, total * 1.0))  # the current stream has the sum
 
-    for number, chunks in enumerate(inputs_of_calls):
+    for number, chunks in enumerate(calls):
         with torch.cuda.stream(streams[number % num_streams]) if streams else nullcontext():
             here.sleep()
             late = [chunk * 1.0 for chunk in chunks]  # made behind the kernel that sleeps
@@ -145,10 +146,10 @@ def summed(here: Here, num_streams: int) -> None:
             del overwriting
     bucketer.flush()
     here.synchronize()
-    assert sorted(number for number, _ in sums) == list(range(len(calls)))
+    assert sorted(number for number, _ in sums) == list(numbers)
     for number, total in sums:
-        expected = sum_in_rank_order(calls[number], number, rank, size)
-        assert_same_bits([total.cpu()], [expected], f"call {number}")
+        first, *others = (chunks_of(number, sender)[rank] for sender in range(dist.get_world_size()))
+        assert_same_bits([total.cpu()], [sum(others, first)], f"call {number}")
 
 
 def lane_works(here: Here) -> None:

@@ -151,12 +151,6 @@ def using_stream(device: torch.device, stream: Stream | None) -> AbstractContext
     return accelerator.using(stream)
 
 
-def new_stream(device: torch.device) -> Stream | None:
-    """Return a new stream of a device; None without streams."""
-    accelerator = accelerator_of(device)
-    return None if accelerator is None else accelerator.new_stream(device)
-
-
 def recorded_event(device: torch.device) -> Event | None:
     """Record an event on the current stream; None without streams."""
     accelerator = accelerator_of(device)
@@ -175,29 +169,25 @@ def record_use(*tensors: Tensor) -> None:
     for tensor in tensors:
         accelerator = accelerator_of(tensor.device)
         if accelerator is not None:
-            for part in _dense_parts(tensor):
+            is_sparse = tensor.is_sparse
+            for part in (private.indices(tensor), private.values(tensor)) if is_sparse else (tensor,):
                 accelerator.record_use(part)
 
 
-def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    return (private.indices(tensor), private.values(tensor)) if tensor.is_sparse else (tensor,)
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to memory from which a device copies beside the CPU; itself without streams."""
+    accelerator = accelerator_of(device)
+    return tensor if accelerator is None else accelerator.host_tensor(tensor).copy_(tensor)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small CPU tensor to a device. The CPU does not wait."""
-    accelerator = accelerator_of(device)
-    if accelerator is None:
-        return tensor.to(device)
-    return accelerator.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
+    return _pinned(tensor, device).to(device, non_blocking=is_asynchronous(device))
 
 
 def copy_to(place: Tensor, tensor: Tensor) -> None:
     """Copy a small CPU tensor into a device tensor. The CPU does not wait."""
-    accelerator = accelerator_of(place.device)
-    if accelerator is None:
-        place.copy_(tensor)
-    else:
-        place.copy_(accelerator.host_tensor(tensor).copy_(tensor), non_blocking=True)
+    place.copy_(_pinned(tensor, place.device), non_blocking=is_asynchronous(place.device))
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
@@ -225,14 +215,14 @@ class HostCopy:
     def __init__(self, *tensors: Tensor) -> None:
         self._events: list[Event] = []
         devices = dict.fromkeys(tensor.device for tensor in tensors)
-        found = [accelerator for device in devices if (accelerator := accelerator_of(device)) is not None]
-        if not found:
+        accelerator = next(filter(None, map(accelerator_of, devices)), None)
+        if accelerator is None:
             copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
             self._value = copies[0] if len(copies) == 1 else torch.cat(copies)
             return
         sizes = [tensor.numel() for tensor in tensors]
         whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu")  # is never touched: only a form
-        self._value = found[0].host_tensor(tensors[0] if len(tensors) == 1 else whole)
+        self._value = accelerator.host_tensor(tensors[0] if len(tensors) == 1 else whole)
         places = [self._value] if len(tensors) == 1 else torch.split(self._value, sizes)
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor.detach(), non_blocking=True)
@@ -267,9 +257,7 @@ class LateCopies:
         if accelerator is None:
             return tensor.detach().to("cpu", copy=True)
         place = accelerator.host_tensor(tensor)
-        place.copy_(tensor.detach(), non_blocking=True)
-        record_use(tensor)  # perhaps made on another stream, to which its memory goes back
-        self._note(tensor.device)
+        self.to_place(place, tensor.detach())
         return place
 
     def to_place(self, place: Tensor, tensor: Tensor) -> None:
@@ -283,12 +271,9 @@ class LateCopies:
             tensor = tensor.to(device, non_blocking=beside)
         place.copy_(tensor, non_blocking=beside)
         if beside:
-            record_use(tensor)
-            self._note(device)
-
-    def _note(self, device: torch.device) -> None:
-        with self._lock:
-            self._events[device, current_stream(device)] = recorded_event(device)
+            record_use(tensor)  # perhaps made on another stream, to which its memory goes back
+            with self._lock:
+                self._events[device, current_stream(device)] = recorded_event(device)
 
     def wait(self) -> None:
         """Wait on the CPU for all copies started so far."""
@@ -317,7 +302,8 @@ class StreamBeside:
     def using(self, device: torch.device) -> AbstractContextManager[Any]:
         """Use it and its device on this thread; does nothing without streams."""
         if device not in self._streams:
-            self._streams[device] = new_stream(device)
+            accelerator = accelerator_of(device)
+            self._streams[device] = None if accelerator is None else accelerator.new_stream(device)
         return using_stream(device, self._streams[device])
 
     @contextmanager

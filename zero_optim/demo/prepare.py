@@ -34,6 +34,13 @@ class Started(NamedTuple):
     local_rank: int
     local_world_size: int
 
+    @staticmethod
+    def here() -> "Started | None":
+        """Return this process's place; None if torchrun did not start it."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        is_started = os.environ.keys() >= set(names)
+        return Started(*(int(os.environ[name]) for name in names)) if is_started else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
@@ -58,7 +65,14 @@ def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
     if arguments.get("resume") is not None:
         path = locate(arguments["resume"])
         source = look(path)
-        _check_class(source.run.optimizer, named="optimizer" in arguments)
+        name: object = source.run.optimizer  # whatever the file holds
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.]+(:[\w.]+)?", name):
+            raise ValueError(f"the checkpoint names no optimizer class, but {ascii(name)[:80]}")
+        if ":" in name and "optimizer" not in arguments:  # a file must never choose code
+            raise ValueError(
+                f"the checkpoint names the optimizer class {name}, and importing it runs its module: "
+                f"if you trust it, give --optimizer {name}"
+            )
     config = _merge(arguments, source, path, started)
     if source is not None:
         _check_fits(config, source)
@@ -150,17 +164,6 @@ def look(path: Path) -> Saved:
     return Saved(run, peek.extra["step"], peek.extra["text_digest"], peek.shapes)
 
 
-def _check_class(name: object, *, named: bool) -> None:
-    """Refuse to import a module that only the checkpoint names: a file must never choose code."""
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.]+(:[\w.]+)?", name):
-        raise ValueError(f"the checkpoint names no optimizer class, but {ascii(name)[:80]}")
-    if ":" in name and not named:
-        raise ValueError(
-            f"the checkpoint names the optimizer class {name}, and importing it runs its module: "
-            f"if you trust it, give --optimizer {name}"
-        )
-
-
 def _merge(
     arguments: Mapping[str, Any], source: Saved | None, path: Path | None, started: Started | None
 ) -> RunConfig:
@@ -182,27 +185,24 @@ def _merge(
         values["clip"] = 0.0
     values["text"] = tuple(str(Path(name).resolve()) for name in values["text"])
     values["resume"] = str(path) if path is not None else None
-    if "out" not in arguments:
-        values["out"] = str(run_folder(path)) if path is not None else _new_folder(values["optimizer"])
+    if "out" not in arguments and path is not None:
+        values["out"] = str(run_folder(path))
+    elif "out" not in arguments:  # named after optimizer and time, with a number if that is taken
+        word = re.sub(r"[^A-Za-z0-9]+", "-", values["optimizer"].rpartition(":")[2]).strip("-").lower()
+        name = f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
+        others = sum(1 for _ in Path("runs").glob(name + "*"))
+        values["out"] = str(Path("runs", f"{name}-{others + 1}" if others else name))
     return RunConfig(**values)
-
-
-def _new_folder(optimizer: str) -> str:
-    """Return a run's name: optimizer and time, with a number if taken."""
-    word = re.sub(r"[^A-Za-z0-9]+", "-", optimizer.rpartition(":")[2]).strip("-").lower()
-    name = Path("runs") / f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
-    others = sum(1 for _ in name.parent.glob(name.name + "*"))
-    return f"{name}-{others + 1}" if others else str(name)
 
 
 def _check_fits(config: RunConfig, source: Saved) -> None:
     for name in _FIXED:
-        now, then = getattr(config, name), getattr(source.run, name)
-        if now != then:
-            raise ValueError(
-                f"the checkpoint is of another run: it has {_spell(name, then)}, "
-                f"this run has {_spell(name, now)}"
-            )
+        values = [getattr(run, name) for run in (source.run, config)]
+        if values[0] != values[1]:
+            if name == "options":
+                values = [" ".join(f"{key}={value}" for key, value in options) for options in values]
+            then, now = (f"{flag(name)} {value}" for value in values)
+            raise ValueError(f"the checkpoint is of another run: it has {then}, this run has {now}")
     with torch.device("meta"):  # sizes without memory
         expected = {name: tuple(tensor.shape) for name, tensor in GPT(config.shape).state_dict().items()}
     if source.shapes != expected:
@@ -211,9 +211,3 @@ def _check_fits(config: RunConfig, source: Saved) -> None:
         raise ValueError(
             f"the run has already made {source.step} updates: to continue, give a larger --steps"
         )
-
-
-def _spell(name: str, value: Any) -> str:  # noqa: ANN401 - any field's value
-    if name == "options":
-        return "--opt " + " ".join(f"{key}={option}" for key, option in value)
-    return f"{flag(name)} {value}"

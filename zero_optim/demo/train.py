@@ -46,16 +46,15 @@ _HOOKS: dict[str, Any] = {"allreduce": allreduce_hook, "bf16": bf16_compress_hoo
 
 
 @record  # for the report of torchrun, if a rank fails
-def train_under_torchrun(config: RunConfig) -> None:
+def train_under_torchrun(config: RunConfig, place: prepare.Started) -> None:
     """Run as a rank that torchrun started."""
-    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if local_world_size == int(os.environ["WORLD_SIZE"]):
+    if place.local_world_size == place.world_size:
         use_loopback()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // local_world_size))
-    if prepare.choose_device(config.device, local_world_size) == "cuda":
-        torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+        torch.set_num_threads(max(1, num_cores() // place.local_world_size))
+    if prepare.choose_device(config.device, place.local_world_size) == "cuda":
+        torch.cuda.set_device(place.local_rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", place.local_rank))
     else:
         dist.init_process_group("gloo")
     train(config)
