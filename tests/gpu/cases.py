@@ -24,12 +24,10 @@ import test_hooks_arithmetic as hooks
 import test_mesh as mesh
 import test_overlap_training as overlap
 import test_sharded_accumulation as accumulation
-import test_sharded_training as gradients
 from fully import NARROW
 from gpu import costs, kernels, offloaded, stages, starting, streams
 from gpu.setting import Figures, Here, NotHere, Setup, asleep_on_device, need_futures
 from parity_runs import STAGES, Row, Run
-from sharded import Setting, cut_adamw
 from test_fully_sharded_forms import trains_as_optimizer_first
 from training import HAS_MUON
 from zero_optim.ddp import PrecisionPolicy
@@ -174,10 +172,7 @@ ANYWHERE: Tests = {
 }
 ON_ONE_RANK: Tests = {"parameters: save, load, evaluate": (state.test_one_rank_alone, FOLDER)}
 ON_TWO_RANKS: Tests = {
-    "gradients: cut": (
-        gradients.test_cut_parameters_train_with_the_bits_of_whole_gradients,
-        Setting(optimizer=cut_adamw),
-    ),
+    **table("gradients", "tower", "ordinary", "cuts"),
     "parameters: bf16, cut": (precision.test_cut_parameters_keep_the_bits,),
     "parameters: units on their way": (parameters.test_only_what_is_used_or_next_is_there, True, 0),
     "parameters: bf16, built later": (trains_as_optimizer_first, ["wrapper", "dtypes"], FOLDER, "AdamW"),
