@@ -255,7 +255,7 @@ class ZeroStep:
             torch.autograd.graph.increment_version(known)
         under_way = self._overlap.under_way
         for task in tasks:
-            under_way.start(task.begin, device=task.buffer.device)
+            under_way.start(task.begin, device=task.buffer.device, is_behind=True)
         if of.is_complete and not self._overlap.takes_thread:
             while under_way:  # no later hook steps the last bucket
                 under_way.finish_first()

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,27 @@ def test_a_thread_starts_and_waits_in_order_beside_the_caller_and_goes_on_after_
     assert other.thread is one.thread is not None
 
 
+def test_an_interrupted_wait_ends_when_the_thread_has_done_the_work() -> None:
+    """It was not waited for any more, and the thread went on to write parameters."""
+    busy = Busy()
+    flow = Flow(thread=Worker("steps"))
+    flow.start(busy.begin)
+    busy.has_begun.wait()
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if busy.may_end.is_set():
+                return super().wait(timeout)
+            busy.may_end.set()
+            raise KeyboardInterrupt
+
+    run: Any = flow._entries[0].work
+    run._end = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        flow.wait()
+    assert run._end.is_set()
+
+
 def test_a_flow_that_goes_while_its_thread_is_busy_does_not_wait_and_the_process_does() -> None:
     busy, other = Busy(), Busy()
     for work in (busy, other):
@@ -199,3 +221,22 @@ def test_work_waits_on_a_stream_behind_the_callers_which_waits_for_it_once() -> 
             flow.wait()
         assert [event.stream.name for event in main.awaited] == ["beside"]
     assert log[3:] == ["wait b"]
+
+
+def test_work_that_began_behind_the_callers_stream_does_not_wait_for_later_work_there() -> None:
+    with fake_streams() as accelerator:
+        beside = StreamBeside()
+        flow, numbers = Flow(1, streams=beside), list[int]()
+
+        class Behind:
+            def begin(self) -> "Behind":
+                with beside.behind(torch.device("cpu")):
+                    return self
+
+            def wait(self) -> None:
+                numbers.append(len(accelerator.stack[-1].awaited))
+
+        for _ in range(3):
+            flow.start(Behind().begin, device=torch.device("cpu"), is_behind=True)
+        flow.wait()  # a broken-off pass may have been followed by anything
+    assert numbers == [1, 2, 4]

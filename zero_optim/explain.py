@@ -54,7 +54,7 @@ class BucketHolding:
         owners: ranks that broadcast a row of it.
         active: whether steps gather it; not if all its parameters have always been frozen.
         balance: bytes of the fullest row, divided by the mean over all ranks; 1 is even.
-        heard: ranks that broadcast a stamp alone: Note [Every rank is heard] in `zero_optim.shard.rooms`.
+        heard: ranks that broadcast a stamp alone: Note [Every rank is heard] in `zero_optim.shard.store`.
     """
 
     dtype: str

@@ -31,14 +31,15 @@ class _Entry:
     work: Startable
     size: float
     keys: tuple[Hashable, ...]
-    beside: Callable[[], AbstractContextManager[None]]  # uses the stream that waits
+    behind: Callable[[], AbstractContextManager[None]]  # uses the stream that waits, behind the current one
+    in_turn: Callable[[], AbstractContextManager[None]]  # the same, in the turn of later work
     is_unclaimed: bool = True
     is_over: bool = False  # no stream has to wait any more
 
-    def wait(self) -> None:
+    def wait(self, *, in_turn: bool = False) -> None:
         if not self.is_over:
             self.is_unclaimed, self.is_over = False, True  # also if it fails
-            with self.beside():
+            with self.in_turn() if in_turn else self.behind():
                 self.is_over = self.work.wait() is not False
 
 
@@ -87,19 +88,24 @@ class Flow:
         size: float = 1,
         keys: Iterable[Hashable] = (),
         device: torch.device | None = None,
+        *,
+        is_behind: bool = False,
     ) -> None:
         """Start work when it fits beside the rest.
 
         ``keys`` are what `wait_for` will ask for; ``device`` is that of its stream, with ``streams``.
+        ``is_behind``: ``begin`` lets it wait for what the work reads, so that `finish_first` need not.
         """
         with self._lock:
             while self._entries and sum(entry.size for entry in self._entries) + size > self._most:
                 self.finish_first()
         work = begin() if self._thread is None else self._thread.run(lambda: begin().wait())
-        beside: Callable[[], AbstractContextManager[None]] = nullcontext
+        behind: Callable[[], AbstractContextManager[None]] = nullcontext
+        in_turn = behind
         if self._streams is not None and device is not None:
-            beside, self._is_apart = partial(self._streams.behind, device), True
-        entry = _Entry(work, size, tuple(keys), beside)
+            behind, self._is_apart = partial(self._streams.behind, device), True
+            in_turn = partial(self._streams.using, device) if is_behind else behind
+        entry = _Entry(work, size, tuple(keys), behind, in_turn)
         with self._lock:
             self._entries.append(entry)
             for key in entry.keys:
@@ -109,7 +115,7 @@ class Flow:
         """Wait for the oldest work."""
         with self._lock:
             entry = self._entries.popleft()
-            entry.wait()
+            entry.wait(in_turn=True)
             if entry.is_over:
                 self._drop_keys(entry)
 
@@ -196,7 +202,10 @@ class _Run:
         self._end.set()
 
     def wait(self) -> None:
-        self._end.wait()
+        try:
+            self._end.wait()
+        finally:
+            self._end.wait()  # also after a Ctrl-C, or nobody would wait for it
         if self._error is not None:
             raise self._error
 
