@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_optim.comm.works import explained, noted_of
 from zero_optim.compat.streams import record_use
-from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -29,7 +29,7 @@ from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, gradients_in, real_buffer
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, gradients_in, real_buffer
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.layout import spans_of

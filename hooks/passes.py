@@ -52,7 +52,7 @@ from zero_optim.comm.lanes import Lease
 from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
-from zero_optim.hooks.bucket import TensorFuture, gradients_in
+from zero_optim.hooks.grad_bucket import TensorFuture, gradients_in
 from zero_optim.hooks.owners import OwnerReduction
 from zero_optim.iteration.overlap import Overlap
 

@@ -34,7 +34,7 @@ from zero_optim.compat.engine import (
 )
 from zero_optim.compat.streams import future_on
 from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, name_of
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, name_of
 from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
 from zero_optim.hooks.passes import SteppedPass, Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours

@@ -22,7 +22,7 @@ from zero_optim.ddp import (
     unsharded,
 )
 from zero_optim.hooks import zero_step
-from zero_optim.hooks.bucket import Hook
+from zero_optim.hooks.grad_bucket import Hook
 from zero_optim.step import clip as norms
 
 STEPS = 3

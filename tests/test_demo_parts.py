@@ -12,9 +12,9 @@ from rich.console import Console
 
 from zero_optim.demo import optimizers, text, trace
 from zero_optim.demo.config import ModelShape
+from zero_optim.demo.display import Display, Metric, Records, Shard, clock
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.prepare import METRICS
-from zero_optim.demo.report import Display, Metric, Records, Shard, clock
 from zero_optim.demo.text import Samples
 from zero_optim.demo.trace import Span
 from zero_optim.demo.train import FINAL, rate_factor

@@ -12,7 +12,7 @@ from pool import Pool, RankError
 from zero_optim import checkpoint
 from zero_optim.demo import prepare, text
 from zero_optim.demo.config import SHARDED, RunConfig
-from zero_optim.demo.report import Metric, Shard
+from zero_optim.demo.display import Metric, Shard
 from zero_optim.demo.train import Trainer
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
 

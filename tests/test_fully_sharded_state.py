@@ -120,13 +120,13 @@ def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit() -> None:
     sizes = [sum(bucket.nbytes for bucket in unit.buckets) for unit in model.units.units]
     live: list[int] = []
     for unit in model.units.units:
-        take, bucket = unit.buckets[0].settle, unit.buckets[0]
+        take, bucket = unit.buckets[0].receive, unit.buckets[0]
 
         def look(flat: Tensor, changed: Any = None, take: Any = take) -> None:
             take(flat, changed)
             live.append(model.units.nbytes_live())
 
-        bucket.settle = look
+        bucket.receive = look
     state = full_state_dict(model, ranks=[1])
     assert live
     assert max(live) <= max(sizes)

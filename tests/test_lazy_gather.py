@@ -123,13 +123,13 @@ def test_a_module_waits_for_its_own_buckets_alone(as_view: bool, clips: bool) ->
     model(x)  # shows which modules are called
     waited: list[int] = []
     for index, bucket in enumerate(optimizer.core.sharding.buckets):
-        settle = bucket.settle
+        receive = bucket.receive
 
-        def noted(*args: Any, index: int = index, settle: Callable[..., None] = settle) -> None:
+        def noted(*args: Any, index: int = index, receive: Callable[..., None] = receive) -> None:
             waited.append(index)
-            settle(*args)
+            receive(*args)
 
-        bucket.settle = noted  # type: ignore[method-assign]
+        bucket.receive = noted  # type: ignore[method-assign]
     before = [layer.weight.detach().clone() for layer in model.layers]  # type: ignore[operator]
     for param in model.parameters():
         param.grad = torch.ones_like(param)

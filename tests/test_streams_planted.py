@@ -73,7 +73,7 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
     "the flat tensor of a gather is dropped after a wait on another stream than its own": (
         nothing(pending, "record_use"),
         {"overlap": {}, "options": PACKED},
-        ("broadcast|settle", "wait"),  # whichever uses it last on a rank
+        ("broadcast|receive", "wait"),  # whichever uses it last on a rank
     ),
     "what ranks sent is dropped after it was added up on another stream than its own": (
         nothing(row_sum, "record_use"),

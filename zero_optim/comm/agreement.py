@@ -120,20 +120,20 @@ class SharedCall:
     def __init__(self, group: RankGroup, function: Callable[[], Any]) -> None:
         self._group = group
         self._function = function
-        self._is_settled = False
+        self._is_called = False
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
         """Call the function; the first call communicates."""
-        if self._is_settled:
+        if self._is_called:
             return self._function()
-        self._is_settled = True
+        self._is_called = True
         with failing_together(self._group):
             return self._function()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Take part in the other ranks' first call if there was none here."""
-        if not self._is_settled:
-            self._is_settled = True
+        if not self._is_called:
+            self._is_called = True
             with failing_together(self._group):
                 pass
 

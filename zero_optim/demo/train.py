@@ -29,8 +29,8 @@ from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, unsharded
 from zero_optim.demo import optimizers, prepare, text, trace
 from zero_optim.demo.config import RunConfig
+from zero_optim.demo.display import Display, Metric, Records, Shard
 from zero_optim.demo.model import GPT, generate
-from zero_optim.demo.report import Display, Metric, Records, Shard
 from zero_optim.errors import DivergedError
 from zero_optim.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, zero_step
 from zero_optim.run.host import num_cores, use_loopback

@@ -184,7 +184,7 @@ class Stamps:
                     self.tell(error)
                     raise error
 
-    def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
+    def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Compare the calls not compared yet; all ranks call, at the same point of their programs.
 
         Communicates, and raises on every rank, if ranks are in different calls, have different options, or

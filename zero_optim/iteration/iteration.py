@@ -53,7 +53,7 @@ class Iteration:
         core = self._core
         core.group.phase.traffic.count_step()
         work = partial(core.owned.step, core.groups, shared, **kwargs)
-        result = self.calls.make("step()", work, None if shared is None else shared.settle)
+        result = self.calls.make("step()", work, None if shared is None else shared.finish)
         self.joins.end_step()
         return result
 

@@ -165,7 +165,7 @@ class Overlap:
                 core.sharding.begin_call(core.groups, call)
                 assert self.current is not None  # it has begun
                 try:
-                    core.sharding.settle(lane.during("agree"), call, with_last=False)
+                    core.sharding.compare_calls(lane.during("agree"), call, with_last=False)
                 except (RemoteRankError, RankMismatchError) as error:
                     self.current.earlier = error  # raised when this pass has ended, for which others wait
 
@@ -276,7 +276,7 @@ class Overlap:
         with self._calls.mirrored():
             self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
             lane = self.lanes.groups[0].during("agree")
-            check = partial(sharding.settle, lane, with_last=not sharding.gathers.readers)
+            check = partial(sharding.compare_calls, lane, with_last=not sharding.gathers.readers)
             with self._calls.whatever_happens("step()", check):
                 try:
                     self._step_rest(late, joined=joined)

@@ -94,7 +94,7 @@ def _cut_rows(planned: Planned, num_ranks: int) -> _CutRows:
         nbytes, steps = planned.nbytes_of(bucket), [planned.steps[index] for index in bucket]
         mean = sum(nbytes) / num_ranks
         tolerated = max(min_nbytes, TOLERANCE * mean)
-        # Before its last parameter the fullest row was at most the mean: this settles most buckets.
+        # Before its last parameter the fullest row was at most the mean: that decides most buckets.
         if not any(steps) or max(nbytes) <= tolerated:
             continue
         excess = fullest_row(nbytes, num_ranks) - mean

@@ -152,7 +152,7 @@ class Bucket:
         is_known = self._in_flat is not None and flat is self._in_flat.flat  # as in most steps
         return self._rows if is_known else rows_in(flat, self.layout)
 
-    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+    def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Copy other ranks' rows of ``flat`` to the parameters, or to those in ``changed``; tell autograd."""
         others, received = self._others, self._received
         if changed is not None:

@@ -79,11 +79,11 @@ def gather_into(
     start_rows: StartRows | None = None,
     changed: Collection[Tensor] | None = None,
 ) -> Pending:
-    """Start the broadcasts that fill ``flat``; the wait settles the bucket, and ``take`` reads stamps."""
+    """Start the broadcasts that fill ``flat``; the wait calls `Bucket.receive`, then ``take`` for stamps."""
     works = (start_rows or start_broadcasts)(lanes, rows, bucket.label)
 
     def end() -> None:
-        bucket.settle(flat, changed)
+        bucket.receive(flat, changed)
         if take is not None:
             take()
 

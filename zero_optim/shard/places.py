@@ -3,7 +3,7 @@
 Note [A storage for each parameter]
     Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
     storage. So each parameter has its own, exactly its slice of the flat tensor, made by DLPack in bytes, as
-    it lacks some dtypes. Autograd cannot see a gather change it; `Bucket.settle` tells it. The storage
+    it lacks some dtypes. Autograd cannot see a gather change it; `Bucket.receive` tells it. The storage
     cannot be resized. A parameter moved to shared memory gets other memory, and gathers copy it. On CUDA its
     ``record_stream`` does nothing, and it can hardly be sent to a process
     (``parameters_as_bucket_view=False`` avoids this).

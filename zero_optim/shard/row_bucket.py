@@ -7,7 +7,7 @@ Note [Freed in place]
     ``data`` would keep the old storage until the backward pass ends, which would miss the second gather's
     values. So one storage stays, and its memory comes and goes: Note [Pages that move] in
     `zero_optim.shard.pages`. PyTorch does not check reads of an emptied storage. So a freed parameter
-    shows one expanded NaN (zero for dtypes without), and a write in place raises. `settle` changes the
+    shows one expanded NaN (zero for dtypes without), and a write in place raises. `receive` changes the
     version only after a step or load.
 
 Note [Views that somebody keeps]
@@ -299,7 +299,7 @@ class RowBucket(Uncopied, Bucket):
                 self.read_row(self._flat_row)
         return self._flat
 
-    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+    def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Make the parameters whole after all rows have come."""
         assert flat is self._flat
         self._show(self._views)
@@ -349,7 +349,7 @@ class WideBucket(Bucket):
         self._bucket.read_row(self._flat[self._bucket.span])
         return self._flat
 
-    def settle(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+    def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Set `values` after all rows have come."""
         self.values = dict(zip(self.params, self.views(flat), strict=True))
 

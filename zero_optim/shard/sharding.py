@@ -275,7 +275,7 @@ class Sharding:
             self.gathers.gather(group, gathered, in_step=True)
         if self.gathers.stamps is not None:
             with_last = not is_lazy and not self._is_asynchronous
-            self.gathers.stamps.settle(self._group.during("agree"), call, with_last=with_last)
+            self.gathers.stamps.compare(self._group.during("agree"), call, with_last=with_last)
 
     def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
         """Let the next gathers send a call's stamps, after waiting for the last call's."""
@@ -284,15 +284,15 @@ class Sharding:
             self.gathers.stamps.begin(groups, call)
 
     @eager
-    def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Check stamps as `Stamps.settle`; all ranks call.
+    def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
+        """Check stamps as `Stamps.compare`; all ranks call.
 
         ``with_last`` includes the last call, unless the CPU would wait for a device.
         """
         if self.gathers.stamps is not None:
             if with_last:
                 self.under_way.wait()
-            self.gathers.stamps.settle(group, call, with_last=with_last and not self._is_asynchronous)
+            self.gathers.stamps.compare(group, call, with_last=with_last and not self._is_asynchronous)
 
     def end_step(self) -> None:
         """Wait for gathers that no module waits for; raise what failed on other ranks."""
