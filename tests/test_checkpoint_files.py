@@ -115,6 +115,15 @@ def test_no_two_things_in_a_file_have_one_name(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_tensors_that_are_shared_in_extra_are_shared_in_a_look_at_it(tmp_path: Path) -> None:
+    shared = torch.arange(4.0)
+    checkpoint.save(tmp_path / "one", extra={"a": shared, "b": [shared]})
+    extra: Any = checkpoint.peek(tmp_path / "one").extra
+    assert torch.equal(extra["a"], shared)
+    assert extra["a"].data_ptr() == extra["b"][0].data_ptr()
+
+
+@on_ranks(1)
 def test_a_load_compares_every_byte_of_the_headers_it_reads(tmp_path: Path) -> None:
     run = Run()
     run.save(tmp_path)

@@ -67,6 +67,21 @@ def test_parameters_moved_between_groups_or_taken_out_count_as_in_torch() -> Non
         sharded.step()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("cap_mb", [32, 1e-6], ids=["one bucket", "a bucket each"])
+def test_data_that_parameters_swap_is_swapped(cap_mb: float) -> None:
+    """One was lost: the place that its new data lay in was written first."""
+    params = [nn.Parameter(torch.full((4, 4), float(value))) for value in (1, 2, 3)]
+    optimizer = sgd(params, lr=1.0, bucket_cap_mb=cap_mb)
+    optimizer.step()
+    for first, second in ((0, 1), (1, 2)):
+        params[first].data, params[second].data = params[second].data, params[first].data
+    set_to = [param.clone() for param in params]
+    assert [value[0, 0].item() for value in set_to] == [2, 3, 1]
+    optimizer.step()
+    assert_same_bits(params, set_to)
+
+
 class Forgetful(torch.optim.SGD):
     """Uses an option only while its group has it."""
 

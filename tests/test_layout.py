@@ -96,6 +96,8 @@ def test_a_capacity_below_one_byte_is_refused() -> None:
             [8, 16, 24],
             [(0, 0, 4), (2, 32, 36)],
         ),
+        # A row without parameters has none.
+        (Layout((8,), (Row(0, 0, 8, (Extent(0, 0, 8, 0),)), Row(1, 8, 16, ()))), [16, 24], [0], [(0, 8, 12)]),
     ],
 )
 def test_a_room_takes_padding_or_makes_its_row_longer(

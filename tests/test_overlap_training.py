@@ -75,7 +75,8 @@ def extra_optimizer(model: nn.Module) -> ZeroRedundancyOptimizer:
     """Parameters that DDP does not hold, and no gradient for one of DDP's."""
     extra = make_params(((4, 3), (7,)), seed=9)
     held = list(model.parameters())[1:]
-    optimizer = ZeroRedundancyOptimizer([*held, *extra], torch.optim.AdamW, lr=0.01, bucket_cap_mb=0.001)
+    groups = [{"params": [*held, extra[0]]}, {"params": [extra[1]], "weight_decay": 0.5}]
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01, bucket_cap_mb=0.001)
     optimizer.extra = extra  # type: ignore[attr-defined]
     return optimizer
 
@@ -85,6 +86,9 @@ def with_extra(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) 
     loss_of(model, step).backward()
     for index, param in enumerate(optimizer.extra):
         param.grad = torch.full_like(param, 0.1 * (step - index))
+    if step == 3:  # between backward() and step() a parameter moves to another group
+        first, second = optimizer.param_groups
+        second["params"].append(first["params"].pop())
     optimizer.step()
     return [param.detach().clone() for param in optimizer.extra]
 

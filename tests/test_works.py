@@ -118,6 +118,18 @@ def test_a_work_gives_what_it_failed_with_and_the_reason_if_that_is_known() -> N
     assert str(work.exception()) == "rank 1 is away"
 
 
+@on_ranks(2)
+def test_works_that_ended_well_are_not_kept_for_ever() -> None:
+    """Their tensors were kept as long as the group, where nobody waited, as for a model that was dropped."""
+    group = RankGroup.of(None)
+    for number in range(12):
+        (work,) = group.broadcast_rows([(0, torch.ones(4))], f"bucket {number}")
+        assert isinstance(work, Work)
+        wait_until(work.is_completed)
+        assert len(group.works.pending) <= 4
+    assert work in group.works.pending
+
+
 @on_ranks(1)
 def test_a_work_that_is_a_future_tells_its_state_likewise() -> None:
     group = RankGroup.of(None)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def peek(path: str | os.PathLike[str]) -> Peek:
         reader = CheckpointReader(Path(path).absolute())
         check_fit(reader, Objects())
         values, entries = reader.manifest.values, reader.manifest.entries
-        extra = unpack(values[EXTRA], lambda key, strides: with_strides(reader.read_tensor(key), strides))
+        read = cache(reader.read_tensor)  # tensors that are in several places stay shared
+        extra = unpack(values[EXTRA], lambda key, strides: with_strides(read(key), strides))
         parts = model_parts(values).items()
         return Peek(extra, {name: entries[part[1][0]].shape for name, part in parts if part[0] == "tensor"})
 

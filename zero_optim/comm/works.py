@@ -14,9 +14,9 @@ Note [Groups that end]
 Note [Works that outlive the interpreter]
     The last reference to a work releases its tensors, which takes the GIL. If gloo's thread does that while
     Python ends, Python ends the thread inside a destructor, and the process aborts (exit status 134). It was
-    seen after a wait was given up: the thread had just told the waiting one of the failure. So works that did
-    not end well are kept as long as their group, or until Python's modules are gone, when PyTorch takes no
-    GIL any more.
+    seen after a wait was given up: the thread had just told the waiting one of the failure. So works are
+    kept until they have ended, and those that failed as long as their group, or until Python's modules are
+    gone, when PyTorch takes no GIL any more.
 """
 
 import itertools
@@ -44,6 +44,7 @@ from zero_optim.compat.streams import Event, is_capturing, recorded_event, wait_
 from zero_optim.errors import ZeroOptimError
 
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
+_FEW = 4  # works, among which it is not worth while to look for those that ended
 
 # How a work is named in messages, by its phase.
 _NOUNS = {
@@ -162,7 +163,7 @@ class Work:
         handles: Sequence[Any] = self.handles
         try:
             return all(
-                handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed()
+                handle.done() if hasattr(handle, "done") else handle.is_completed()  # a future has the former
                 for handle in handles
             )
         except RuntimeError:  # of a device that has failed
@@ -204,6 +205,8 @@ class _InBackend:
     def __enter__(self) -> None:
         work = self._work
         work.waiting_since = time.monotonic()
+        if not self._ends:
+            work.group.drop_ended()
         work.group.pending.add(work)
         if is_profiling():
             self._range = torch.profiler.record_function(f"{work.label}{' wait' * self._ends}")
@@ -228,7 +231,7 @@ class _InBackend:
             explained = None  # see Note [Groups that end]
             work.waiting_since = None
             # Note [Works that outlive the interpreter]; a device has no thread that takes the GIL.
-            if work.late_on is not None or (self._ends and (error is None or not work.handles)):
+            if work.late_on is not None or (self._ends if error is None else not work.handles):
                 work.group.pending.discard(work)
 
 
@@ -260,8 +263,8 @@ class GroupWorks:
     ``limit``: the timeout in seconds. ``verdict``: why the group was given up; no work begins any more.
     ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts, equal
     on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange. ``pending``:
-    works of the CPU that nobody has waited for yet, or that failed. ``outstanding``: the one pending work of
-    a device (they end in order).
+    works of the CPU that are not known to have ended, or that failed. ``outstanding``: the one pending work
+    of a device (they end in order).
     """
 
     def __init__(
@@ -282,6 +285,7 @@ class GroupWorks:
         self.apart = 0
         self.outstanding: Work | None = None
         self.pending = pending = set[Work]()
+        self._drops_from = _FEW
         self.group = weakref.ref(process_group, lambda _: pending.clear())  # the works keep connections
         self._can_cut = can_cut
 
@@ -289,6 +293,18 @@ class GroupWorks:
     def whole(self) -> tuple[int, ...]:
         """Global ranks given up with this group: its mesh's, or its own."""
         return self.log.wholes.get(self.ranks, self.ranks)
+
+    def drop_ended(self) -> None:
+        """Drop works that ended well, which nobody may ever wait for; looks when their number has doubled."""
+        if len(self.pending) < self._drops_from:
+            return
+        for work in list(self.pending):
+            if work.waiting_since is None and work.handles and work.is_completed():
+                with suppress(Exception):  # those that failed are kept
+                    for handle in work.handles:
+                        handle.wait()
+                    self.pending.discard(work)
+        self._drops_from = max(_FEW, 2 * len(self.pending))
 
     def cut(self) -> None:
         """Break the group's connections, on any thread: Note [Waits that end].

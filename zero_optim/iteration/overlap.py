@@ -302,6 +302,7 @@ class Overlap:
             failure = error
         if failure is None and not joined:
             try:
+                core.follow_members()
                 core.check_sparse([param for param in rest if is_sparse(param.grad)])
                 core.check_unreduced(in_join=in_join)
             except (ValueError, RuntimeError) as error:

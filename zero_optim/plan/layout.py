@@ -238,7 +238,7 @@ def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
     """
     rows, rooms, shift = [], list[Span](), 0
     for row in layout.rows:
-        behind = [*(extent.offset for extent in row.extents[1:]), row.stop]
+        behind = [*(extent.offset for extent in row.extents[1:]), row.stop][: len(row.extents)]
         filled = [pair for pair in zip(row.extents, behind, strict=True) if pair[0].stop > pair[0].start]
         # (padding, begin) behind extents that end their parameter, or else before the first that begins one
         places = [(end - e.end, e.end) for e, end in filled if e.stop == layout.numels[e.param]]

@@ -11,7 +11,7 @@ Note [Moving parameters]
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -39,13 +39,24 @@ class InFlat:
         for index in range(len(params)):
             self._take_in(index)
 
-    def take_in_moved(self) -> list[int]:
-        """Move parameters with replaced ``data`` back in; list those that do not fit."""
+    def moved(self) -> list[int]:
+        """List parameters with replaced ``data``."""
         addresses = list(map(Tensor.data_ptr, self._params))  # twice a step, hence the one comparison
         if addresses == self._addresses:
             return []
         pairs = zip(addresses, self._addresses, strict=True)
-        moved = [index for index, (address, former) in enumerate(pairs) if address != former]
+        return [index for index, (address, former) in enumerate(pairs) if address != former]
+
+    def places(self, indices: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the first address of each place, and that behind it."""
+        return [
+            (self._addresses[index], self._addresses[index] + self._views[index].nbytes) for index in indices
+        ]
+
+    def take_in_moved(self) -> list[int]:
+        """Move parameters with replaced ``data`` back in; list those that do not fit."""
+        moved = self.moved()
+        copy_out(self._params, self.places(moved))
         fits = [self._forms[index].fits(self._params[index]) for index in moved]
         for index in itertools.compress(moved, fits):
             self._take_in(index)
@@ -67,6 +78,13 @@ class InFlat:
         is_here = view.data_ptr() == self._addresses[index]  # and not in shared memory
         if is_here and not is_seen_by_others(view):
             give_back_pages(view)
+
+
+def copy_out(params: Iterable[Tensor], places: Sequence[tuple[int, int]]) -> None:
+    """Copy the data of parameters that lies where others will be written, as after two were swapped."""
+    for param in params if places else ():
+        if any(start <= param.data_ptr() < stop for start, stop in places):
+            param.data = param.data.clone()
 
 
 class Bucket:
@@ -124,6 +142,10 @@ class Bucket:
     def views(self, flat: Tensor) -> list[Tensor]:
         """View the parameters in a flat tensor of any dtype."""
         return views_in(flat, self.forms, self.layout)
+
+    def written(self) -> list[tuple[int, int]]:
+        """Return the places, as addresses, of parameters with replaced ``data``: `refresh` writes there."""
+        return [] if self._in_flat is None else self._in_flat.places(self._in_flat.moved())
 
     def refresh(self) -> None:
         """Take over the user's changes; RuntimeError if a dtype, device or shape changed.

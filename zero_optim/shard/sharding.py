@@ -36,7 +36,7 @@ from zero_optim.plan.plan import (
 )
 from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Bucket, copy_out
 from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.order import Alike
 from zero_optim.shard.places import is_freed
@@ -231,9 +231,13 @@ class Sharding:
     def take_over(self) -> None:
         """Like `refresh`, without waiting."""
         failure: Exception | None = None
+        written = [place for bucket in self.buckets for place in bucket.written()]
+        for bucket in self.buckets:
+            copy_out(bucket.params, written)
         for bucket in self.buckets:  # all of them, then it raises
             try:
-                bucket.refresh()
+                if written or not bucket.is_in_place:
+                    bucket.refresh()
             except RuntimeError as error:
                 failure = failure or error
         try:

@@ -146,6 +146,10 @@ class Core:
     def refresh(self) -> None:
         """Take over what the user changed in parameters and groups, as `Sharding.refresh`."""
         self.sharding.refresh()
+        self.follow_members()
+
+    def follow_members(self) -> None:
+        """Give the local groups the members of the public ones; ValueError for a parameter without owner."""
         members = member_ids(self.groups)
         if members != self.owned.local.members:
             self.sharding.check_owned(self.groups)
