@@ -24,6 +24,7 @@ from test_checkpoint_hostile import content_of, write
 from zero_optim import CheckpointError, ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint.data import Box, box_of, lay_out
 from zero_optim.checkpoint.manifest import VERSION
+from zero_optim.plan import plan
 from zero_optim.step.averages import EMA
 
 
@@ -163,6 +164,7 @@ def make(
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     with pytest.MonkeyPatch.context() as patch, cutting() if cut else nullcontext():
         patch.setattr(cuts, "ALIGNMENT", 4)
+        patch.setattr(plan, "ALIGNMENT_NBYTES", 4)
         capacity = {"bucket_cap_mb": ONE_A_BUCKET} if cut else {}
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, lr=0.5, ema_decay=0.5, **capacity

@@ -73,11 +73,11 @@ class ByHand(nn.Module):
         for own, master in zip(self.narrow.parameters(), self.masters.parameters(), strict=True):
             grads = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             dist.all_gather(grads, own.grad)
-            shares = [grad.to(self.reduce_dtype) * (1 / len(grads)) for grad in grads]
+            shares = [(grad * (1 / len(grads))).to(FP32) for grad in grads]
             total = shares[0]
             for share in shares[1:]:
                 total = total + share
-            kept = total.to(FP32)
+            kept = total.to(self.reduce_dtype).to(FP32)  # one rounding
             master.grad = kept if master.grad is None else master.grad + kept
             own.grad = None
 
@@ -106,7 +106,7 @@ def test_a_policy_of_the_models_own_dtype_changes_no_bit() -> None:
     ],
 )
 def test_bits_are_those_of_masters(policy: PrecisionPolicy, how: str, passes: int, autocast: bool) -> None:
-    hand = ByHand(policy.params or FP32, policy.reduce_dtype or FP32)
+    hand = ByHand(policy.params or FP32, policy.reduce_dtype or policy.params or FP32)
     model, optimizer = wrapped(policy, how)
     assert {param.dtype for param in model.parameters()} == {policy.params}
     for step in range(3):
