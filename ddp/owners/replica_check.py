@@ -80,7 +80,7 @@ class ReplicaCheck:
         excerpt = b"" if error is None else text.encode()[:_EXCERPT]
         stamp = Stamp.of(num_steps, values.digest, "step()", failed).packed() + excerpt.ljust(_EXCERPT, b"\0")
         mine = to_device(bytes_to_tensor(stamp), self._across.device)
-        stamps, work = self._across.start_gather(mine, "the options of replicas")
+        stamps, work = self._across.start_all_gather(mine, "the options of replicas")
         return _StampGather(num_steps, values.by_group, stamps, work)
 
     def _stamps(self) -> dict[int, Stamp]:

@@ -290,7 +290,7 @@ class RankGroup:
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)
         try:
-            gathered, work = self.start_gather(mine)
+            gathered, work = self.start_all_gather(mine)
             work.wait()
         except StalledError:
             raise
@@ -298,7 +298,7 @@ class RankGroup:
             raise self.unanswered("the ranks could not agree", error) from error
         return gathered
 
-    def start_gather(self, mine: Tensor, about: str = "") -> tuple[Tensor, Waitable]:
+    def start_all_gather(self, mine: Tensor, about: str = "") -> tuple[Tensor, Waitable]:
         """Start `all_gather_rows` in a group of several; the handle's wait completes the rows."""
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
