@@ -73,7 +73,7 @@ class ByHand(nn.Module):
         for own, master in zip(self.narrow.parameters(), self.masters.parameters(), strict=True):
             grads = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             dist.all_gather(grads, own.grad)
-            shares = [(grad * (1 / len(grads))).to(FP32) for grad in grads]
+            shares = [grad.to(FP32) * (1 / len(grads)) for grad in grads]
             total = shares[0]
             for share in shares[1:]:
                 total = total + share

@@ -15,7 +15,7 @@ Note [Works that outlive the interpreter]
     The last reference to a work releases its tensors, which takes the GIL. If gloo's thread does that while
     Python ends, Python ends the thread inside a destructor, and the process aborts (exit status 134). It was
     seen after a wait was given up: the thread had just told the waiting one of the failure. So works are
-    kept until they have ended, and those that failed as long as their group, or until Python's modules are
+    kept until they have ended, once one has failed as long as their group, or until Python's modules are
     gone, when PyTorch takes no GIL any more.
 """
 
@@ -295,15 +295,12 @@ class GroupWorks:
         return self.log.wholes.get(self.ranks, self.ranks)
 
     def drop_ended(self) -> None:
-        """Drop works that ended well, which nobody may ever wait for; looks when their number has doubled."""
-        if len(self.pending) < self._drops_from:
+        """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
+        if len(self.pending) < self._drops_from or self.has_failed or self.verdict is not None:
             return
         for work in list(self.pending):
             if work.waiting_since is None and work.handles and work.is_completed():
-                with suppress(Exception):  # those that failed are kept
-                    for handle in work.handles:
-                        handle.wait()
-                    self.pending.discard(work)
+                self.pending.discard(work)
         self._drops_from = max(_FEW, 2 * len(self.pending))
 
     def cut(self) -> None:
