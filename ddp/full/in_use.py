@@ -22,12 +22,13 @@ Note [The next unit]
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import in_backward
+from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.saved_reads import SavedReads
 from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder
 from zero_optim.ddp.reducer.graph import tensors_in
@@ -37,9 +38,6 @@ from zero_optim.flow.schedule import ZERO3, ZERO3_KEPT, Moment, Operation, Sched
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
 from zero_optim.shard.row_gathers import UnitGathers
-
-if TYPE_CHECKING:
-    from zero_optim.ddp.full.launch_places import LaunchPlaces
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
@@ -75,16 +73,20 @@ class UnitsInUse(Uncopied):
                 self._waiting.setdefault(index, []).append(unit)
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []
-        self.places: LaunchPlaces | None = None  # until there is a reducer
 
-    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps) -> None:
+    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps, places: LaunchPlaces) -> None:
         """Gather for this optimizer from now on; one that comes later has the same ranks."""
-        self.group, self.gathers, self.stamps = group, gathers, stamps
+        self.group, self.gathers, self._stamps, self._places = group, gathers, stamps, places
 
     @property
     def buckets(self) -> list[RowBucket]:
         """Those of all units."""
         return [bucket for unit in self.units for bucket in unit.buckets]
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call is under way, or was when a Ctrl-C ended it."""
+        return bool(self._calls)
 
     @property
     def is_outermost_call(self) -> bool:
@@ -110,7 +112,7 @@ class UnitsInUse(Uncopied):
 
     def _gather(self, unit: Unit, purpose: Purpose, tells: bool) -> None:
         """Start the gather of a unit that is not whole."""
-        stamps = self.stamps if tells else None
+        stamps = self._stamps if tells else None
         for bucket in unit.buckets:
             if not bucket.is_whole and not bucket.gathers.is_unclaimed:
                 bucket.gathers.start(partial(self.gathers.start, bucket, stamps, purpose))
@@ -121,7 +123,7 @@ class UnitsInUse(Uncopied):
             unit.arrive()
             self.gathers.check()
         if tells:
-            self.stamps.look()
+            self._stamps.look()
 
     def _free(self, unit: Unit, *_: object) -> None:
         with self._forgetting(unit):
@@ -181,10 +183,9 @@ class UnitsInUse(Uncopied):
             return
         is_outermost = self.is_outermost_call
         if is_outermost:
-            self.stamps.begin_pass()
+            self._stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
-        if self.places is not None:
-            self.places.called(unit.number, is_outermost=is_outermost)
+        self._places.called(unit.number, is_outermost=is_outermost)
         self._at(Moment.BEFORE_FORWARD, unit, purpose, tells=True)
         order = self._forward.setdefault(self._calls[0].number, UnitOrder())
         if is_outermost:
@@ -232,7 +233,7 @@ class UnitsInUse(Uncopied):
         tensors = list(tensors_in(output))
         if not in_backward():
             reached = weakly(self._output_reached)
-            place = None if self.places is None else self.places.returned()
+            place = self._places.returned()
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     untyped: Any = tensor
@@ -269,18 +270,15 @@ class UnitsInUse(Uncopied):
         """Make a unit whole in a backward pass, and fetch the next one."""
         if not self._backward.is_under_way:
             self._backward.begin()
-            if self.places is not None:
-                self.places.begin()
+            self._places.begin()
             self._num_backwards += 1
             broke_off = partial(weakly(self._break_off), self._num_backwards)
             when_backward_ends(weakly(self._end_backward), broke_off)
         self._at(Moment.BEFORE_BACKWARD, self.units[number], Purpose.BACKWARD)
-        if self.places is not None:
-            self.places.reached(number, place)
+        self._places.reached(number, place)
         following = self._backward.reached(number)
         self._fetch(following, Purpose.BACKWARD)
-        if self.places is not None:
-            self.places.gathered(following)
+        self._places.gathered(following)
 
     def gradient_came(self, index: int) -> None:
         """Take note that a parameter has its gradient; called by its hook."""
@@ -304,8 +302,7 @@ class UnitsInUse(Uncopied):
 
     def _end_order(self, *, broke_off: bool = False) -> None:
         self._backward.end(broke_off=broke_off)
-        if self.places is not None:
-            self.places.end()
+        self._places.end()
         for unit in self.units:
             unit.arrived.clear()
             unit.passages.clear()
@@ -342,7 +339,7 @@ class UnitsInUse(Uncopied):
         units = [self.units[number] for number in numbers]
         tells = not self._calls
         if tells:
-            self.stamps.begin_pass()
+            self._stamps.begin_pass()
         for unit in units:
             self._gather(unit, Purpose.REQUEST, tells)
         for unit in units:
@@ -352,7 +349,7 @@ class UnitsInUse(Uncopied):
         guards = self._reads.begin()
         try:
             if tells:
-                self.stamps.look()
+                self._stamps.look()
             yield
         finally:
             if guards:

@@ -1,4 +1,12 @@
-"""Hooks on modules that make units whole when they are called; `unsharded` does on request."""
+"""Hooks on modules that make units whole when they are called; `unsharded` does on request.
+
+Note [A call inside a call]
+    A module may call itself, and only the outermost call is a forward pass. `UnitsInUse` counts calls. But
+    PyTorch runs no hook when a Ctrl-C ends a call, and the user calls a module that is sharded in place, so
+    no frame of ours could catch that. An object that dies with the call would not do: a notebook keeps the
+    traceback of a Ctrl-C, and with it the frames. Only the interpreter knows which calls are running. So the
+    stack is searched, but only where the count says that a call lies in another.
+"""
 
 import inspect
 import weakref
@@ -80,11 +88,9 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
 
 
 class PassHooks(Uncopied):
-    """What a wrapper does before and after a forward pass of its module, by hooks of the module.
+    """Hooks of a module that call its wrapper before and after a forward pass.
 
-    A module may call itself, and only the outermost call counts. It is found on the stack: a counter would
-    be wrong for ever after a Ctrl-C, for which PyTorch calls no hook. The wrapper is kept alive only if it is
-    set as `kept`.
+    The wrapper is kept alive only if it is set as `kept`.
     """
 
     def __init__(self, wrapper: "FullyShardedDataParallel") -> None:
@@ -105,18 +111,24 @@ class PassHooks(Uncopied):
     @eager
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Prepare the inputs, and send buffers."""
-        wrapper = self._wrapper()
-        return None if wrapper is None or _num_calls(module) > 1 else wrapper.before_forward(args, kwargs)
+        wrapper = self._wrapper_of_pass(module)
+        return None if wrapper is None else wrapper.before_forward(args, kwargs)
 
     @eager
     def after(self, module: nn.Module, _: object, output: object) -> object:
         """Prepare for the backward pass; not called if the module has raised."""
+        wrapper = self._wrapper_of_pass(module)
+        return output if wrapper is None else wrapper.after_forward(output)
+
+    def _wrapper_of_pass(self, module: nn.Module) -> "FullyShardedDataParallel | None":
+        """Return the wrapper, unless it is gone or the call lies in another of the module."""
         wrapper = self._wrapper()
-        return output if wrapper is None or _num_calls(module) > 1 else wrapper.after_forward(output)
+        is_inner = wrapper is not None and wrapper.units.is_called and _num_calls(module) > 1
+        return None if is_inner else wrapper
 
 
 def _num_calls(module: nn.Module) -> int:
-    """Count the calls of a module that are under way in this thread, this one included."""
+    """Count the running calls of a module in this thread: Note [A call inside a call]."""
     count, frame = 0, inspect.currentframe()
     while frame is not None:
         count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module

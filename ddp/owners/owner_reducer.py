@@ -1,14 +1,14 @@
 """`OwnerReducer`: our reducer, with buckets that go to the owners of their parameters."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
-from zero_optim.comm.mesh import RankMesh
+from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
 from zero_optim.ddp.owners.owner_line import OwnerLine, SumRoute
@@ -28,8 +28,6 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
 
-Accumulate = Literal["owner", "local"]
-
 
 class OwnerReducer(Reducer):
     """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
@@ -40,26 +38,30 @@ class OwnerReducer(Reducer):
 
     Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
     train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
-    units. ``holds`` is called when a pass begins, if ranks may use different parameters: whether full buckets
-    wait for a caller to launch them.
+    units.
     """
 
     checks_first = True
 
     def __init__(
         self,
-        params: Iterable[tuple[str, Tensor]],
+        params: Sequence[tuple[str, Tensor]],
         optimizer: ZeroRedundancyOptimizer,
         options: ReducerOptions,
         *,
         sparse: Sequence[str],
-        wanted: Callable[[bool], bool],
+        wanted: Callable[[bool], bool | None],
         mesh: RankMesh | None = None,
         outermost: Collection[Tensor] | None = None,
     ) -> None:
+        everyone = optimizer.ranks if mesh is None else mesh.everyone
+        with failing_together(everyone):
+            optimizer.core.check_sparse(param for name, param in params if name in sparse)
+        if mesh is not None:
+            agree_between_replicas(everyone, optimizer.core.describe())
         self._optimizer = optimizer
         self._outermost = outermost
-        self.holds: Callable[[], bool] | None = None
+        self._to_hold: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
@@ -68,7 +70,6 @@ class OwnerReducer(Reducer):
             exchanging, lanes_across = mesh.inner, lanes_for_rows(mesh.across, optimizer.owners())
         lanes = lanes_for_rows(exchanging, optimizer.owners())
         self._has_lanes = lanes.groups[0] is not exchanging
-        everyone = optimizer.ranks if mesh is None else mesh.everyone
         super().__init__(params, everyone.process_group, options, sparse=sparse, wanted=wanted, checks=False)
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)
@@ -77,10 +78,15 @@ class OwnerReducer(Reducer):
         if mesh is not None and not mesh.splits_state:
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
+        self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
 
-    def follow(self, came: Callable[[int], None]) -> None:
-        """Call `came`, made by `weakly`, with a parameter's place after each gradient."""
-        self._inbox.follower = came
+    def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
+        """Call `came`, made by `weakly`, with a parameter's place after each gradient.
+
+        If ranks may use different parameters, `holds` is called when a pass begins: whether full buckets wait
+        for a caller to launch them.
+        """
+        self._inbox.follower, self._to_hold = came, holds
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
@@ -146,7 +152,7 @@ class OwnerReducer(Reducer):
         return self._inbox.current if self._inbox.is_running else None
 
     def _holds(self) -> bool:
-        return self.holds is not None and self._may_differ and self.holds()
+        return self._to_hold is not None and self._may_differ and self._to_hold()
 
     def set_static_graph(self) -> None:
         """See `Reducer.set_static_graph`."""

@@ -8,7 +8,7 @@ Note [Passes that break off]
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
 from zero_optim.ddp.reducer.graph import nearest, reaches, refuse_distributed_backward
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Inbox:
@@ -138,16 +139,15 @@ def _end(token: _Token, finish: Callable[[], None]) -> None:
     finish()
 
 
-def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """Return a callable that does not keep the method's object alive, and does nothing once it is gone.
+def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
+    """Return a callable that does not keep the method's object alive; None once that is gone.
 
     Parameters and outputs, which hold the hooks, may outlive the reducer.
     """
     reference = WeakMethod(method)
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
         method = reference()
-        if method is not None:
-            method(*args, **kwargs)
+        return None if method is None else method(*args, **kwargs)
 
     return call

@@ -83,7 +83,7 @@ class Reducer:
         options: ReducerOptions | None = None,
         *,
         sparse: Collection[str] = (),
-        wanted: Callable[[bool], bool] | None = None,
+        wanted: Callable[[bool], bool | None] | None = None,
         checks: bool = True,
     ) -> None:
         self.options = ReducerOptions() if options is None else options
@@ -201,7 +201,7 @@ class Reducer:
 
     def _is_wanted(self, *, was_prepared: bool = False) -> bool:
         """Whether to reduce a pass that begins; ``was_prepared``: through an output given to `prepare`."""
-        return self._wanted is None or self._wanted(was_prepared or self._is_expected)
+        return self._wanted is None or bool(self._wanted(was_prepared or self._is_expected))
 
     def set_static_graph(self) -> None:
         """Expect every pass to be like the next; all ranks call, before their first backward pass."""
