@@ -1,7 +1,7 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` instead of its C++ one.
 
-Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's code, and ``isinstance`` holds. Only
-this file, `rebindable` and `reducer_adapters` touch private names of that class.
+Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's code. Only this file, `rebindable`
+and `reducer_adapters` touch private names of that class.
 """
 
 import inspect
@@ -154,7 +154,6 @@ class DistributedDataParallel(RebindableWrapper):
         return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted, checks=False)
 
     def _wants(self, was_expected: bool) -> bool:
-        """Whether a backward pass must be reduced."""
         syncs: bool = self.require_backward_grad_sync
         if was_expected and not syncs and self._join_config.enable:
             raise RuntimeError(
@@ -175,7 +174,6 @@ class DistributedDataParallel(RebindableWrapper):
         return own
 
     def _caps(self) -> tuple[int, ...]:
-        """Return the capacities of buckets in bytes."""
         listed = tuple(getattr(self, "bucket_bytes_cap_list", ()))
         if listed:
             return listed
@@ -324,9 +322,9 @@ class DistributedDataParallel(RebindableWrapper):
         """Return what the reductions on this rank communicated since the last call. No communication.
 
         The keys are those of `ZeroRedundancyOptimizer.metrics`, whose figures can be added. Phases:
-        ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (in which buckets are made
-        anew) and ``total``. ``passes`` counts reduced backward passes. With a comm hook
-        ``exposed_seconds/reduce`` is the time of the hook and of the wait for it; what the hook sends is not
-        counted, nor are buffers. ``reset=False`` leaves the counts alone.
+        ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (of new buckets) and
+        ``total``. ``passes`` counts reduced backward passes. With a comm hook ``exposed_seconds/reduce`` is
+        the time of the hook and of the wait for it; what it sends is not counted, nor are buffers.
+        ``reset=False`` leaves the counts alone.
         """
         return self._own().metrics(reset=reset)

@@ -2,9 +2,9 @@
 
 Note [No part in Join]
     A rank without inputs would have to start the other ranks' gathers in their order, which depends on the
-    modules they call. The order of the pass before may be wrong for another kind of batch: units of different
-    sizes would meet. Sending each unit's number first costs a collective for each gather, in which time
-    nothing can be fetched. So ``Join`` is refused.
+    modules that they call. The order of the pass before may be wrong for another kind of batch, and units of
+    different sizes would meet. To send each unit's number first would cost a collective for each gather. So
+    ``Join`` is refused.
 """
 
 from collections.abc import Mapping
@@ -79,11 +79,11 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             once, and a rank holds copies of rows that other replicas own, see Note [Held by a replica] in
             `zero_optim.shard.row_gathers`.
         mixed_precision: a `PrecisionPolicy`, or one of PyTorch's for its own wrappers. Then ``param.dtype``
-            is the dtype to compute with, and owners keep and step the parameters in their own dtype.
+            is the dtype to compute with; owners keep and step the parameters in their own.
         device: for parameters and buffers on the meta device; None for the default one.
         init: called under ``torch.no_grad()`` with each module that has some there, children first, to set
-            their first values; rank 0's are taken. None calls the module's ``reset_parameters()``. Wrap a
-            model on the meta device without an optimizer; no rank ever holds the whole of it.
+            their first values; rank 0's are taken. None calls the module's ``reset_parameters()``. Wrap such
+            a model without an optimizer; no rank ever holds the whole of it.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
@@ -112,7 +112,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         init: Init | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
-        """Check, agree with the other ranks, wrap, and free everything."""
         super().__init__()
         private.require("FullyShardedDataParallel")
         how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
@@ -170,7 +169,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         reducer.follow(weakly(self.units.gradient_came), places.begin)
 
     def _wants(self, was_expected: bool) -> bool:
-        """Whether a backward pass must be reduced."""
         return was_expected and self.require_backward_grad_sync
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -224,7 +222,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
     def check_finished(self) -> None:
         """Raise `ReductionError`, on every rank, if the last backward passes were incomplete; all ranks call.
 
-        The message has every failed rank's error. Waits for the device. See `DistributedDataParallel`.
+        Waits for the device. See `DistributedDataParallel`.
         """
         self._reducer.check_finished()
 
@@ -270,9 +268,8 @@ def fully_shard(
         fully_shard(model, units=[*model.blocks])
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
-    What the wrapper has beside the forward pass (``no_sync()``, ``metrics()``, ``units``,
-    ``check_finished()``), `fully_sharded` gives. All ranks of the group call with the same arguments; it
-    communicates.
+    `fully_sharded` gives the wrapper, with ``no_sync()``, ``metrics()``, ``units`` and ``check_finished()``.
+    All ranks of the group call with the same arguments; it communicates.
 
     Args:
         module: what to train, the whole of it.

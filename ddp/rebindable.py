@@ -37,7 +37,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
         Every rank calls it before ``destroy_process_group()``, also when another rank has failed, beside the
         optimizer's `detach`. If a wait on these ranks has failed, their connections are broken, so that no
         other rank waits for this one. Until `rebind`, a forward pass whose gradients must be reduced raises;
-        ``module`` runs without the wrapper, or in another one. Gradients stay. A second call does nothing.
+        ``module`` runs without the wrapper. Gradients stay. A second call does nothing.
         """
         if self._is_detached:
             return

@@ -97,8 +97,7 @@ class TorchLoggerAdapter:
     Errors are raised, no times are taken, and the rest is asked of the reducer.
     """
 
-    def _ignore(self, *_: object) -> None:
-        """Do nothing."""
+    def _ignore(self, *_: object) -> None: ...
 
     set_runtime_stats_and_log = set_error_and_log = _set_static_graph = _set_uneven_input_join = _ignore
 

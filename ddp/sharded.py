@@ -56,10 +56,10 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
         module: the model to train. The optimizer has all of its parameters that require a gradient.
         optimizer: steps them.
         accumulate: what several backward passes before a step do. "owner" reduces each, and owners add up: it
-            sends each time, needs little more memory on an accelerator (on the CPU that of its own gradients
-            once more), and refuses ``no_sync()``. "local" adds up whole gradients on each rank under
-            ``no_sync()``, and the next pass outside of it reduces the sums. The bits differ: "owner" adds
-            over ranks first, "local" over passes first.
+            sends each time, needs on the CPU the memory of its own gradients once more, and refuses
+            ``no_sync()``. "local" adds up whole gradients on each rank under ``no_sync()``, and the next pass
+            outside of it reduces the sums. The bits differ: "owner" adds over ranks first, "local" over
+            passes first.
         process_group: that of the optimizer; optional.
         mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
             shard everything. Build the optimizer over one row of it, ``process_group=mesh.get_group(1)``. All
@@ -88,7 +88,6 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
         mesh: DeviceMesh | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
-        """Check, agree with the other ranks, and wrap."""
         require_ours(optimizer)
         with optimizer.ranks.doing("ShardedDataParallel()"):
             vars(self).update(  # nn.Module is not set up yet

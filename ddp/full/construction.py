@@ -283,7 +283,6 @@ class RanksToBe:
 
 
 def _refuse_others(optimizer: Optimizer, *_: object) -> None:
-    """Refuse a step, see Note [Optimizers that know nothing of units]."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return
     name = type(optimizer).__name__

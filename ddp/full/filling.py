@@ -3,9 +3,9 @@
 Note [Filled module by module]
     The buckets of units begin without memory. A *portion* is a unit, or in the outermost unit a module with
     parameters, with all below it that belongs to the same unit. When it has its values (the model's, or first
-    ones for a model on the meta device), the ranks take those of rank 0, each copies the rows that it keeps,
-    and the memory of the portion is released. Where all values are there, the portion with the largest
-    parameter comes last: whoever owns the whole of it has it twice while it is copied.
+    ones for a model on the meta device), the ranks take those of rank 0, each copies its rows, and the
+    portion's memory is released. Where all values are there, the portion with the largest parameter comes
+    last: its owner has it twice while it is copied.
 
     Modules are initialized after those below them, in the order of registration. As a rule that is the order
     of their constructors, so the same seed gives the same bits as a model that is made whole.
@@ -112,7 +112,7 @@ def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
 def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
     """Make memory for a parameter or a buffer, which shows where nobody has written.
 
-    It has the dtype that owners keep: random numbers give other values in another dtype.
+    In the dtype that owners keep: random numbers give other values in another dtype.
     """
     new = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=kept_dtype(tensor), device=device)
     return new.fill_(float("nan")) if new.is_floating_point() or new.is_complex() else new.zero_()
@@ -196,7 +196,7 @@ class UnitFiller:
     def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:
         """Give what has no values yet its first ones.
 
-        A parameter that another module has initialized gets other memory for that time, then what it had.
+        A parameter that another module has initialized gets other memory meanwhile.
         """
         new = {param for param in own if param in self._unfilled}
         device = next(iter(new or own or self._bucket_of)).device

@@ -1,22 +1,22 @@
 """The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
 
 Note [When a unit is whole]
-    Buckets are gathered, waited for and freed as their `Schedule` says. A unit is gathered when one of its
-    modules is called, and freed when the outermost call of them returns. The outermost unit of a training
-    step stays, as the backward pass begins with it. In the backward pass a unit is gathered when the gradient
-    of its output is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit
-    with some also waits for the gradients of its module's inputs. At the end of the pass everything is freed.
-    While activations are computed again (checkpointing) nothing is freed when a call returns, as the backward
-    pass needs it next.
+    Buckets are gathered, waited for and freed as their `Schedule` says: a unit when one of its modules is
+    called, and freed when the outermost call of them returns. The outermost unit of a training step stays, as
+    the backward pass begins with it. In the backward pass a unit is gathered when the gradient of its output
+    is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit with some also
+    waits for the gradients of its module's inputs. At the end of the pass everything is freed. Where a
+    backward pass computes activations again, nothing is freed when a call returns, as that pass needs it
+    next.
 
-    What autograd saved may be views of a unit's storage, so the backward pass must not begin with a unit
-    before it is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in`
-    sees, its unit stays whole after the forward pass.
+    What autograd saved may be views of a unit's storage, so the backward pass must not reach a unit before it
+    is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in` sees, its
+    unit stays whole after the forward pass.
 
 Note [The next unit]
-    The order in which units were needed in the pass before tells which one is needed next. Its gather starts
-    when the one before is whole. There is an order for each outermost module that is called, and one for
-    backward passes. It is the same on every rank if the ranks call the same modules, as they must.
+    The order in which the pass before needed units tells which one is needed next. Its gather starts when the
+    one before is whole. There is an order for each outermost module that is called, and one for backward
+    passes. It is the same on every rank if the ranks call the same modules, as they must.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,8 +46,6 @@ _SECOND = (
 
 
 class _Call(NamedTuple):
-    """A call under way of a module of a unit."""
-
     number: int  # of the unit
     guards: bool  # it has begun to watch what autograd saves
     passage: Passage | None  # what a backward pass will go through, where somebody waits for that
@@ -102,7 +100,6 @@ class UnitsInUse(Uncopied):
     def _at(
         self, moment: Moment, unit: Unit, purpose: Purpose, tells: bool = False, schedule: Schedule = ZERO3
     ) -> None:
-        """Do with a unit what a schedule says; with stamps if it `tells` of steps."""
         operations: dict[Operation, Callable[[Unit, Purpose, bool], None]] = {
             Operation.GATHER: self._gather,
             Operation.WAIT: self._wait,
@@ -111,7 +108,6 @@ class UnitsInUse(Uncopied):
         schedule.at(moment, operations, unit, purpose, tells)
 
     def _gather(self, unit: Unit, purpose: Purpose, tells: bool) -> None:
-        """Start the gather of a unit that is not whole."""
         stamps = self._stamps if tells else None
         for bucket in unit.buckets:
             if not bucket.is_whole and not bucket.gathers.is_unclaimed:
@@ -132,7 +128,7 @@ class UnitsInUse(Uncopied):
 
     @contextmanager
     def _forgetting(self, unit: Unit) -> Iterator[None]:
-        """Where ranks gather different parts, free a unit and forget other gathers: they may never come."""
+        """Where ranks gather different units, free this one and forget other gathers: they may never come."""
         try:
             yield
         except RankMismatchError:
@@ -144,12 +140,11 @@ class UnitsInUse(Uncopied):
             raise
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
-        """Start the gather of the unit that comes next, if it is known: Note [The next unit]."""
         if number is not None:
             self._gather(self.units[number], purpose, tells)
 
     def _free_unused(self, units: Iterable[Unit] | None = None) -> None:
-        """Free those of some units, by default of all, that nobody is using, in or after a backward pass."""
+        """Free units that nobody is using, by default all, in or after a backward pass."""
         for unit in self.units if units is None else units:
             if not unit.depth:
                 self._at(Moment.AFTER_BACKWARD, unit, Purpose.BACKWARD)
@@ -157,7 +152,7 @@ class UnitsInUse(Uncopied):
     # ------------------------------------------------------------------ forward
 
     def forget_calls(self) -> None:
-        """Take note that no call is under way: PyTorch runs no hook when a Ctrl-C ends one."""
+        """Forget calls and passes that an exception has ended without a hook, as a Ctrl-C does."""
         while self.unfinished:
             self.unfinished[-1]()
         if self._backward.is_under_way and not in_backward():
@@ -216,7 +211,7 @@ class UnitsInUse(Uncopied):
                     self._free(other)
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
-        """Have it known when all inputs of a call have their gradients."""
+        """Return a passage that ends when all inputs of a call have their gradients."""
         if not torch.is_grad_enabled() or (in_backward() and unit.passages):
             return None
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
@@ -229,7 +224,7 @@ class UnitsInUse(Uncopied):
         return passage
 
     def _watch(self, unit: Unit, output: object, passage: Passage | None) -> bool:
-        """Have a unit made whole before the backward pass comes to it; tell whether it stays until then."""
+        """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
         tensors = list(tensors_in(output))
         if not in_backward():
             reached = weakly(self._output_reached)
@@ -246,7 +241,7 @@ class UnitsInUse(Uncopied):
     # ------------------------------------------------------------------ backward
 
     def _output_reached(self, number: int, place: int | None = None, passage: Passage | None = None) -> None:
-        """Make a unit whole, as the gradient of its output is there; RuntimeError with create_graph."""
+        """Make a unit whole when its output has a gradient; RuntimeError with create_graph."""
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND)
         self._need_in_backward(number, place)
@@ -257,7 +252,6 @@ class UnitsInUse(Uncopied):
             passages[passage] = passage.num_inputs
 
     def _input_reached(self, number: int, passage: Passage) -> None:
-        """Take note that an input has its gradient; called by its hook."""
         unit = self.units[number]
         if passage not in unit.passages:
             return
@@ -267,7 +261,6 @@ class UnitsInUse(Uncopied):
             self._free_if_done(unit)
 
     def _need_in_backward(self, number: int, place: int | None = None) -> None:
-        """Make a unit whole in a backward pass, and fetch the next one."""
         if not self._backward.is_under_way:
             self._backward.begin()
             self._places.begin()
@@ -281,7 +274,7 @@ class UnitsInUse(Uncopied):
         self._places.gathered(following)
 
     def gradient_came(self, index: int) -> None:
-        """Take note that a parameter has its gradient; called by its hook."""
+        """Note that a parameter has its gradient."""
         for unit in self._waiting.get(index, ()):
             unit.arrived.add(index)
             self._free_if_done(unit)
@@ -296,7 +289,7 @@ class UnitsInUse(Uncopied):
         self._free_unused()
 
     def _break_off(self, number: int | None = None) -> None:
-        """End the backward pass with a number, or the present one, after an exception; waits for nothing."""
+        """End a backward pass, by default the present one, after an exception; waits for nothing."""
         if number in (None, self._num_backwards) and self._backward.is_under_way:
             self._end_order(broke_off=True)
 
@@ -364,7 +357,6 @@ class UnitsInUse(Uncopied):
 
 
 def _pin(unit: Unit, more: int) -> None:
-    """Count one more, or one fewer, that needs a unit whole."""
     unit.depth += more
     for bucket in unit.buckets:
         bucket.num_pins += more

@@ -72,7 +72,7 @@ class LaunchPlaces:
     def reached(self, number: int, place: int | None) -> None:
         """Note that a unit is whole in the backward pass, before the next one is fetched.
 
-        The place is that of its call, whose output was reached; None if something else needs the unit.
+        The place is that of its call; None if no output of it was reached.
         """
         self.gathered(number)
         current = self._running()

@@ -71,7 +71,7 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
     """Register the hooks of all modules that are units, or have parameters in one.
 
     Calls are hooked of units, and of modules with parameters of the outermost one, so that a model's other
-    methods may call them. Inside other units calls are not hooked: that would break up their compiled graphs.
+    methods may call them. Hooks inside other units would break up their compiled graphs.
     """
     in_units = {param for unit in units.units for param in unit.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
@@ -171,16 +171,16 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
     """Make the parameters of a module whole for the time of a ``with``; all ranks enter and leave it.
 
     Communicates: one broadcast for each owner, unit and dtype. Inside, parameters can be read, and written
-    under ``torch.no_grad()``. When it ends, each owner takes over what was written on its own rank to
-    its rows; what other ranks wrote there is dropped.
+    under ``torch.no_grad()``. When it ends, each owner takes over what was written on its own rank to its
+    rows; what other ranks wrote there is dropped.
 
     Args:
         module: of a fully sharded model, or the wrapper itself.
         writes: False spares the owners the copy, where nothing was written.
 
     Raises:
-        TypeError: it is no module. This and what follows is told to the other ranks, which raise too.
-        ValueError: no module in it is fully sharded.
+        TypeError: on every rank: it is no module on any.
+        ValueError: likewise: no module in it is fully sharded.
     """
     try:
         units = units_in(

@@ -33,7 +33,7 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
     Raises:
         TypeError: on every rank: the model is no module on any.
         ValueError: likewise: the model is not fully sharded, or ``ranks`` are none of the group.
-        RankMismatchError: likewise, ranks were given others.
+        RankMismatchError: likewise: ``ranks`` differ.
     """
     module, units = _asked_of(model)
     group = units.group
@@ -68,7 +68,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         Under "rows", by the name of each parameter of which this rank owns rows: ``first``, the number of the
         first of them, ``shape``, that of the whole parameter, and ``values``, the rows, in the dtype that
         owners keep. Under "whole" what every rank has: buffers, extra state, parameters that are not sharded.
-        The tensors share the model's memory, as those of ``state_dict()`` do: clone what is to stay as it is.
+        The tensors share the model's memory, as those of ``state_dict()`` do.
 
     Raises:
         ValueError: the model is not fully sharded.
@@ -144,7 +144,7 @@ def _copied(tensor: Tensor) -> Tensor:
 def _own_state(
     module: nn.Module, units: UnitsInUse
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return by name: the parameters of units, the rows of them that this rank owns, what every rank has."""
+    """Return by name: the parameters of units, this rank's rows of them, what every rank has."""
     own: dict[Tensor, dict[str, Any]] = {}
     for bucket in units.buckets:
         for index, first, rows in bucket.places():
@@ -156,13 +156,11 @@ def _own_state(
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[int, int, tuple[int, ...]]:
-    """Return the first row, the number of rows, and the shape of the whole."""
     first, shape, values = entry["first"], tuple(entry["shape"]), entry["values"]
     return first, values.shape[0] if shape else 1, shape
 
 
 def _check(state: object, own: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any]) -> None:
-    """Check that a dict has what this rank owns, and what every rank has."""
     if not isinstance(state, Mapping) or {*state} != {ROWS, WHOLE}:
         raise StateMismatchError("expected a dict that sharded_state_dict() returned on this rank")
     places, wanted = ({name: _place(entry) for name, entry in each.items()} for each in (state[ROWS], own))

@@ -1,11 +1,11 @@
 """Buckets on their way to the owners of their gradients, one after the other.
 
 Note [Sums across replicas]
-    In a mesh (`zero_optim.comm.mesh`) gradients are added up in the order of ranks inside a replica, by the
-    owner; then its row over the owners of the same rows in all replicas, by the backend, in place. The second
+    In a mesh (`zero_optim.comm.mesh`) the owner adds gradients up in the order of ranks inside a replica;
+    then the backend adds its row up over the owners of the same rows in all replicas, in place. The second
     sum is waited for before that of the next bucket starts. In bf16 and fp16 the sum of a replica is rounded.
-    The word of a failure is summed with its row. All ranks start sums in one order, that of the buckets, as
-    NCCL wants it.
+    The word of a failure is summed with its row. All ranks start sums in the order of buckets, as NCCL wants
+    it.
 
 Note [Sums inside, then across]
     With state over all ranks of a mesh each rank owns a row. Inside a replica of S ranks, rank s receives the
@@ -62,11 +62,10 @@ class OwnerSum:
 
 
 class OwnerLine:
-    """The buckets of one pass, one after the other: the first portion of one while the last of another ends.
+    """The buckets of one pass: the first portion of one is sent while the last of another is summed.
 
     So the network has work while sums are made; see Note [Memory of sharded gradients] in `owner_bucket`.
-    Unless lanes are apart, on process groups of their own, a bucket is launched when the one before is
-    summed.
+    Unless lanes are apart, a bucket is launched when the one before is summed.
     """
 
     def __init__(self, route: SumRoute, everyone: RankGroup, *, is_apart: bool = True) -> None:
@@ -123,7 +122,6 @@ class OwnerLine:
             self._fill()
 
     def _fill(self) -> None:
-        """Have two portions pending, as far as there are any left."""
         last = self._last
         while (
             last is not None

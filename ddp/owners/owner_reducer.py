@@ -32,9 +32,9 @@ from zero_optim.step.partial import PartialGradient
 class OwnerReducer(Reducer):
     """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
 
-    Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has
-    yet to be reduced. So a pass has to begin before autograd adds its first gradient. Not every pass goes
-    through an output of the forward pass, nor through that first: a parameter may be used by the loss alone.
+    Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has yet
+    to be reduced. So a pass has to begin before autograd adds its first gradient, also where it goes through
+    no output of the forward pass.
 
     Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
     train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
@@ -143,7 +143,6 @@ class OwnerReducer(Reducer):
 
     @property
     def _may_differ(self) -> bool:
-        """Whether ranks may use different parameters."""
         return self.options.find_unused_parameters or self.options.static_graph
 
     @property

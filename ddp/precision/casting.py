@@ -4,7 +4,7 @@ Note [Casts in the place of parameters]
     During a forward pass modules see casts in the place of their parameters. Autograd made them, so gradients
     reach the parameters in their dtype, by the same hooks. Checkpointed activations are computed again in the
     backward pass: casts are put back when it reaches the forward pass's output, until it ends. PyTorch's DDP
-    replaces each parameter's data; a forward without a backward pass then leaves the model narrow.
+    replaces each parameter's data; a forward without a backward pass leaves the model narrow there.
 """
 
 from collections.abc import Collection, Iterator
@@ -137,7 +137,6 @@ class Casts:
                 untyped.register_hook(self._reached)
 
     def _reached(self, _: Tensor) -> None:
-        """Put the casts back; called by an output's hook."""
         if self._in_backward:
             return
         with torch.enable_grad():  # a second pass through one graph finds none, and casts again

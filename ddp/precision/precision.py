@@ -53,7 +53,6 @@ class PrecisionPolicy:
     casts_inputs: Literal["model", "units", "nowhere"] = "model"
 
     def __post_init__(self) -> None:
-        """Check the dtypes."""
         for name in ("params", "gradients", "buffers", "inputs", "outputs"):
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -183,7 +183,7 @@ def indices_of_members(
 ) -> list[list[int]]:
     """Return the parameters' places by bucket, in the order in which buckets become full.
 
-    Leaves out parameters that are not reduced. A sparse gradient has its own bucket. Without an order of
+    Leaves out parameters that are not reduced; a sparse gradient has its own bucket. Without an order of
     gradients the last parameter comes first.
     """
     listed: list[list[int]] = []

@@ -1,9 +1,9 @@
 """One backward pass: counts gradients, launches buckets, records failures.
 
 Note [Phases of a backward pass]
-    A `BackwardPass` lives from the first sign of a pass to its end. It is ``RUNNING`` while gradients come,
-    and ``ENDING`` when the engine has called. If an exception ends the pass, it is ``BROKEN_OFF`` until the
-    next forward or backward pass ends it, together with the other ranks.
+    A `BackwardPass` is ``RUNNING`` while gradients come, and ``ENDING`` when the engine has called. If an
+    exception ends the pass, it is ``BROKEN_OFF`` until the next forward or backward pass ends it, together
+    with the other ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,9 +41,9 @@ _UNCOUNTED = nullcontext()
 class BackwardPass:
     """Counts gradients and launches buckets in order, each once it and all before it are full.
 
-    What is expected is fixed when it begins. ``divisor``: of the gradients; 1 where a comm hook divides.
-    ``can_carry_word``: the last bucket can tell of a failure, see `report`; then it waits for the end.
-    ``held_up`` is entered where gradients are taken, so that the time is counted.
+    ``divisor``: of the gradients; 1 where a comm hook divides. ``can_carry_word``: the last bucket can tell
+    of a failure, see `report`; then it waits for the end. ``held_up``: counts the time in which gradients are
+    taken.
     """
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
@@ -148,7 +148,6 @@ class BackwardPass:
                 self._launch_full()
 
     def _unusual(self, index: int) -> None:
-        """Handle a gradient that was not expected."""
         bucket, number, slot = self._places[index]
         calls, expected = self.calls[index], self._expected[index]
         if self._streams is not None:
@@ -177,7 +176,6 @@ class BackwardPass:
     # ------------------------------------------------------------------ buckets go
 
     def _launch_full(self) -> None:
-        """Launch full buckets, up to the first that is not full."""
         while not self.is_held and self.num_passed < self._num_early and not self._waiting[self.num_passed]:
             self._launch_next()
 

@@ -24,7 +24,7 @@ class ReducerBucket:
     """The gradients of some parameters in one flat tensor, whole on every rank. Does not communicate.
 
     The parameters have one dtype and device, indices among all, and slots here. Gradients are reduced in
-    ``dtype``, None for the parameters' own. They may become views of the flat tensor. A sparse gradient is
+    ``dtype``, None for the parameters' own, and may become views of the flat tensor. A sparse gradient is
     alone, and is the flat tensor itself.
     """
 
@@ -228,7 +228,6 @@ class ReducerBucket:
 
 
 def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a sparse gradient without entries."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
     values = param.new_empty(0, *param.shape[1:], dtype=dtype)
     return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)

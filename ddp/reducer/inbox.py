@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Inbox:
     """The parameters' hooks, which keep it alive, and the current backward pass.
 
-    ``current`` is running, or has broken off and was not ended yet. ``take_first`` takes the gradient of a
-    parameter, by its place, if no pass runs; ``follower`` is called afterwards. Make both by `weakly`.
+    ``current`` runs, or has broken off and was not ended yet. ``take_first`` takes the place of a parameter
+    whose gradient came while no pass runs; ``follower`` is called afterwards. Make both by `weakly`.
     """
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:

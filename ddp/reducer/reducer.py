@@ -1,14 +1,11 @@
-"""`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass.
-
-It behaves as PyTorch's (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-VLDB 2020).
+"""`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass, as PyTorch's does.
 
 Note [One backward pass]
     A hook on the forward pass's output, or the first gradient, makes a `BackwardPass` and asks the autograd
     engine to call at the end. A full bucket is launched after all before it, so every rank launches in the
     same order. At the end the rest is launched, and the results become the parameters' gradients. An element
-    of the last bucket tells other ranks of a failure. With a comm hook, or where parameters may be unused, a
-    small sum of its own does.
+    of the last bucket tells other ranks of a failure; with a comm hook, or where parameters may be unused, a
+    small sum does.
 """
 
 import warnings
@@ -59,15 +56,12 @@ class Reducer:
         checks: compare parameters and options between ranks, by a small collective.
 
     Attributes:
-        group: the ranks.
-        names, params: of the parameters.
         history: facts learnt from the passes so far.
         assignment: the current buckets.
         slot: the comm hook.
         divisor: called when the next pass begins, to divide its gradients by; None for the number of ranks.
         futures: waited for when the next pass ends.
-        defers_reports: read other ranks' failures one pass later, where the CPU would have to wait for the
-            device: Note [Late reports] in `report`.
+        defers_reports: reads other ranks' failures one pass later: Note [Late reports] in `report`.
 
     Raises:
         ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
@@ -99,7 +93,7 @@ class Reducer:
         self.defers_reports = is_asynchronous(self.params[0].device)
         self.slot = HookSlot()
         self._wanted = wanted
-        self._is_expected = False  # the last forward pass was one whose backward pass is to be reduced
+        self._is_expected = False
         self._begin_anew()
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
@@ -107,7 +101,7 @@ class Reducer:
             learn_addresses(self.group)
 
     def reset(self) -> None:
-        """Start over: first buckets, nothing learnt. All ranks call, between iterations."""
+        """Begin anew: first buckets, nothing learnt. All ranks call, between iterations."""
         self._inbox.current = None
         self.slot.failure = None
         self._begin_anew()
@@ -127,7 +121,7 @@ class Reducer:
 
     @property
     def activity(self) -> Activity:
-        """This process's activity, which other ranks hear of if they miss it."""
+        """This rank's activity, for the messages of other ranks."""
         return self.group.works.log.activity
 
     @property
@@ -157,7 +151,7 @@ class Reducer:
 
     @torch.no_grad()
     def rebuild(self) -> bool:
-        """Rebuild buckets in rank 0's order of gradients, once that is known. Returns whether it did.
+        """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did.
 
         All ranks call; communicates when it is due.
         """
@@ -179,7 +173,7 @@ class Reducer:
         return True
 
     def _name_buckets(self) -> None:
-        """Take over new buckets of the hook: at once, or at the next pass if gradients have an order."""
+        """Use new buckets of the hook: at once, or at the next pass if gradients have an order."""
         if self.slot.members_changed and self.history.has_rebuilt:
             self.history.rebuild_is_due = True
         elif self.slot.members_changed:
@@ -196,11 +190,10 @@ class Reducer:
         self._name_buckets()
 
     def expect(self, is_expected: bool) -> None:
-        """Set whether backward passes are expected from now on, for ``wanted``."""
+        """Set the argument of ``wanted`` for passes from now on."""
         self._is_expected = is_expected
 
     def _is_wanted(self, *, was_prepared: bool = False) -> bool:
-        """Whether to reduce a pass that begins; ``was_prepared``: through an output given to `prepare`."""
         return self._wanted is None or bool(self._wanted(was_prepared or self._is_expected))
 
     def set_static_graph(self) -> None:
@@ -214,9 +207,9 @@ class Reducer:
     def prepare(self, outputs: object = ()) -> None:
         """Look at a forward pass's output before the user gets it. Optional in ordinary loops.
 
-        Needed where parameters may be unused, so that buckets need not wait for the end, and for reentrant
-        checkpointing. Every rank calls it after the same forward passes; no communication. Finds tensors in
-        containers and dataclasses. RuntimeError inside ``torch.distributed.autograd``.
+        Needed for reentrant checkpointing, and so that unused parameters hold up no bucket. Every rank calls
+        it after the same forward passes; no communication. Finds tensors in containers and dataclasses.
+        RuntimeError inside ``torch.distributed.autograd``.
         """
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -231,9 +224,8 @@ class Reducer:
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise ReductionError, on every rank, if a backward pass or comm hook failed on any; all ranks call.
 
-        On a CPU it is free if all is well. On a GPU a failure is known one pass later (Note [Late reports] in
-        `report`): call it after the last pass, or before writing a checkpoint. ``waits=False`` leaves out the
-        last pass, which may still run on the device.
+        On a GPU a failure is known one pass later: call it after the last pass, or before a checkpoint.
+        ``waits=False`` leaves out the last pass, which may still run on the device.
         """
         if self.slot.failure is not None:
             raise ReductionError(self.slot.failure)
@@ -246,7 +238,6 @@ class Reducer:
             unread.pop(0).check()
 
     def _first_arrived(self, index: int) -> None:
-        """Take a gradient that came while no backward pass ran."""
         if self._is_wanted():
             self._begin().arrived(index)
         else:
@@ -283,7 +274,7 @@ class Reducer:
         )
 
     def _open(self) -> Launch:
-        """Prepare the buckets for a pass; returns their launch function."""
+        """Prepare the buckets for a pass; return their launch function."""
         may_be_unused = self.options.find_unused_parameters or self.options.static_graph
         return self.slot.launching(self._summing, all_used=not may_be_unused)
 
@@ -359,7 +350,7 @@ class Reducer:
     def shadow(self) -> None:
         """Join the reductions of one backward pass of the others, with zeros; for ``Join``.
 
-        ReductionError if a rank failed, or to leave unused buckets out this rank has no pass to learn from.
+        ReductionError if a rank failed, or if this rank does not know which buckets the others leave out.
         """
         self.check_finished()
         self.rebuild()

@@ -11,11 +11,9 @@ Note [Late reports]
     The CPU waits to read a report, on a device with streams for the whole pass. So there it reads when the
     device has the next pass to work on. Reading may communicate, so all ranks read at the same points: when a
     forward pass begins, and with the first gradient of a backward pass, all but the last report. A failure of
-    pass n raises in forward pass n + 2; the optimizer may use its gradients before.
-    `Reducer.check_finished` and `Join` read all.
-
-    Passes in `Join`, and the first one of a static graph, put nothing off. A rank with unused parameters
-    waits in the pass for the others' use.
+    pass n raises in forward pass n + 2; the optimizer may use its gradients before. `Reducer.check_finished`
+    and `Join` read all. Passes in `Join`, and the first one of a static graph, are read at once. A rank with
+    unused parameters waits in the pass for the others' use.
 """
 
 from collections.abc import Sequence
