@@ -166,6 +166,14 @@ def units_in(module: object, hint: str) -> UnitsInUse:
     raise ValueError(hint.format(name=type(module).__name__))
 
 
+def units_in_together(module: object, hint: str) -> UnitsInUse:
+    """Return `units_in`; all ranks call, and all raise if one does."""
+    try:
+        return units_in(module, hint)
+    except (TypeError, ValueError) as error:
+        raise_together(error)  # the others wait
+
+
 @contextmanager
 def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
     """Make the parameters of a module whole for the time of a ``with``; all ranks enter and leave it.
@@ -182,13 +190,8 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
         TypeError: on every rank: it is no module on any.
         ValueError: likewise: no module in it is fully sharded.
     """
-    try:
-        units = units_in(
-            module,
-            "no parameter of this {name} is sharded: wrap the model in FullyShardedDataParallel first",
-        )
-    except (TypeError, ValueError) as error:
-        raise_together(error)  # the others wait
+    hint = "no parameter of this {name} is sharded: wrap the model in FullyShardedDataParallel first"
+    units = units_in_together(module, hint)
     params = set[Tensor](module.parameters())
     numbers = [unit.number for unit in units.units if not params.isdisjoint(unit.params)]
     with units.whole(numbers, writes=writes):

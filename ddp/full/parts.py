@@ -1,6 +1,5 @@
 """The parts of a fully sharded model: its units, what gathers them, and the reducer of its gradients."""
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,14 +79,10 @@ def make_gathers(
         return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(units, ranks))
     parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
     inner, across = (lanes_for_rows(part, params) for part in parts)
-    reference = weakref.ref(reducer)
-
-    def num_reduced() -> int:
-        reducer = reference()
-        return 0 if reducer is None else reducer.history.num_passes
-
-    keeping = optimizer.core.inputs.store.keeping
-    return GathersInReplicas(mesh, inner, across, units, stamps, reducer.params, num_reduced, keeping)
+    history, keeping = reducer.history, optimizer.core.inputs.store.keeping
+    return GathersInReplicas(
+        mesh, inner, across, units, stamps, reducer.params, lambda: history.num_passes, keeping
+    )
 
 
 def seen_buffers(module: nn.Module) -> list[Tensor]:

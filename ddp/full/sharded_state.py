@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_optim.comm.agreement import agree, failing_together, raise_together
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.module_hooks import units_in
+from zero_optim.ddp.full.module_hooks import units_in, units_in_together
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.row_bucket import left_freed
 
 ROWS, WHOLE = "rows", "whole"
+_HINT = "this {name} is not fully sharded: take its state_dict()"
 
 
 def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[str, Any] | None:
@@ -35,14 +36,14 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
         ValueError: likewise: the model is not fully sharded, or ``ranks`` are none of the group.
         RankMismatchError: likewise: ``ranks`` differ.
     """
-    module, units = _asked_of(model)
+    units = units_in_together(model, _HINT)
     group = units.group
     with failing_together(group):
         if not ranks or not set(ranks) <= set(range(group.size)):
             raise ValueError(f"expected ranks from 0 to {group.size - 1}, got {ranks!r}")
     agree(group, [f"ranks={sorted(set(ranks))}"], "the arguments of full_state_dict()")
     is_asked = group.rank in ranks
-    names, state = _freed_state(module, units)
+    names, state = _freed_state(_inner(model), units)
     copies: dict[Tensor, Tensor] = {}
     for unit in units.units:
         with values_of(units, unit) as values:
@@ -74,9 +75,9 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         ValueError: the model is not fully sharded.
         RuntimeError: parameters are whole for somebody to read or write.
     """
-    module, units = _module_and_units(model)
+    units = units_in(model, _HINT)
     units.check_unpinned()
-    _, rows, rest = _own_state(module, units)
+    _, rows, rest = _own_state(_inner(model), units)
     return {ROWS: rows, WHOLE: rest}
 
 
@@ -98,8 +99,8 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         RuntimeError: parameters are whole for somebody to read or write.
         Exception: a module refuses its extra state; buffers have changed then.
     """
-    module, units = _asked_of(model)
-    group = units.group
+    units = units_in_together(model, _HINT)
+    module, group = _inner(model), units.group
     with failing_together(group):
         units.check_unpinned()
         params, rows, rest = _own_state(module, units)
@@ -111,18 +112,8 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         bucket.load(values)
 
 
-def _module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
-    """Return the module of a fully sharded model, and its units; raises TypeError or ValueError."""
-    units = units_in(model, "this {name} is not fully sharded: take its state_dict()")
-    return model.module if isinstance(model, FullyShardedDataParallel) else model, units
-
-
-def _asked_of(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
-    """Do as `_module_and_units`; all ranks call, and it communicates if it raises: the others wait."""
-    try:
-        return _module_and_units(model)
-    except (TypeError, ValueError) as error:
-        raise_together(error)
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
 def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:

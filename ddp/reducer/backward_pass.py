@@ -48,6 +48,7 @@ class BackwardPass:
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
     is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
+    is_empty = False  # this rank has no gradients for it, see `launch_zeros`
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class BackwardPass:
             self.note(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
         if number == self._num_early and self._failures:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
-        self.reduce_next()
+        self._reduce_next()
 
     def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
         """Copy what was not copied yet, with zeros for missing gradients."""
@@ -229,8 +230,7 @@ class BackwardPass:
         if rest:
             bucket.take(rest, self._divisor)
 
-    def reduce_next(self) -> None:
-        """Reduce the next bucket as it is, and free what its schedule frees."""
+    def _reduce_next(self) -> None:
         bucket = self._assignment.buckets[self.num_passed]
         bucket.schedule.at(
             Moment.BUCKET_FULL,
@@ -241,6 +241,24 @@ class BackwardPass:
 
     def _start(self, bucket: ReducerBucket) -> None:
         self._waits.append((bucket, self._launch(bucket)))
+
+    def launch_zeros(self, last_order: Sequence[int]) -> None:
+        """Launch all buckets as they are; the other ranks use what this one used in its last pass.
+
+        ReductionError if unused buckets are left out, and this rank had no pass.
+        """
+        self.is_empty, self._carried = True, [False] * len(self.calls)
+        used = frozenset(last_order)
+        if self.skips_unused and not used:
+            raise ReductionError(
+                "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
+                "parameters are used: give every rank a batch, or leave the option out inside Join"
+            )
+        for bucket in self._assignment.buckets:
+            if self.skips_unused and used.isdisjoint(bucket.indices):
+                self.num_passed += 1
+            else:
+                self._reduce_next()
 
     # ------------------------------------------------------------------ the end
 
@@ -303,7 +321,8 @@ class BackwardPass:
     def give(self, unused: Sequence[bool], report: FailureReport) -> None:
         """Wait for every bucket, and hand out the reduced gradients, except for unused parameters."""
         for bucket, reduced in self.results(report):
-            bucket.give(reduced, unused)
+            if not bucket.is_shadow:
+                bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
                 if unused[index] and index in self._set_aside:
                     bucket.views[slot].copy_(self._set_aside[index])

@@ -55,14 +55,6 @@ class Reducer:
             through an output given to `prepare`, or was expected (`expect`). None for always.
         checks: compare parameters and options between ranks, by a small collective.
 
-    Attributes:
-        history: facts learnt from the passes so far.
-        assignment: the current buckets.
-        slot: the comm hook.
-        divisor: called when the next pass begins, to divide its gradients by; None for the number of ranks.
-        futures: waited for when the next pass ends.
-        defers_reports: reads other ranks' failures one pass later: Note [Late reports] in `report`.
-
     Raises:
         ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
         RankMismatchError: on every rank: ranks have different arguments; names the first.
@@ -90,13 +82,13 @@ class Reducer:
         if checks:
             agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
         self.names, self.params = reduced.names, reduced.params
-        self.defers_reports = is_asynchronous(self.params[0].device)
+        self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()
         self._wanted = wanted
         self._is_expected = False
-        self._begin_anew()
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
+        self.reset()
         if checks:  # then all ranks have got here
             learn_addresses(self.group)
 
@@ -104,14 +96,11 @@ class Reducer:
         """Begin anew: first buckets, nothing learnt. All ranks call, between iterations."""
         self._inbox.current = None
         self.slot.failure = None
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
         self.history = History(len(self.params))
-        self.divisor: Callable[[], float] | None = None
+        self.divisor: Callable[[], float] | None = None  # of the next pass; None for the number of ranks
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
-        self.futures: list[Future[object]] = []
+        self.futures: list[Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
 
     @property
@@ -300,39 +289,18 @@ class Reducer:
         current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
     def _conclude(self, current: BackwardPass) -> None:
-        asks_for_use, broke_off = current.asks_for_use, current.phase is Phase.BROKEN_OFF
+        broke_off = current.phase is Phase.BROKEN_OFF
         lost = self._inbox.swapped(current.calls)
         for index in lost:
             current.note(SWAPPED, index)
-        if not (any(current.calls) or asks_for_use or broke_off or lost):
+        if not (any(current.calls) or current.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()
         defers = self.defers_reports and not self.in_join and current.kind != "learning"
         self.divisor = None
         current.end()
-        self._await_hook(current)
-        report = current.report(self.group)
-        checks_first = not defers and (self.checks_first or asks_for_use)
-        if checks_first:
-            current.check(report)
-        unused = [not used for used in report.used()] if asks_for_use else self.history.unused
-        with self.slot.minding():
-            if broke_off and defers:  # the next iteration has begun, and nobody is told yet
-                for bucket, _ in current.results(report):
-                    bucket.clear()  # gradients that are views; others are left alone
-            else:
-                current.give(unused, report)
-        futures, self.futures = self.futures, []
-        for future in futures:
-            future.wait()
-        self.history.num_buckets_reduced = current.num_launched
-        self.history.conclude(current.calls, current.order, unused, self.options)
-        if defers:
-            report.put_off()
-            self._unread.append(report)
-        elif not checks_first:
-            report.check()
+        self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet
         if current.keeps_graph and any(current.calls):
             warnings.warn(
                 "a backward pass with create_graph=True reduces the gradients, not the graph that "
@@ -340,11 +308,39 @@ class Reducer:
                 stacklevel=2,
             )
 
-    def _await_hook(self, current: BackwardPass) -> None:
-        """Wait for the hook's collectives; on gloo PowerSGD issues some later, from other threads."""
-        if not self.slot.is_empty:
+    def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
+        """Wait for a pass that has launched everything, and hand out its gradients, or drop them.
+
+        If it `defers`, other ranks' failures are read later.
+        """
+        if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads
             with self.slot.minding():
                 current.drain()
+        report = current.report(self.group)
+        checks_first = current.is_empty or (not defers and (self.checks_first or current.asks_for_use))
+        if checks_first:
+            current.check(report)
+        used = report.used() if current.asks_for_use else []
+        unused = [not flag for flag in used] or self.history.unused
+        with self.slot.minding():
+            if drops:
+                for bucket, _ in current.results(report):
+                    bucket.clear()  # gradients that are views; others are left alone
+            else:
+                current.give(unused, report)
+        futures, self.futures = self.futures, []
+        for future in futures:
+            future.wait()
+        history, calls, order = self.history, current.calls, current.order
+        if current.is_empty:  # its own pass would have been like those of the others
+            calls, order = [int(flag) for flag in used], history.last_order
+        history.num_buckets_reduced = current.num_launched
+        history.conclude(calls, order, unused, self.options)
+        if defers:
+            report.put_off()
+            self._unread.append(report)
+        elif not checks_first:
+            report.check()
 
     @torch.no_grad()
     def shadow(self) -> None:
@@ -355,30 +351,8 @@ class Reducer:
         self.check_finished()
         self.rebuild()
         self.divisor = None
-        last_used = frozenset(self.history.last_order)
         assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
         current = self._new_pass(assignment, self._open(), 1.0)
-        if current.skips_unused and not last_used:
-            raise ReductionError(
-                "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
-                "parameters are used: give every rank a batch, or leave the option out inside Join"
-            )
-        for bucket in assignment.buckets:  # the others use what this rank used in its last pass
-            if current.skips_unused and last_used.isdisjoint(bucket.indices):
-                current.num_passed += 1
-            else:
-                current.reduce_next()
-        self._await_hook(current)
-        none_used = [False] * len(self.params) if current.asks_for_use else []
-        report = FailureReport(self.group, None, none_used, in_last_bucket=current.has_word)
-        results = list(current.results(report))
-        report.check()
-        used = report.used()
-        # A rank that has no pass to learn from takes it that the others' is what its own would have been.
-        unused = [not flag for flag in used]
-        for bucket, reduced in results:
-            if not bucket.is_shadow:
-                bucket.give(reduced, unused or self.history.unused)
-                bucket.give_back(drops=False)
-        self.history.num_buckets_reduced = current.num_launched
-        self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)
+        current.launch_zeros(self.history.last_order)
+        self._hand_out(current, defers=False)
+        current.give_back(drops=False)
