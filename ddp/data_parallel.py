@@ -164,7 +164,7 @@ class DistributedDataParallel(RebindableWrapper):
         return was_expected and syncs
 
     def _own(self) -> Reducer:
-        """Return our reducer, or raise: PyTorch builds none where every parameter is delayed."""
+        """Return our reducer, or raise: there is none where every parameter is delayed."""
         if self._delay_all_reduce_all_params:
             raise RuntimeError(
                 "delay_all_reduce_named_params holds every parameter, so there are no buckets: comm hooks "
@@ -312,7 +312,7 @@ class DistributedDataParallel(RebindableWrapper):
     def get_ddp_logging_data(self) -> dict[str, int | str]:
         """Return a part of what PyTorch's ``_get_ddp_logging_data`` does; no communication.
 
-        That is the comm hook, sizes of buckets in bytes, counts, and flags as 0 and 1. No times.
+        Comm hook, sizes of buckets in bytes, counts, and flags as 0 and 1. No times.
         """
         return logging_data(self._own())
 

@@ -130,7 +130,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             self._fill(module)
 
     def _fill(self, module: nn.Module) -> None:
-        """Broadcast the first rank's values, keep what each rank owns, and wrap; all ranks call."""
+        """Send the first rank's values, keep what each rank owns, and wrap; all ranks call."""
         built, options, everyone = self._built, self._options, self._everyone
         arguments = {"module": module, "process_group": everyone.process_group, **options}
         limits = options.get("timeout"), options.get("on_stall", "raise")
@@ -172,7 +172,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         return was_expected and self.require_backward_grad_sync
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Reduce gradients for an optimizer built later; all ranks call, and it communicates."""
+        """Reduce gradients for an optimizer built later; all ranks call."""
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
@@ -291,11 +291,7 @@ def fully_shard(
 
 
 def fully_sharded(module: nn.Module) -> FullyShardedDataParallel:
-    """Give the wrapper that a module was sharded by with `fully_shard`; does not communicate.
-
-    Raises:
-        ValueError: it was not.
-    """
+    """Return the wrapper of a module that `fully_shard` sharded; ValueError if it did not."""
     hooks = PassHooks.of(module)
     if hooks is None or hooks.kept is None:
         raise ValueError(f"this {type(module).__name__} was not given to fully_shard()")

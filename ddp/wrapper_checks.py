@@ -158,7 +158,7 @@ def _refuse_freed(module: object) -> None:
 def check_arguments(
     wrapper: type, accumulate: object, options: Mapping[str, object], refused: Mapping[str, str]
 ) -> None:
-    """Raise TypeError for an option that a wrapper does not take, ValueError for a wrong ``accumulate``.
+    """Raise TypeError for an unknown option, ValueError for a wrong ``accumulate``.
 
     ``refused`` says what to do in the place of an option of PyTorch's.
     """
@@ -187,7 +187,7 @@ def check_module(module: object) -> None:
 def check_optimizer(
     module: nn.Module, optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None
 ) -> None:
-    """Refuse an optimizer of another group, that lacks parameters of the module, or waits for a comm hook."""
+    """Refuse an optimizer of another group, without all parameters, or that waits for a comm hook."""
     if process_group is not None and process_group is not optimizer.ranks.process_group:
         raise ValueError(
             "process_group is another group than that of the optimizer, whose ranks own the gradients: leave "

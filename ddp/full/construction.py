@@ -156,10 +156,7 @@ class UnitConstruction:
         self.registration.store = Store(units, self.policy.compute_dtypes(sharded), keeping)
 
     def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
-        """Build an optimizer that never steps, to hold the rows until one comes; all ranks call.
-
-        It communicates.
-        """
+        """Build an optimizer that never steps, to hold the rows until one comes; all ranks call."""
         self.stands_in = True
         self.registration.mark()
         limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
@@ -210,8 +207,8 @@ def construct(
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
     """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
 
-    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh. If the units
-    are not filled ``at_exit``, the model is left as it was.
+    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh. Units that
+    are not filled ``at_exit`` leave the model as it was.
     """
     known, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:
@@ -269,14 +266,14 @@ class RanksToBe:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run the body, then raise on all ranks if it raised on any: in rows of a mesh, then columns."""
+        """Raise on all ranks if the body raised on any: in rows of a mesh, then columns."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(failing_together(group))
             yield
 
     def agree(self, items: Sequence[str], what: str) -> None:
-        """Check that all ranks have the same items, and the same mesh; raises RankMismatchError on all."""
+        """Check that all ranks have the same items and mesh; RankMismatchError on all."""
         for group in self.groups:
             with self.failing_together():
                 agree(group, [self._mesh, *items], what)

@@ -73,7 +73,7 @@ class UnitsInUse(Uncopied):
         self.unfinished: list[Callable[[], None]] = []
 
     def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps, places: LaunchPlaces) -> None:
-        """Gather for this optimizer from now on; one that comes later has the same ranks."""
+        """Gather for this optimizer from now on; its ranks are the same as before."""
         self.group, self.gathers, self._stamps, self._places = group, gathers, stamps, places
 
     @property
@@ -92,7 +92,7 @@ class UnitsInUse(Uncopied):
         return len(self._calls) == 1
 
     def nbytes_live(self) -> int:
-        """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
+        """Bytes of the flat tensors that are there now, beside what this rank keeps for good."""
         return sum(bucket.nbytes_live for bucket in self.buckets)
 
     # ------------------------------------------------------------------ operations
@@ -114,7 +114,7 @@ class UnitsInUse(Uncopied):
                 bucket.gathers.start(partial(self.gathers.start, bucket, stamps, purpose))
 
     def _wait(self, unit: Unit, _: object, tells: bool) -> None:
-        """Wait until a unit is whole; RankMismatchError, and it is freed, if a rank gathered another."""
+        """Wait until a unit is whole; frees it, and RankMismatchError, if a rank gathered another."""
         with self._forgetting(unit):
             unit.arrive()
             self.gathers.check()
@@ -166,7 +166,7 @@ class UnitsInUse(Uncopied):
             unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
 
     def enter(self, unit: Unit, inputs: object) -> None:
-        """Make a unit whole for a call with some inputs; also if it raises, `leave` has to be called."""
+        """Make a unit whole for a call; `leave` has to be called also if it raises."""
         passage = self._watch_inputs(unit, inputs) if unit.has_frozen and not unit.depth else None
         self._calls.append(_Call(unit.number, self._reads.begin(), passage))
         unit.depth += 1
@@ -308,7 +308,7 @@ class UnitsInUse(Uncopied):
             bucket.check_unpinned()
 
     def gather_as_kept(self, unit: Unit) -> list[WideBucket]:
-        """Gather a unit as its owners keep it, beside the parameters; RuntimeError if somebody needs them."""
+        """Gather a unit as its owners keep it, beside the parameters; RuntimeError if they are pinned."""
         self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
         wide = [WideBucket(bucket) for bucket in unit.buckets]
         for pending in [self.gathers.start(bucket, None, Purpose.AS_KEPT) for bucket in wide]:

@@ -23,7 +23,7 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass
 
 
 class LaunchPlaces:
-    """Holds buckets back, and has them launched: Note [Places of launches]. No communication of its own.
+    """Holds buckets back, and has them launched: Note [Places of launches].
 
     ``unit_of``: the number of each parameter's unit. It does not keep the reducer alive.
     """
@@ -63,7 +63,7 @@ class LaunchPlaces:
         return None if reducer is None else reducer.running
 
     def begin(self) -> bool:
-        """Note that a backward pass begins, or has begun; returns whether to hold its buckets."""
+        """Note that a backward pass begins or began; return whether to hold its buckets."""
         if self._left is None:
             self._freed = frozenset(number for number in self._first if not self._units[number].is_whole)
             self._left = set(self._freed)

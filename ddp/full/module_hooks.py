@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CallHooks:
-    """The hooks in front of a call of a module of a unit, and behind it."""
+    """The hooks before and after a call of a module of a unit."""
 
     units: UnitsInUse
     unit: Unit
@@ -52,7 +52,7 @@ class _CallHooks:
     def after(self, _: nn.Module, __: object, output: object) -> object:
         """Free the unit, unless it is used on; also after a call that raised.
 
-        A view of a parameter that is returned would die with the unit, so a copy is handed on.
+        A returned view of a parameter would die with the unit, so a copy is handed on.
         """
         unit, still = self.unit, False
         if unit.depth == 1 and any(map(unit.shares_memory, tensors_in(output))):
@@ -121,7 +121,7 @@ class PassHooks(Uncopied):
         return output if wrapper is None else wrapper.after_forward(output)
 
     def _wrapper_of_pass(self, module: nn.Module) -> "FullyShardedDataParallel | None":
-        """Return the wrapper, unless it is gone or the call lies in another of the module."""
+        """Return the wrapper, unless it is gone or the call lies in another."""
         wrapper = self._wrapper()
         is_inner = wrapper is not None and wrapper.units.is_called and _num_calls(module) > 1
         return None if is_inner else wrapper
@@ -137,7 +137,7 @@ def _num_calls(module: nn.Module) -> int:
 
 
 def units_of(model: nn.Module) -> UnitsInUse | None:
-    """Return the units that a model, or a module of one, was divided into; None if there are none."""
+    """Return the units of a model, or of one that a module is in; None if there are none."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             owner = getattr(hook, "__self__", None)
@@ -149,9 +149,7 @@ def units_of(model: nn.Module) -> UnitsInUse | None:
 def units_in(module: object, hint: str) -> UnitsInUse:
     """Return the units of a module of a fully sharded model.
 
-    Raises:
-        TypeError: it is no module.
-        ValueError: it is not fully sharded, or lies inside a unit, where nobody looks after it alone.
+    TypeError if it is no module; ValueError if it is not fully sharded, or lies inside a unit.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a fully sharded model, or a module of one, got {type(module).__name__}")

@@ -24,7 +24,7 @@ _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
 
 def make_units(built: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]:
-    """Make the units, by number; `trained` are the parameters whose gradients come, in order."""
+    """Make the units, by number; `trained` are the parameters with gradients, in order."""
     choice, index_of = built.choice, {param: index for index, param in enumerate(trained)}
     units = []
     for number, (name, some) in enumerate(zip(choice.names, built.registration.buckets, strict=True)):
@@ -43,7 +43,7 @@ def make_reducer(
     options: Mapping[str, Any],
     wanted: Callable[[bool], bool | None],
 ) -> OwnerReducer:
-    """Make the reducer, with these options of the wrapper; all ranks call, and it communicates."""
+    """Make the reducer, with the wrapper's options; all ranks call, and it communicates."""
     pairs, with_sparse = seen_params(built.module), sparse_names(built.module)
     pairs = [(name, param) for name, param in pairs if param.requires_grad]
     return OwnerReducer(

@@ -54,7 +54,7 @@ class SavedReads:
         self._unit_of: dict[int, Unit] = {}  # by the address of the storage's object, which stays
 
     def begin(self) -> bool:
-        """Have hooks from here on, if autograd will save anything and nobody else has some; tell whether."""
+        """Set the hooks if autograd saves anything and nobody else has some; return whether."""
         if not self._is_on or not torch.is_grad_enabled() or in_backward() or has_saved_tensors_hooks():
             return False
         self._unit_of = {bucket.storage_id: unit for unit in self._units for bucket in unit.buckets}

@@ -117,7 +117,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Take the state dict without communication; return the parameters of units by name, and all of it."""
+    """Return the parameters of units by name, and the state dict; no communication."""
     with left_freed(units.buckets):
         state = dict(module.state_dict())
     params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}

@@ -150,7 +150,7 @@ class OwnerBucket(ReducerBucket):
     # ------------------------------------------------------------------ gradients come
 
     def take_one(self, slot: int, divisor: float) -> None:
-        """Copy one gradient into the rows, divided, or zeros if there is none, and drop it."""
+        """Copy one gradient into the rows, divided, or zeros, and drop it."""
         if self.is_sparse:
             super().take_one(slot, divisor)
         else:
@@ -211,7 +211,7 @@ class OwnerBucket(ReducerBucket):
     # ------------------------------------------------------------------ gradients go
 
     def rows(self) -> OwnerRows:
-        """Return the rows to be sent, zeros if nothing was copied; behind the last one, a word of failure."""
+        """Return the rows to be sent, zeros if nothing was copied, with the word of a failure."""
         rows = self._filling.rows or self._new_rows(zeros=True)
         if self._carries_word:
             for owner in range(self._owners.size):
@@ -224,7 +224,7 @@ class OwnerBucket(ReducerBucket):
         self._filling.rows = None
 
     def take_over(self, total: Tensor) -> Tensor:
-        """Keep the sum of this rank's row; return the word of a failure, one element, or none."""
+        """Keep the sum of this rank's row; return the word of a failure, or nothing."""
         filling, owners = self._filling, self._owners
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
@@ -244,7 +244,6 @@ class OwnerBucket(ReducerBucket):
         return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it
 
     def _copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
-        """Copy sums of this rank's rows to where they are kept, each in a dtype."""
         return self._owners.keeping.copies(tensor.to(dtype) for tensor, dtype in sums)
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
@@ -292,7 +291,7 @@ class OwnerBucket(ReducerBucket):
         return earlier if isinstance(earlier, PartialGradient) else owned(earlier, owners.agree)
 
     def _keeps_another(self, slot: int) -> bool:
-        """Whether reduced gradients have another dtype or place, so that the parameter cannot show them."""
+        """Whether owners keep gradients in a dtype or place that ``param.grad`` does not take."""
         owners = self._owners
         return owners.dtype not in (None, self.params[slot].dtype) or isinstance(owners.keeping, HostKeeping)
 

@@ -83,7 +83,7 @@ class OwnerReducer(Reducer):
     def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
         """Call `came`, made by `weakly`, with a parameter's place after each gradient.
 
-        If ranks may use different parameters, `holds` is called when a pass begins: whether full buckets wait
+        If ranks may use different parameters, `holds` tells, when a pass begins, whether full buckets wait
         for a caller to launch them.
         """
         self._inbox.follower, self._to_hold = came, holds
@@ -164,12 +164,10 @@ class OwnerReducer(Reducer):
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def check_finished(self, *, waits: bool = True) -> None:
-        """Raise, on every rank, what went wrong; see `Reducer.check_finished`.
+        """Do as `Reducer.check_finished`; it raises on every rank.
 
-        Raises:
-            ReductionError: see there.
-            RankMismatchError: the replicas of a mesh differ, see `ReplicaCheck`.
-            RuntimeError: inside ``Join`` the pass before had no step, for which ranks that joined wait.
+        RankMismatchError if the replicas of a mesh differ; RuntimeError if inside ``Join`` the pass before
+        had no step, for which ranks that joined wait.
         """
         num_steps, self._num_steps_before = self._num_steps_before, None
         if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant

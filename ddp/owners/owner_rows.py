@@ -29,7 +29,7 @@ def most_portions(size: int) -> int:
 
 
 def num_portions(nbytes: int, largest_nbytes: int, most: int) -> int:
-    """Return in how many portions a bucket is sent: none is larger than those of the largest bucket."""
+    """Return in how many portions a bucket is sent, none larger than the largest bucket's."""
     wanted = -(-most * nbytes // max(1, largest_nbytes))
     return max(1, min(most, wanted, nbytes // LEAST_PORTION_NBYTES))
 
@@ -66,7 +66,7 @@ class OwnerRows:
         return portion
 
     def pop(self, number: int) -> list[Tensor]:
-        """Return a portion of each row, by rank, to be sent; zeros if nothing came. Drops other ranks'."""
+        """Return a portion of each row, by rank, to be sent; drops those of other ranks."""
         rows = []
         for rank in range(len(self._edges)):
             portion = self._portions.pop((rank, number), None)

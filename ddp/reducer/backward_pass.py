@@ -181,7 +181,7 @@ class BackwardPass:
             self._launch_next()
 
     def launch_due(self, is_due: Callable[[int], bool]) -> None:
-        """Launch, in order, the buckets whose number is due, up to the first that expects a gradient."""
+        """Launch the buckets that are due, in order, up to the first that expects a gradient."""
         while self.num_passed < self._num_early and is_due(self.num_passed):
             bucket = self._assignment.buckets[self.num_passed]
             is_to_come = any(
@@ -263,7 +263,7 @@ class BackwardPass:
     # ------------------------------------------------------------------ the end
 
     def end(self) -> None:
-        """Take no more gradients, and launch every other bucket; then `report` and `give` follow."""
+        """Take no more gradients, and launch the rest."""
         assert self.phase is not Phase.ENDING, "a pass ends once"
         self.phase = Phase.ENDING
         if self.kind in ("every", "learnt") and self.calls != self._expected:
@@ -281,7 +281,7 @@ class BackwardPass:
         return bucket.has_gradient(slot)
 
     def report(self, group: RankGroup) -> FailureReport:
-        """Report failures and used parameters to the other ranks, after the last bucket; all call."""
+        """Send failures and used parameters, after the last bucket; all ranks call."""
         used: list[bool] = []
         if self.asks_for_use:
             used = [
@@ -296,7 +296,7 @@ class BackwardPass:
         return len(self._waits)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        """Wait for each launched bucket, and yield it with its gradients; a report reads the last one."""
+        """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
         for bucket, wait in self._waits:
             reduced = wait()
             if report is not None and report.in_last_bucket and bucket.is_last:
@@ -309,7 +309,7 @@ class BackwardPass:
             pass
 
     def check(self, report: FailureReport) -> None:
-        """Raise ReductionError on every rank if one failed, before results are handed out; all ranks call."""
+        """Raise ReductionError on every rank if one failed; all ranks call, before `give`."""
         try:
             if report.in_last_bucket:
                 self.drain(report)
@@ -319,7 +319,7 @@ class BackwardPass:
             raise
 
     def give(self, unused: Sequence[bool], report: FailureReport) -> None:
-        """Wait for every bucket, and hand out the reduced gradients, except for unused parameters."""
+        """Wait for every bucket, and hand out the gradients of used parameters."""
         for bucket, reduced in self.results(report):
             if not bucket.is_shadow:
                 bucket.give(reduced, unused)
@@ -330,7 +330,7 @@ class BackwardPass:
 
 
 class PassWithGraph(BackwardPass):
-    """A backward pass with ``create_graph=True``; its own operations stay out of the graph."""
+    """A backward pass with ``create_graph=True``, which stays out of the graph."""
 
     keeps_graph = True
 

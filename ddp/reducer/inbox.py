@@ -55,7 +55,7 @@ class Inbox:
             self.handles.append(untyped.register_post_accumulate_grad_hook(hook_of(index)))
 
     def announce(self, coming: Callable[[int], None]) -> None:
-        """Call ``coming``, made by `weakly`, before autograd adds or computes a pass's first gradient."""
+        """Call ``coming``, made by `weakly`, before autograd computes a pass's first gradient."""
 
         def hook_of(index: int) -> Callable[[Tensor], None]:
             def hook(_: Tensor) -> None:
@@ -69,7 +69,7 @@ class Inbox:
             self.handles.append(untyped.register_hook(hook_of(index)))
 
     def swapped(self, calls: Sequence[int]) -> list[int]:
-        """Return the places of parameters without a gradient that lost their hooks in a swap of tensors."""
+        """Return the places of parameters that lost their hooks in a swap of tensors."""
         if all(calls):
             return []
         pairs = enumerate(zip(self._params, self._tensors, calls, strict=True))
@@ -97,7 +97,7 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
 def announce_backward(
     outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
-    """Call `reached` when a backward pass goes through an output to one of the parameters, by id."""
+    """Call `reached` when a backward pass goes through an output to a parameter, by id."""
 
     def hook_of(witness: Node | None) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -140,7 +140,7 @@ def _end(token: _Token, finish: Callable[[], None]) -> None:
 
 
 def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Return a callable that does not keep the method's object alive; None once that is gone.
+    """Return a callable that does not keep the method's object alive, and returns None once it is gone.
 
     Parameters and outputs, which hold the hooks, may outlive the reducer.
     """

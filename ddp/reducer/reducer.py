@@ -162,7 +162,7 @@ class Reducer:
         return True
 
     def _name_buckets(self) -> None:
-        """Use new buckets of the hook: at once, or at the next pass if gradients have an order."""
+        """Use the hook's new buckets: at once, or at the next pass if gradients have an order."""
         if self.slot.members_changed and self.history.has_rebuilt:
             self.history.rebuild_is_due = True
         elif self.slot.members_changed:
@@ -309,10 +309,7 @@ class Reducer:
             )
 
     def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
-        """Wait for a pass that has launched everything, and hand out its gradients, or drop them.
-
-        If it `defers`, other ranks' failures are read later.
-        """
+        """Wait for a pass that has launched everything, and hand out its gradients, or drop them."""
         if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads
             with self.slot.minding():
                 current.drain()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class FailureReport:
     """The number of failed ranks, and the used parameters; all ranks make and read one.
 
-    ``in_last_bucket``: call `read_word` before reading the report. Otherwise it starts a small sum.
+    ``in_last_bucket``: `read_word` comes before reading. Otherwise it starts a small sum.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FailureReport:
         return self._answer
 
     def used(self) -> list[bool]:
-        """Return, by parameter, whether any rank used it. The CPU waits, unless this rank used all."""
+        """Return by parameter whether any rank used it; the CPU waits, unless this rank used all."""
         if all(self._used):
             return list(self._used)
         _, *counts = self._group.read(self._read()).tolist()
