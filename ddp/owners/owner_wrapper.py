@@ -1,7 +1,7 @@
 """`OwnerWrapper`: what wrappers have in common whose gradients go to their owners."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -39,7 +39,7 @@ class OwnerWrapper:
         """Call ``optimizer.clip_grad_norm_``; all ranks call."""
         return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
         """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
         if self._accumulate == "owner":
             raise RuntimeError(
