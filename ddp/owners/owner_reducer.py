@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ class OwnerReducer(Reducer):
                 optimizer.ranks.size,
                 None if own_dtype == first.dtype else own_dtype,
                 keeping,
-                optimizer.iteration.agree_on_infinity,
+                WeakMethod(optimizer.iteration.agree_on_infinity),
             )
             bucket = OwnerBucket(
                 indices,
