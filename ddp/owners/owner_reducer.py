@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ class OwnerReducer(Reducer):
                 optimizer.ranks.size,
                 None if own_dtype == first.dtype else own_dtype,
                 keeping,
-                optimizer.iteration.agree_on_infinity,
+                WeakMethod(optimizer.iteration.agree_on_infinity),
             )
             bucket = OwnerBucket(
                 indices,
