@@ -215,10 +215,10 @@ class UnitsInUse(Uncopied):
         if not torch.is_grad_enabled() or (in_backward() and unit.passages):
             return None
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        passage, reached = Passage(len(tensors), in_backward()), weakly(self._input_reached)
+        passage, on_gradient = Passage(len(tensors), in_backward()), weakly(self._input_reached)
         for tensor in tensors:
             untyped: Any = tensor
-            untyped.register_hook(lambda _: reached(unit.number, passage))
+            untyped.register_hook(lambda _: on_gradient(unit.number, passage))
         if passage.is_again:  # reentrant checkpointing goes back through what is computed now
             unit.passages[passage] = passage.num_inputs
         return passage
@@ -227,12 +227,12 @@ class UnitsInUse(Uncopied):
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
         tensors = list(tensors_in(output))
         if not in_backward():
-            reached = weakly(self._output_reached)
+            on_gradient = weakly(self._output_reached)
             place = self._places.returned()
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     untyped: Any = tensor
-                    untyped.register_hook(lambda _: reached(unit.number, place, passage))
+                    untyped.register_hook(lambda _: on_gradient(unit.number, place, passage))
         if not self._calls or not tensors or self._keeps is None:
             return True
         last = list(dict.fromkeys(reversed(self._forward[self._calls[0].number].before)))

@@ -95,9 +95,9 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def announce_backward(
-    outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
+    outputs: Iterable[Tensor], index_of: Container[int], on_gradient: Callable[[], None]
 ) -> None:
-    """Call `reached` when a backward pass goes through an output to a parameter, by id."""
+    """Call `on_gradient` when a backward pass goes through an output to a parameter, by id."""
 
     def hook_of(witness: Node | None) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -106,7 +106,7 @@ def announce_backward(
                 refuse_distributed_backward()
                 if witness is not None:
                     return
-            reached()
+            on_gradient()
 
         return hook
 

@@ -290,10 +290,10 @@ class Reducer:
 
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF
-        lost = self._inbox.swapped(current.calls)
-        for index in lost:
+        without_hook = self._inbox.swapped(current.calls)
+        for index in without_hook:
             current.note(SWAPPED, index)
-        if not (any(current.calls) or current.asks_for_use or broke_off or lost):
+        if not (any(current.calls) or current.asks_for_use or broke_off or without_hook):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()
