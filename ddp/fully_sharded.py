@@ -3,8 +3,7 @@
 Note [No part in Join]
     A rank without inputs would have to start the other ranks' gathers in their order, which depends on the
     modules that they call. The order of the pass before may be wrong for another kind of batch, and units of
-    different sizes would meet. To send each unit's number first would cost a collective for each gather. So
-    ``Join`` is refused.
+    different sizes would meet. To send each unit's number first would cost a collective for each gather.
 """
 
 from collections.abc import Mapping

@@ -7,8 +7,8 @@ Note [Filled module by module]
     portion's memory is released. Where all values are there, the portion with the largest parameter comes
     last: its owner has it twice while it is copied.
 
-    Modules are initialized after those below them, in the order of registration. As a rule that is the order
-    of their constructors, so the same seed gives the same bits as a model that is made whole.
+    A module is initialized after those below it, in the order of registration. As a rule that is the order of
+    their constructors, so the same seed gives the bits of a model that is made whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

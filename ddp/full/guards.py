@@ -3,9 +3,9 @@
 Note [How conversions are seen]
     ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children; PyTorch
     has no hook for it. So the modules of units have an attribute of this name, which calls the class's own
-    method with a function that leaves parameters of units alone. What the function does to a parameter is
-    tried on a small tensor of its dtype and device. If that stays as it is, the conversion passes: frameworks
-    move a model to where it is.
+    method with a function that leaves parameters of units alone. The function is tried on a small tensor of a
+    parameter's dtype and device. If that stays as it is, the conversion passes: frameworks move a model to
+    where it is.
 
 Note [Parameters in the place of others]
     ``weight_norm`` and ``parametrize`` take a parameter out of its module, and compute it from new ones. Done

@@ -1,16 +1,16 @@
 """The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
 
 Note [When a unit is whole]
-    Buckets are gathered, waited for and freed as their `Schedule` says: a unit when one of its modules is
-    called, and freed when the outermost call of them returns. The outermost unit of a training step stays, as
-    the backward pass begins with it. In the backward pass a unit is gathered when the gradient of its output
-    is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit with some also
-    waits for the gradients of its module's inputs. At the end of the pass everything is freed. Where a
-    backward pass computes activations again, nothing is freed when a call returns, as that pass needs it
-    next.
+    Buckets are gathered, waited for and freed as their `Schedule` says: a unit is gathered when one of its
+    modules is called, and freed when the outermost call of them returns. The outermost unit of a training
+    step stays, as the backward pass begins with it. In the backward pass a unit is gathered when the gradient
+    of its output is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit
+    with some also waits for the gradients of its module's inputs. At the end of the pass everything is freed.
+    Where a backward pass computes activations again, nothing is freed when a call returns, as that pass needs
+    it next.
 
-    What autograd saved may be views of a unit's storage, so the backward pass must not reach a unit before it
-    is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in` sees, its
+    What autograd saved may be views of a unit's storage, so the unit must be whole before the backward pass
+    reaches it: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in` sees, its
     unit stays whole after the forward pass.
 
 Note [The next unit]

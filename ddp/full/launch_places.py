@@ -6,8 +6,9 @@ Note [Places of launches]
     ``find_unused_parameters`` or a static graph full buckets are held, and launched where the backward pass
     reaches the output of a call whose unit it had to gather, behind that gather. By then all gradients of
     units that were called only later have come. When each unit has been gathered, buckets are launched as
-    soon as they are full. Parameters in no unit come last. Each bucket is sent as one portion, and waits for
-    gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward pass.
+    soon as they are full, those of parameters in no unit last. Each bucket is sent as one portion, and waits
+    for gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward
+    pass.
 """
 
 import weakref

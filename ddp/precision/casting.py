@@ -4,7 +4,7 @@ Note [Casts in the place of parameters]
     During a forward pass modules see casts in the place of their parameters. Autograd made them, so gradients
     reach the parameters in their dtype, by the same hooks. Checkpointed activations are computed again in the
     backward pass: casts are put back when it reaches the forward pass's output, until it ends. PyTorch's DDP
-    replaces each parameter's data; a forward without a backward pass leaves the model narrow there.
+    replaces each parameter's data, and leaves it narrow where no backward pass follows.
 """
 
 from collections.abc import Collection, Iterator

@@ -9,7 +9,7 @@ Note [PyTorch's buckets]
 Note [Buckets in rows]
     A comm hook that reduces to owners adds in the order of ranks, so no bits depend on the buckets. It may
     name the optimizer's buckets, with parameters in the order of rows. Then a row is one part of the bucket,
-    sent and summed in place. PyTorch's DDP does not ask, and the hook copies. Rows are not padded.
+    sent and summed in place. PyTorch's DDP does not ask, and the hook copies.
 """
 
 import sys
