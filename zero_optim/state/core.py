@@ -229,11 +229,6 @@ class Core:
         """List the parameters of each bucket; equal on every rank."""
         return [list(bucket.params) for bucket in self.sharding.buckets]
 
-    @property
-    def num_buckets(self) -> int:
-        """The number of buckets; added groups have their own."""
-        return len(self.sharding.buckets)
-
     # ------------------------------------------------------------------ what this rank owns
 
     def own_params(self) -> list[Tensor]:
@@ -336,25 +331,5 @@ class Core:
         """Begin a version of the mirrors after a step; all ranks call; communicates."""
         if self.is_mirrored:
             self.follow_state()
-            held, options = self.held(), [options_of(each) for each in self.groups]
-            beside = deepcopy({"options": options, "everywhere": held.everywhere})
-            value = {"state": held.state, "values": held.values}
-            self.mirror.update(self.group, value, beside, steps=self.snapshot.steps, age=self.snapshot.age)
-
-    def mirror_nbytes(self) -> int:
-        """Return the bytes of tensors that go to the buddy after a step; 0 without mirrors.
-
-        Before the first step it counts the state that trials of the class have shown.
-        """
-        if not self.is_mirrored:
-            return 0
-        self.follow_state()
-        leaves, params, held, total = self.owned.leaves, self.params, self.held(), 0
-        shaped = [names - {MASTER, EMA} for names in self.shaped_entries(params).values()]
-        for index, rows in held.values.items():
-            entries = held.state.get(index, {})
-            total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))
-            if self.snapshot.untouched:
-                itemsize = leaves.stepped_dtype(params[index]).itemsize
-                total += len(shaped[index] - entries.keys()) * rows.numel() * itemsize
-        return total
+            options, snapshot = list(map(options_of, self.groups)), self.snapshot
+            self.mirror.update(self.group, self.held(), options, steps=snapshot.steps, age=snapshot.age)

@@ -186,17 +186,12 @@ def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Ho
     versions = [each for report in known.values() for each in report.own if each[0] == number]
     hosts = [here[buddies.get(rank, rank)][0] for rank in range(size)]
     hosted = [former for former, host in enumerate(hosts) if host == group.rank]
-    values, beside = core.mirror.values_of(number, hosted)
-    beside = beside or {"options": None, "everywhere": {}}
-    held = {
-        former: Held(each["state"], each["values"], beside["everywhere"], is_live=False)
-        for former, each in values.items()
-    }
+    held, options = core.mirror.held(number, hosted)
     pieces: list[list[Piece]] = [[] for _ in core.params]
     for index, *piece in known[first].pieces:
         pieces[index].append(Piece(*piece))
     age, steps = max(age for *_, age in versions), min(steps for _, steps, _ in versions)
-    return Holders(first, age, steps, list(map(tuple, pieces)), hosts, held, True, beside["options"])
+    return Holders(first, age, steps, list(map(tuple, pieces)), hosts, held, True, options)
 
 
 def refuse_lost(names: Sequence[str]) -> None:
