@@ -22,7 +22,7 @@ _LINES = 20  # about this many lines, where there is no bar
 _PLAIN_WIDTH = 100  # columns, where no terminal tells its width
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One update; step 0 has only the validation loss before the first."""
 
