@@ -107,15 +107,14 @@ def _names_in(objects: Objects, optimizer: ZeroRedundancyOptimizer, about: Json)
 class RankInput:
     """What one rank has read of a checkpoint that fits; ValueError if state has a wrong shape.
 
-    With ``random``, this rank's random state too; ``only`` these parameters of the optimizer and their state,
-    None for all.
+    With ``only``, other parameters of the optimizer and their state are not read.
 
     Attributes:
         places: of the model, to load into.
         state: of the parameters that this rank owns, and global entries.
         options: by group of the optimizer.
         sections: other values by section; that of random states is this rank's.
-        rest: of the model: extra state of its modules.
+        rest: extra state of the model's modules.
     """
 
     def __init__(

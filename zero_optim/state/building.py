@@ -39,9 +39,8 @@ def build(
 ) -> tuple[Core, Told | None]:
     """Plan, agree on the plan with the other ranks, and build; all ranks call.
 
-    ``default`` builds the optimizer of groups without their own class. Forward passes of the model
-    ``read_by`` wait for gathers; without one steps wait. Returns the parts, and a callback for the optimizer,
-    if any.
+    ``default`` is for groups without their own class. Forward passes of the model ``read_by``, if any, wait
+    for gathers instead of steps. Returns the parts, and a callback for the optimizer, if any.
     """
     inputs = PlanInputs(options)
     together = registration_in(params).failing_together
@@ -123,10 +122,7 @@ def new_owned(
     pieces: Mapping[Tensor, Piece],
     local_over: Callable[[dict[Tensor, Tensor]], LocalOptimizer],
 ) -> OwnedState:
-    """Build this rank's owned state, with files if the store has some; all ranks call.
-
-    ``local_over`` builds the user's classes over the leaves.
-    """
+    """Build this rank's owned state, with files if the store has some; all ranks call."""
     with failing_together(group):
         local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
     local.agree_on_traits(group)

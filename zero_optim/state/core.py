@@ -3,10 +3,9 @@
 Nothing here communicates, but `mirror_state`, and `check_unreduced` in rare cases.
 
 Note [Whole state]
-    Before any step, every rank knows the whole state: the class's constructor makes it, equal on every rank.
-    Frameworks ask for a state dict then. After a step or a load, each rank knows only its own part, and
-    `consolidate` brings a snapshot of the whole to some ranks, valid until the next step, load or added
-    group.
+    Before any step, every rank knows the whole state, as the class's constructor makes it. Frameworks ask for
+    a state dict then. After a step or a load, each rank knows only its own part, and `consolidate` brings a
+    snapshot of the whole to some ranks, valid until the next step, load or added group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -49,10 +48,10 @@ class Snapshot:
 
     Attributes:
         untouched: nothing has changed the state since the optimizer was built.
-        age: how often it was changed since: steps, loads and the like, which all ranks do together.
+        age: the number of changes since: steps, loads and the like, which all ranks do together.
         steps: calls of step() on this rank, also skipped ones; going back restores the older count.
-        is_torn: a step broke off half way: some parameters have taken it.
-        saved: the token of the last checkpoint that was saved or loaded, and the age of its state.
+        is_torn: a step broke off half way.
+        saved: the token of the last checkpoint, saved or loaded, and the age of its state.
     """
 
     def __init__(self, age: int = 0, steps: int = 0) -> None:
@@ -100,11 +99,7 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Core:
-    """The parts of an optimizer; `rebinding` replaces some.
-
-    ``groups`` and ``state`` are the public ones. ``mesh``, for checkpoints, is that of a wrapper whose
-    replicas hold the same as this group.
-    """
+    """The parts of an optimizer; ``mesh``, for checkpoints, is that of a wrapper with replicas."""
 
     inputs: PlanInputs
     ranks: RankGroup
@@ -156,10 +151,7 @@ class Core:
             self.owned.local.follow_members(self.groups, members)
 
     def check_cuts(self, groups: list[ParamGroup]) -> None:
-        """Refuse group options with which a class cannot step cut parameters.
-
-        Tries a class once for each kind of options; ordinary steps compare identities only.
-        """
+        """Refuse group options with which a class cannot step cut parameters; may try the class."""
         if self.sharding.has_cuts:
             self.owned.local.check_cuts(groups, self._cuts_of)
 
@@ -168,10 +160,7 @@ class Core:
         return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
-        """Refuse sparse gradients of cut parameters, unless trials of the class gave equal bits.
-
-        All ranks call, before a step with such gradients. The first call tries the class, in some 10 ms.
-        """
+        """Refuse sparse gradients of cut parameters, unless trials of the class gave equal bits."""
         concerned = [param for param in params if len(self.sharding.pieces.get(param, ())) > 1]
         if concerned:
             self.owned.local.check_sparse_rows(self.groups, concerned, self.owned.leaves.tried_dtype)
@@ -296,10 +285,7 @@ class Core:
         self.mirror.drop()
 
     def remember(self) -> Callable[[], None]:
-        """Copy this rank's state, options and parameters; returns a function that restores them.
-
-        All ranks call that function, or none.
-        """
+        """Copy this rank's state, options and parameters; return a function that restores them."""
         self.sharding.under_way.wait()
         put_back = self.owned.remember(self.own_params())
         groups = [(group, dict(group), list(group["params"])) for group in self.groups]

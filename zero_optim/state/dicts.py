@@ -1,8 +1,4 @@
-"""State dicts of the whole state: collected, checked, and loaded.
-
-Keys are those of ``torch.optim``: the parameter's index over all groups. A class's global entries have their
-own keys.
-"""
+"""State dicts of the whole state: collected, checked, and loaded; with the keys of ``torch.optim``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,10 +33,7 @@ def whole_state(core: Core) -> dict[Any, Any]:
 
 
 def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
-    """Bring the whole state to ranks' snapshots, in CPU memory; all ranks call.
-
-    After a second, the first target shows a progress bar on a terminal.
-    """
+    """Bring the whole state to ranks' snapshots, in CPU memory; all ranks call."""
     core.owned.local.check_dicts()
     group = core.group
     with group.doing("consolidate_state_dict()"):
@@ -70,7 +63,7 @@ def load(
 ) -> None:
     """Load a whole state dict from every rank, or from ``src`` alone; all ranks call.
 
-    The dict is not changed; ``run_hooks`` returns the one to load.
+    ``run_hooks`` returns the dict to load.
     """
     group = core.group
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
@@ -109,11 +102,7 @@ def load(
 
 
 def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
-    """Load this rank's state, as `Core.own_state` returns it; all ranks call.
-
-    Every tensor keeps its dtype, unlike in `load` and ``torch.optim``, and becomes the optimizer's own. If it
-    raises, on every rank, nothing has changed.
-    """
+    """Load this rank's state, as `Core.own_state` returns it; all ranks call. Tensors keep their dtypes."""
     with failing_together(core.group):
         core.check_weights()
         core.owned.local.check_dicts()

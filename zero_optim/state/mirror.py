@@ -50,14 +50,13 @@ _PACKED = struct.Struct("<qqq?8s")  # an `_Announcement`
 
 @dataclass(frozen=True, slots=True)
 class MirrorReport:
-    """A rank's report of its copies to a new group.
+    """A rank's report of its copies to a new group: its place in the former group, and what is there.
 
     Attributes:
-        token: of the former group, the same on all its ranks.
-        rank, size: in that group.
+        token: the same on all ranks of that group.
         own: [number, steps, age] of each own copy.
         others: the numbers of the copies of the rank before.
-        pieces: [parameter, owner, start, stop] of all pieces in the former group.
+        pieces: [parameter, owner, start, stop] of all pieces.
     """
 
     token: str

@@ -7,8 +7,7 @@ Note [Detached]
 Note [Rebinding is building anew]
     `rebind` goes the way of the constructor: plan for the new ranks, agree, build the classes over new
     leaves, load this rank's state as from a checkpoint. So it gives the bits of a run that was saved, and
-    loaded by so many ranks. The old state stays until all checks are done; if one raises, the optimizer is
-    detached as before.
+    loaded by so many ranks. If a check raises, the optimizer is detached as before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,10 +98,10 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
 
 
 def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
-    """Keep a store's parameters on their owners alone, and plan anew; all ranks call.
+    """Keep a store's parameters on their owners alone, and plan anew; all ranks call, with all values.
 
-    ``store`` is equal on all ranks. Before, every rank has all values. Memory is released bucket by bucket,
-    so there is no second copy. If it raises, on every rank, nothing has changed. Returns the freed buckets.
+    Memory is released bucket by bucket, so there is no second copy. If it raises, on every rank, nothing has
+    changed. Returns the freed buckets.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
@@ -134,8 +133,7 @@ def go_over(
 ) -> list[Tensor]:
     """Plan anew for the ``owners``, ascending ranks of a group, and move the state to them; all ranks call.
 
-    Without ``keep_state`` the state is new and the parameters stay. ``may_lose`` accepts lost state. Returns
-    the parameters whose state is lost.
+    Without ``keep_state`` the state is new. Returns the parameters of lost state, if it ``may_lose`` some.
     """
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
     with failing_together(group):
@@ -237,11 +235,7 @@ def _built(
 
 
 def _keep_rows(core: Core, former: list[Bucket]) -> None:
-    """Move this rank's rows into buckets of rows and free these, one former bucket after the other.
-
-    A former bucket's flat tensor is released with its last parameter; until then, the pages of parameters
-    that left are given back.
-    """
+    """Move this rank's rows into buckets of rows and free these, one former bucket after the other."""
     new = core.sharding.row_buckets
     bucket_of = {param: bucket for bucket in new for param in bucket.params}
     while new and former:
