@@ -32,10 +32,7 @@ def options_of(group: ParamGroup) -> ParamGroup:
 
 
 def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
-    """Name options that became zero or nonzero (rates aside), or changed flag, name or type.
-
-    The class may then behave differently.
-    """
+    """Name options that became zero or nonzero (rates aside), or changed flag, name or type."""
     known = before.get
     changed = [  # every step calls this, and most values are the same objects
         key

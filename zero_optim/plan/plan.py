@@ -3,7 +3,7 @@
 Note [Order of gathers]
     Buckets are filled in backward order and gathered in forward order, so a forward pass can begin after the
     first gather. A parameter's relative place in its group tells when it is needed, as groups often divide
-    each layer (decay or none); a bucket with all layers' biases then comes first.
+    each layer.
 """
 
 import sys

@@ -41,7 +41,7 @@ def in_order_of_memory(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def strides_of_rows(strides: Sequence[int], num_rows: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return dense strides for a shape, in the dimension order of a dense tensor with ``num_rows`` rows."""
+    """Return dense strides for a shape, in the dimension order of a dense tensor with other rows."""
     row = max(1, math.prod(shape[1:]))
     if num_rows == 1 or strides[0] >= row:
         return (row, *strides[1:])
@@ -62,10 +62,7 @@ def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()) -> None:
-    """Refuse parameters that cannot be in a bucket, except those of ``apart``.
-
-    TypeError without own storage (lazy, meta, DTensor); ValueError if sparse, overlapping or shared.
-    """
+    """Refuse parameters that cannot be in a bucket, except those of ``apart``: TypeError or ValueError."""
     params = params_of(groups)
     if any(map(is_lazy, params)):
         raise TypeError(
