@@ -33,8 +33,8 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
     """Return the sections that a load asks for; StateMismatchError names all that does not fit."""
     values = reader.manifest.values
     has = {MODEL: objects.model, OPTIMIZER: objects.optimizer, **objects.others}
-    asked = sorted(name for name, value in has.items() if value is not None)
-    missing = [name for name in asked if name not in values]
+    sections = sorted(name for name, value in has.items() if value is not None)
+    missing = [name for name in sections if name not in values]
     if missing or EXTRA not in values:
         there = ", ".join(sorted(name for name in values if "/" not in name))
         raise StateMismatchError(
@@ -46,7 +46,7 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
         wrong += _wrong_optimizer(reader, objects, objects.optimizer)
     if wrong:
         raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)))
-    return asked
+    return sections
 
 
 def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[str]:

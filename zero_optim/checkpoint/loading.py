@@ -165,9 +165,9 @@ def _open_together(
             names_of(objects.optimizer, objects.model)
         with blamed_on(folder):
             reader = CheckpointReader(folder)
-            asked = check_fit(reader, objects)
+            sections = check_fit(reader, objects)
     path, random = about
-    agree(members.everyone, [f"{path} of {reader.manifest.time_ns}", *asked, random], what)
+    agree(members.everyone, [f"{path} of {reader.manifest.time_ns}", *sections, random], what)
     return reader
 
 

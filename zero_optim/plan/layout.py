@@ -147,10 +147,10 @@ class Layout:
                 raise ValueError(f"rank {row.owner} has two extents of one parameter")
             end, owner = row.stop, row.owner
         for param, numel in enumerate(self.numels):
-            got, _ = covered.get(param, (0, 0))
-            if got != numel:
+            count, _ = covered.get(param, (0, 0))
+            if count != numel:
                 raise ValueError(
-                    f"parameter {param} of the bucket: {got} of its {numel} elements have a place"
+                    f"parameter {param} of the bucket: {count} of its {numel} elements have a place"
                 )
 
     def _prove_rooms(self) -> None:

@@ -156,11 +156,11 @@ def _interrupt_held_back() -> Iterator[None]:
     is_replaced = threading.current_thread() is threading.main_thread() and callable(handler)
     if is_replaced:
         signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if is_replaced:
             signal.signal(signal.SIGINT, handler)
         if came:
@@ -210,8 +210,8 @@ def _stacks_text(
     begun = {rank: pid for rank in late if (pid := processes[rank].pid) and job.path("begun", rank).exists()}
     stacks = stacks_of({rank: (pid, job.path("stacks", rank)) for rank, pid in begun.items()})
     lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]
-    told = (f"\nrank {rank}, {stacks.get(rank, 'still starting')}" for rank in late)
-    return "\n".join([*lines, *told])
+    texts = (f"\nrank {rank}, {stacks.get(rank, 'still starting')}" for rank in late)
+    return "\n".join([*lines, *texts])
 
 
 def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:

@@ -248,9 +248,9 @@ class Core:
 
     def shaped_entries(self, params: Iterable[Tensor]) -> dict[Tensor, frozenset[str]]:
         """Name the state entries that must have their parameter's shape; may try a class, in some ms."""
-        asked, local, numbered = set(params), self.owned.local, enumerate(self.groups)
+        members, local, numbered = set(params), self.owned.local, enumerate(self.groups)
         every = [(param, local.of_group(number)) for number, group in numbered for param in group["params"]]
-        return {p: built.shaped_entries(p.dim()) | {MASTER, EMA} for p, built in every if p in asked}
+        return {p: built.shaped_entries(p.dim()) | {MASTER, EMA} for p, built in every if p in members}
 
     def piece_list(self) -> list[Pieces]:
         """List each parameter's pieces, in order."""

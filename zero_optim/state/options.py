@@ -90,10 +90,10 @@ class PlanInputs:
         """Return for each group whether the user allows cuts."""
         return [not self.kept_whole.issuperset(group["params"]) for group in groups]
 
-    def note(self, groups: Sequence[ParamGroup], asked: "GroupOptions", costs: Sequence[float]) -> None:
+    def note(self, groups: Sequence[ParamGroup], new: "GroupOptions", costs: Sequence[float]) -> None:
         """Store the costs and cuts of new groups."""
         self.costs.update(zip(params_of(groups), costs, strict=True))
-        for group, may in zip(groups, asked.may_cut, strict=True):
+        for group, may in zip(groups, new.may_cut, strict=True):
             self.kept_whole.update(() if may else group["params"])
 
 
@@ -169,6 +169,6 @@ class GroupOptions:
             together = shared if spec is None else [options_of(group)]
             cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
             is_tried = not self.options.assume_separable
-            asked = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=is_tried)
-            why += asked if may else [KEPT_WHOLE] * len(cuts)
+            reasons = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=is_tried)
+            why += reasons if may else [KEPT_WHOLE] * len(cuts)
         return why
