@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,7 @@ class _Storage:
 class Writer(_Storage, StorageWriter):
     """Writes a checkpoint into a folder of its own, for ``dcp.save(…, storage_writer=Writer(path))``.
 
-    Each rank writes one data file. The coordinator completes the checkpoint with the manifest, which replaces
-    a checkpoint that is already in the folder.
+    Each rank writes one data file. The coordinator's manifest completes or replaces the checkpoint there.
     """
 
     def _open(self, path: str | os.PathLike[str]) -> None:
@@ -261,7 +260,7 @@ class Owned(dict[str, Any]):
         for key, path in (metadata.planner_data or {}).items():
             if path[0] != prefix or (path[1] == "state" and path[2] not in self._owned):
                 continue
-            about, place = metadata.state_dict_metadata[key], None
+            about, place = metadata.state_dict_metadata[key], cast("Tensor | None", None)
             cut_here = self._owned[str(path[2])] if path[1] == "state" and len(path) == 4 else None
             if isinstance(about, meta.TensorStorageMetadata):
                 shape, dtype = tuple(about.size), about.properties.dtype
@@ -316,7 +315,8 @@ class RowsToSave(Tensor):
                 "rows of a cut parameter's state cannot be staged by this stager, which would save them as a "
                 "whole tensor: use dcp.save, checkpoint.save_async, or an optimizer built with cuts=False"
             )
-        result: Any = super().__torch_function__(func, types, args, kwargs or {})
+        run: Any = super().__torch_function__
+        result = run(func, types, args, kwargs or {})
         if isinstance(result, cls) and args and isinstance(args[0], cls):
             result._box = args[0]._box
         return result
