@@ -109,13 +109,16 @@ class Trainer:
             self._scheduler = LambdaLR(self.optimizer, lambda step: rate_factor(step, *shape))
         self._saving: checkpoint.PendingSave | None = None
         self.stalls: list[float] = []  # seconds that training waited on this rank, for each checkpoint
-        self._samples = text.Samples(corpus.train, config.context, config.seed)
         self._pass_without_update()
         hook = _HOOKS.get(config.hook)  # registered after the pass without an update, which must not step
         if config.overlap != "off":
             hook = zero_step(self.optimizer, hook, gradients=config.overlap)  # type: ignore[arg-type]
         if hook is not None:
             self._ddp.register_comm_hook(None, hook)
+
+    @property
+    def _samples(self) -> text.Samples:
+        return text.Samples(self.corpus.train, self.config.context, self.config.seed)
 
     def _wrapped(self) -> TorchDistributedDataParallel | FullyShardedDataParallel:
         if self.config.shard == "gradients":

@@ -270,14 +270,12 @@ def move(
     """Bring state to the ranks that want it; all ranks call. Returns this rank's part.
 
     Received state is in new CPU memory. A sender needs memory for one more piece of 16 MiB. ``rows`` is equal
-    on every rank, but for rows that stay where they are. ``held`` is this rank's state, by holder.
-    ``copy_with`` copies uncut state that stays on a rank; None leaves it as it is. ``advance`` is called with
-    the bytes of each received piece.
+    on every rank, but for rows that stay; ``held`` is this rank's state, by holder. ``copy_with`` copies
+    uncut state that stays on a rank. ``advance`` is called with the bytes of each received piece.
 
-    Raises:
-        TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
-            a receiver has not imported, or is cut and no plain tensor.
-        StateMismatchError: on every rank, if the holders of a parameter keep different entries.
+    On every rank, TypeError if some state cannot be sent without pickle, has a tensor subclass that a
+    receiver has not imported, or is cut and no plain tensor; StateMismatchError if the holders of a parameter
+    keep different entries.
     """
     group = group.during("state")
     joined = rows.joined_on(group.rank)

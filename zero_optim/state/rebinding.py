@@ -151,23 +151,18 @@ def go_over(
     refuse_lost([] if may_lose else [names[index] for index in lost])
     groups, everywhere = _shared_part(core, group, holders)
     sharding, plan = _planned(core, group, len(owners), groups, about)
-    moved = Held({})
-    if holders is not None:
-        to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
-        rows = core.row_map(holders.pieces, to, holders.hosts)
-        held = {holder: replace(each, everywhere={}) for holder, each in holders.held.items()}
-        moved = move(group, rows, held)
+    part = Held({}) if holders is None else _own_part(core, group, holders, owners, plan)
     if len(owners) < group.size:
         sharding.become(owners.index(group.rank) if group.rank in owners else -1)
     owned = _built(core, group, sharding, plan, groups)
     if holders is not None:
-        state = {params[index]: entries for index, entries in moved.state.items()}
+        state = {params[index]: entries for index, entries in part.state.items()}
         owned.load({**state, **everywhere}, groups, exact=True)
     # Everything is checked now. Only a rank that dies can stop it from here on.
     former = core.sharding.buckets
     core.ranks, core.sharding, core.owned, core.groups = group, sharding, owned, groups
     with torch.no_grad():
-        for index, value in moved.values.items():
+        for index, value in part.values.items():
             owned.leaves.rows(params[index]).copy_(value)
     sharding.add(params, plan, short_names(groups))
     _keep_rows(core, former)
@@ -195,6 +190,13 @@ def _shared_part(
     beside = sent_by(group, holders.first, beside, "the options")
     keeps_own = is_first and holders.options is None
     return core.groups if keeps_own else core.with_options(beside["options"]), beside["everywhere"]
+
+
+def _own_part(core: Core, group: RankGroup, holders: Holders, owners: Sequence[int], plan: Plan) -> Held:
+    """Move the state, but for global entries, to its new owners; return this rank's; all ranks call."""
+    to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
+    held = {holder: replace(each, everywhere={}) for holder, each in holders.held.items()}
+    return move(group, core.row_map(holders.pieces, to, holders.hosts), held)
 
 
 def _planned(
