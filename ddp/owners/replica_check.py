@@ -56,7 +56,7 @@ _Gather: TypeAlias = tuple[Options, Callable[[], dict[int, Stamp]]]
 
 
 class ReplicaCheck:
-    """Compares the optimizers of the ranks that own the same rows. All of them make the same calls."""
+    """Compares the optimizers of the ranks that own the same rows, which make the same calls."""
 
     def __init__(self, across: RankGroup, optimizer: ZeroRedundancyOptimizer) -> None:
         self._across = across.during("agree")
@@ -68,7 +68,7 @@ class ReplicaCheck:
         optimizer.iteration.calls.join_replicas(Replicas(weakly(self.tell), optimizer.ranks.numbers))
 
     def start(self) -> None:
-        """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""
+        """Read the last gather, and start the next, with each backward pass. Raises as `read`."""
         self.read()
         self._pending = self._start_gather(None)
         if not is_asynchronous(self._across.device):
@@ -108,10 +108,10 @@ class ReplicaCheck:
         return stamps
 
     def read(self) -> None:
-        """Wait for what was begun, if there is something. The CPU waits.
+        """Wait for the pending gather, if any. The CPU waits.
 
-        Raises RankMismatchError if replicas have taken different steps or have different options, and
-        RemoteRankError if a step has failed in another one.
+        RankMismatchError if replicas took different steps or have different options; RemoteRankError if a
+        step has failed in another one.
         """
         if self._pending is None:
             return
