@@ -252,13 +252,8 @@ class FullyShardedDataParallel(nn.Module):
         return self._everyone.process_group
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
-        if self._arguments.accumulate == "owner":
-            raise RuntimeError(
-                'accumulate="owner" adds several backward passes up in the rows of the owners, without '
-                'no_sync(): leave it out, or build FullyShardedDataParallel with accumulate="local"'
-            )
-        return self._without_sync()
+        """Accumulate the passes in this context; see `ShardedDataParallel.no_sync`."""
+        return nullcontext() if self._arguments.accumulate == "owner" else self._without_sync()
 
     @contextmanager
     def _without_sync(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """`ShardedDataParallel`: data parallelism with sharded gradients, for a sharded optimizer."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -65,9 +66,9 @@ class ShardedDataParallel(DistributedDataParallel):
         optimizer: steps them.
         accumulate: what several backward passes before a step do. "owner" reduces each, and owners add up: it
             sends each time, needs little more memory on an accelerator (on the CPU that of its own gradients
-            once more), and refuses ``no_sync()``. "local" adds up whole gradients on each rank under
-            ``no_sync()``, and the next pass outside of it reduces the sums. The bits differ: "owner" adds
-            over ranks first, "local" over passes first.
+            once more), also under ``no_sync()``, which saves nothing then. "local" adds up whole gradients on
+            each rank under ``no_sync()``, and the next pass outside of it reduces the sums. The bits differ:
+            "owner" adds over ranks first, "local" over passes first.
         process_group: that of the optimizer; optional.
         mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
             shard everything. Build the optimizer over one row of it, ``process_group=mesh.get_group(1)``. All
@@ -188,13 +189,13 @@ class ShardedDataParallel(DistributedDataParallel):
         return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
-        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
-        if self._accumulate == "owner":
-            raise RuntimeError(
-                'accumulate="owner" adds several backward passes up in the rows of the owners, without '
-                'no_sync(): leave it out, or build ShardedDataParallel with accumulate="local"'
-            )
-        return super().no_sync()
+        """Accumulate the passes in this context, as loops for ``DistributedDataParallel`` do.
+
+        With ``accumulate="owner"`` it changes nothing: owners add up the passes with or without it, each pass
+        communicates, and all ranks run as many. With "local" gradients are added up on each rank without
+        communication, and the next pass outside reduces the sums.
+        """
+        return nullcontext() if self._accumulate == "owner" else super().no_sync()
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
         """Refuse a comm hook with a RuntimeError: gradients are reduced to owners here."""
