@@ -39,7 +39,7 @@ _DRIFTED = "Parameters of replicas may differ by now: load a checkpoint on all"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StampGather:
-    """What this rank has sent in one pass, and the stamps of all replicas, which are on their way."""
+    """This rank's stamp of one pass, and the pending gather of those of all replicas."""
 
     num_steps: int
     options: list[dict[str, Plain]]
@@ -48,7 +48,7 @@ class _StampGather:
 
 
 class ReplicaCheck:
-    """Compares the optimizers of the ranks that own the same rows. All of them make the same calls."""
+    """Compares the optimizers of the ranks that own the same rows, which make the same calls."""
 
     def __init__(self, across: RankGroup, optimizer: ZeroRedundancyOptimizer) -> None:
         self._across = across.during("agree")
@@ -60,7 +60,7 @@ class ReplicaCheck:
         optimizer.iteration.calls.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
-        """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""
+        """Read the last gather, and start the next, with each backward pass. Raises as `read`."""
         self.read()
         self._pending = self._start_gather(None)
         if not is_asynchronous(self._across.device):
@@ -84,7 +84,7 @@ class ReplicaCheck:
         return _StampGather(num_steps, values.by_group, stamps, work)
 
     def _stamps(self) -> dict[int, Stamp]:
-        """Wait for the stamps; raises RemoteRankError if a step has failed in another replica."""
+        """Wait for the stamps; RemoteRankError if a step has failed in another replica."""
         assert self._pending is not None  # asked by the caller
         self._pending.work.wait()
         rows = [tensor_to_bytes(row) for row in self._across.read(HostCopy(self._pending.stamps))]
@@ -100,10 +100,10 @@ class ReplicaCheck:
         raise RemoteRankError(f"{text}. {_DRIFTED}")
 
     def read(self) -> None:
-        """Wait for what was begun, if there is something. The CPU waits.
+        """Wait for the pending gather, if any. The CPU waits.
 
-        Raises RankMismatchError if replicas have taken different steps or have different options, and
-        RemoteRankError if a step has failed in another one.
+        RankMismatchError if replicas took different steps or have different options; RemoteRankError if a
+        step has failed in another one.
         """
         gather = self._pending
         if gather is None:

@@ -11,11 +11,9 @@ Note [Late reports]
     The CPU waits to read a report, on a device with streams for the whole pass. So there it reads when the
     device has the next pass to work on. Reading may communicate, so all ranks read at the same points: when a
     forward pass begins, and with the first gradient of a backward pass, all but the last report. A failure of
-    pass n raises in forward pass n + 2; the optimizer may use its gradients before.
-    `Reducer.check_finished` and `Join` read all.
-
-    Passes in `Join`, and the first one of a static graph, put nothing off. A rank with unused parameters
-    waits in the pass for the others' use.
+    pass n raises in forward pass n + 2; the optimizer may use its gradients before. `Reducer.check_finished`
+    and `Join` read all. Passes in `Join`, and the first one of a static graph, are read at once. A rank with
+    unused parameters waits in the pass for the others' use.
 """
 
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 class FailureReport:
     """The number of failed ranks, and the used parameters; all ranks make and read one.
 
-    ``in_last_bucket``: call `read_word` before reading the report. Otherwise it starts a small sum.
+    ``in_last_bucket``: `read_word` comes before reading. Otherwise it starts a small sum.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class FailureReport:
         return self._answer
 
     def used(self) -> list[bool]:
-        """Return, by parameter, whether any rank used it. The CPU waits, unless this rank used all."""
+        """Return by parameter whether any rank used it; the CPU waits, unless this rank used all."""
         if all(self._used):
             return list(self._used)
         _, *counts = self._group.read(self._read()).tolist()
