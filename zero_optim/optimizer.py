@@ -168,10 +168,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         group = patient(RankGroup.of(given.process_group, params), timeout)
         watch(self, group, on_stall)
         with group.doing(f"{type(self).__name__}()"):
-            core, told = build(params, default, group, options, gather_lazily)
+            core, callback = build(params, default, group, options, gather_lazily)
             self._begin(core)
-            if told is not None:
-                told(self)
+            if callback is not None:
+                callback(self)
         learn_addresses(group)
         if overlap_with_ddp:
             self.iteration.overlap()
@@ -243,7 +243,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Exception: the class's own step raises. The other ranks have stepped what they own; parameters are
                 equal on all ranks.
         """
-        if views.is_no_step(self.core):
+        if closure is None and views.is_no_step(self.core):
             return None
         with self.core.group.doing("step()"):
             return self.iteration.step(self, closure, kwargs)

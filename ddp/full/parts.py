@@ -18,7 +18,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.wrapper_checks import ignored_names, seen_params
 from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers, labels_of
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
@@ -76,7 +76,7 @@ def make_gathers(
     names = [f"unit {name}" if name else OUTERMOST for name in construction.choice.names]
     units = list(zip(names, construction.registration.buckets, strict=True))
     if mesh is None or not mesh.splits_state:
-        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(units, ranks))
+        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(labels_of(units), ranks))
     parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
     inner, across = (lanes_for_rows(part, params) for part in parts)
     history, keeping = reducer.history, optimizer.core.inputs.store.keeping
