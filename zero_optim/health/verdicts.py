@@ -179,7 +179,7 @@ class Verdicts:
                 return self._decide(work, None, reports).error()
             if not is_closed or is_over:
                 return None
-            # The process that closed the connection may be about to end. On a busy host that takes long, while
+            # The process that closed the connection may be about to end. On a busy host that takes long, and
             # its port takes questions that nobody answers.
             time.sleep(0.05)
         if works.verdict is None:
