@@ -36,7 +36,8 @@ from zero_optim.comm.backends import (
 from zero_optim.comm.frames import framed, is_short, met_otherwise, unframed
 from zero_optim.comm.records import Doing
 from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
-from zero_optim.comm.works import GroupWorks, Work, log_of
+from zero_optim.comm.work_log import GroupWorks, log_of
+from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device

@@ -47,7 +47,7 @@ def detach(core: Core, *, wait: bool) -> None:
     core.sharding.let_go(waits=wait)
     core.owned.let_go()
     works = core.ranks.works
-    works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.works`
+    works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
     core.ranks, core.mesh = core.ranks.let_go(), None
     params = core.params
     if any(isinstance(param.grad, PartialGradient) for param in params):
