@@ -1,4 +1,4 @@
-"""The works of this process, by process group: what began and may not have ended, and why groups were given up.
+"""The works of a process, by process group: what began, and why groups were given up.
 
 No communication, but for `GroupWorks.cut`.
 
