@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree, check_flags, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.costs import Cost
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of, param_names, short_names
 from zero_optim.plan.plan import Plan, describe_params
@@ -206,11 +205,10 @@ def _planned(
     """Plan for the new owners, as the constructor does; all ranks call."""
     inputs, owned = core.inputs, core.owned
     sharding = new_sharding(inputs, group, num_owners, core.sharding.gathers)
-    costs: list[Cost] = [inputs.costs.__getitem__ for _ in groups]
-    may_cut, local = inputs.may_cut(core.groups), owned.local
-    options = GroupOptions(costs, may_cut, local.specs(), local.default, inputs.options)
+    may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
+    options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
     why_whole = partial(options.why_whole, (), groups, owned.leaves.cut_rows)
-    return sharding, sharding.plan(groups, costs, 0, about, why_whole if any(may_cut) else None)
+    return sharding, sharding.plan(groups, options.costs, 0, about, why_whole if any(may_cut) else None)
 
 
 def _built(

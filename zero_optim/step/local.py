@@ -56,10 +56,9 @@ class LocalOptimizer:
         self._built: list[BuiltOptimizer] = []
         for spec in [*(each for each in specs if each is not default), default]:
             numbers = [number for number, each in enumerate(specs) if each is spec]
+            members = [_over_leaves(groups[number], self._leaf_of) for number in numbers]
             if numbers:
-                self._build(
-                    spec, numbers, [_over_leaves(groups[number], self._leaf_of) for number in numbers]
-                )
+                self._build(spec, numbers, members)
         self._fill_in(groups)
 
     def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:

@@ -80,7 +80,7 @@ class GroupSpec:
 def why_not_cut(
     groups: Sequence[GroupSpec], cuts: Sequence[Sequence[CutRows]], *, is_tried: bool
 ) -> list[str | None]:
-    """Return why each parameter of the last groups cannot be cut, or None; ``cuts``: by group and parameter."""
+    """Return why each parameter of the last groups cannot be cut, or None; ``cuts`` are by group."""
     reasons: list[str | None] = []
     for own, of_group in zip(groups[len(groups) - len(cuts) :], cuts, strict=True):
         beside = [each.options for each in groups if each.spec is own.spec]
