@@ -237,7 +237,7 @@ class Iteration:
             elif group.size > 1:
                 group.start_sum(found_inf)[1].wait()
 
-    def clip(self, asked: ClipArguments) -> Tensor:
+    def clip(self, arguments: ClipArguments) -> Tensor:
         """Clip all gradients by their global norm; all ranks call, except joined ones."""
         if self.has_begun:
             failure = RuntimeError(
@@ -252,9 +252,9 @@ class Iteration:
             if self.joins.under_way:
                 self.joins.announce(steps=False)
                 group = core.group.during("clip")
-                self.joins.lend(group, exchange(group, Status.CLIPS), asked.to_send())
+                self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces, _ = self.joins.lendable()
-            return clip_together(core.group, params, pieces, asked, core.inputs.store.files)
+            return clip_together(core.group, params, pieces, arguments, core.inputs.store.files)
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""
@@ -271,9 +271,9 @@ class Iteration:
             statuses = exchange(group, Status.JOINED)
             while ranks_that(statuses, Status.CLIPS) or ranks_that(statuses, Status.UNSCALES):
                 if ranks_that(statuses, Status.CLIPS):
-                    asked = self.joins.lend(group.during("clip"), statuses)
+                    arguments = self.joins.lend(group.during("clip"), statuses)
                     params, pieces, _ = self.joins.lendable()
-                    clip_together(group, params, pieces, ClipArguments.received(asked))
+                    clip_together(group, params, pieces, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if is_skipped_by_all(statuses):
                 return

@@ -109,7 +109,7 @@ class RowBucket(Uncopied, Bucket):
     ) -> None:
         super().__init__(params, layout, rank, label, as_views=False)
         # The parameters have the compute dtype already where another bucket held them.
-        self.dtype, kept = self.dtype if dtype is None else dtype, kept_dtype(params[0])
+        self.dtype, row_dtype = self.dtype if dtype is None else dtype, kept_dtype(params[0])
         self._keeping = RowKeeping() if keeping is None else keeping
         self._memory = (FreePages() if pages is None else pages).memory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
@@ -119,8 +119,8 @@ class RowBucket(Uncopied, Bucket):
         self._flat_row = self._flat[self.span]
         self._memory.free()
         is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
-        self._stays = is_all and not self._keeping.is_apart and self.dtype == kept
-        self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=kept)
+        self._stays = is_all and not self._keeping.is_apart and self.dtype == row_dtype
+        self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
         self._has_row = False  # it gets memory at its first use
         self._freed = FreedParams(params, self.dtype, self.device)
         self.is_whole = self.is_left = self._has_changed = False

@@ -110,10 +110,10 @@ class LocalOptimizer:
 
         Probes may differ between processors; decisions from them, such as the gathered buckets, must not.
         """
-        tried = [(built, built.traits) for built in self._built if built.traits is not None]
-        said = iter(said_by_all(group, [answer for _, traits in tried for answer in traits.answers()]))
-        for built, traits in tried:
-            built.traits = traits.combined([next(said) for _ in traits.answers()])
+        probed = [(built, built.traits) for built in self._built if built.traits is not None]
+        answers = iter(said_by_all(group, [answer for _, traits in probed for answer in traits.answers()]))
+        for built, traits in probed:
+            built.traits = traits.combined([next(answers) for _ in traits.answers()])
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class LocalOptimizer:
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
-        made = [
+        defaults = [
             (number, key)
             for built in self._built
             for number, first in zip(built.numbers, built.first_options, strict=True)
@@ -239,7 +239,7 @@ class LocalOptimizer:
             for key, value in options[number].items()
             if key not in first and are_close(built.defaults.get(key, value), value)
         ]
-        return made, self._written
+        return defaults, self._written
 
     # ------------------------------------------------------------------ groups
 
