@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import called_by_all, failing_together, raise_together, ranks_of
-from zero_optim.comm.backends import held
+from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
@@ -153,7 +153,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             own_options=own_options,
             mirror=mirror,
         )
-        params = held(params)
+        params = as_lists(params)
         if process_group is None:
             process_group = registration_in(params).process_group
         group = patient(ranks_of(process_group, params), timeout)

@@ -50,13 +50,11 @@ class Alike(NamedTuple):
         for rank, payload in zip(group.numbers, group.all_gather_bytes(self.digests), strict=True):
             left = (payload[at : at + _NBYTES] for at in range(0, len(payload), _NBYTES))
             for number, indices in enumerate(self.kinds):
-                of_rank = list(islice(left, len(indices)))
-                other, values = first.setdefault(
-                    (number, frozenset(Counter(of_rank).items())), (rank, of_rank)
-                )
-                if values != of_rank:
-                    place = next(at for at, value in enumerate(of_rank) if value != values[at])
-                    here, there = names[indices[place]], names[indices[values.index(of_rank[place])]]
+                own = list(islice(left, len(indices)))
+                other, values = first.setdefault((number, frozenset(Counter(own).items())), (rank, own))
+                if values != own:
+                    place = next(at for at, value in enumerate(own) if value != values[at])
+                    here, there = names[indices[place]], names[indices[values.index(own[place])]]
                     raise RankMismatchError(
                         f"ranks have parameters in another order: what rank {rank} has as {here}, rank "
                         f"{other} has as {there}. Give them in one order on every rank, or with their names: "
