@@ -65,8 +65,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             without names the values of parameters that look alike, if ranks start with equal ones.
         optimizer_class: the class, or a callable that builds one from groups. Ranks compare its code and
             arguments, so it must find out what differs between ranks when it is called.
-        process_group: ranks to shard over; None for the default group, or for the group of the fully sharded
-            model that has the parameters.
+        process_group: ranks to shard over; None for the default group, or that of the fully sharded model.
         parameters_as_bucket_view: move parameters into flat tensors, each with its own storage, where gathers
             write in place. False leaves ``param.data`` alone and copies at each step, as is always done for
             shared memory and devices without DLPack.
@@ -84,19 +83,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         assume_separable: do not try the class. Otherwise it steps small tensors, whole and in parts, for 10
             to 60 ms the first time, and is refused if the results differ.
         cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
-            same bits (`pieces` and `explain` show). What the CPU steps in half precision is never cut. `step`
-            and `load_state_dict` raise ValueError if later options forbid existing cuts, and for a sparse
-            gradient of a cut parameter that the class does not bear (plain SGD does). Also a group key.
+            same bits. What the CPU steps in half precision is never cut. `step` and `load_state_dict` raise
+            ValueError if later options forbid existing cuts, and `step` for a sparse gradient of a cut
+            parameter that the class does not bear (plain SGD does). Also a group key.
         timeout: longest wait in seconds; None for the process group's timeout. After half of it a warning is
             logged; then every rank raises `StalledError` with the missing ranks and their last calls.
         on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
             jobs, and for NCCL, where a CPU that waits for the device cannot raise.
         own_options: group options that each rank may set for itself, such as ``("lr",)``. Each step compares
             the others if they are plain values, and raises RankMismatchError if one differs.
-        mirror: after every step, copy what a rank owns to the next rank's CPU memory over gloo, beside the
-            next passes. If a rank is lost, `rebind` on the others goes back to the end of the last step or
-            the one before, without a file. Takes four times the memory of what a rank owns, see `explain`,
-            and one small collective more a step. A group of one rank warns.
+        mirror: after every step, copy what a rank owns to the next rank's CPU memory over gloo, so that
+            `rebind` can do without a lost rank. Takes four times the memory of what a rank owns, and one
+            small collective more a step. A group of one rank warns.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may have its own ``optimizer_class``, for example Muon for matrices beside AdamW. Its other
@@ -413,8 +411,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             wait: wait for pending gathers. If a rank died before it sent its part, its parameters may have
                 old values here until `rebind`. Use False if a rank is stopped, not dead: the wait would last
                 until the group's timeout.
-            staying: the group ranks of a smaller next group, to which the others first send their state: all
-                ranks call, with the same ranks, and it communicates. None sends nothing.
+            staying: the group ranks of a smaller next group, the same on all ranks, which all call: the
+                others first send their state to these. None sends nothing.
 
         Raises:
             RuntimeError: the optimizer is that of a fully sharded model.
