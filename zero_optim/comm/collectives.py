@@ -157,7 +157,8 @@ class RankGroup:
     def transport(self, device: torch.device) -> Transport:
         """Return the transport for a device; its name is "" without a backend."""
         name = self.backends.get(device.type, "")
-        return _made(TRANSPORTS.get(name, Transport), name, device)
+        kind: Any = TRANSPORTS.get(name, Transport)
+        return _made(kind, name, device)
 
     @property
     def data_backend(self) -> str:
