@@ -21,7 +21,7 @@ Note [Step, then gather]
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -41,12 +41,8 @@ NUM_FLAT_TENSORS = 4
 LANES_FROM_NBYTES = 2**20
 
 
-class _Sender(Protocol):
-    """Sends stamps with a gather, as `Stamps.send`."""
-
-    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]: ...
-
-
+# As `Stamps.send`.
+Send: TypeAlias = Callable[[Tensor, Layout, int], Callable[[], None] | None]
 # As `start_broadcasts`.
 StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor]], str], list[Waitable]]
 
@@ -54,17 +50,17 @@ StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor
 def start_gather(
     lanes: Sequence[RankGroup],
     bucket: Bucket,
-    stamps: _Sender | None = None,
+    send: Send | None = None,
     start_rows: StartRows | None = None,
     changed: Collection[Tensor] | None = None,
 ) -> Pending:
     """Start the gather of one bucket: a broadcast for each owner, in one launch where the backend can.
 
-    Owner r uses lane r modulo their number. Nothing may write to the parameters before ``wait()``. For
-    autograd the other parameters than those that ``changed`` stay as they are.
+    Owner r uses lane r modulo their number. ``send`` writes a stamp. Nothing may write to the parameters
+    before ``wait()``. For autograd the other parameters than those that ``changed`` stay as they are.
     """
     flat = bucket.fill()
-    take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
+    take = None if send is None else send(flat, bucket.layout, lanes[0].rank)
     return gather_into(flat, bucket, lanes, bucket.rows(flat), take, start_rows=start_rows, changed=changed)
 
 
@@ -147,7 +143,7 @@ class Gathers:
 
         As many run at once as memory allows, so an owner of short rows need not wait for the others.
         """
-        stamps = self.stamps if in_step else None
+        send = self.stamps.send if in_step and self.stamps is not None else None
         awaited = Flow(NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0))
         if self._lanes is None and _gains_by_lanes(group, buckets):
             self._lanes = host_lanes_beside(group)
@@ -155,7 +151,7 @@ class Gathers:
         try:
             for bucket, schedule in zip(buckets, self.schedules_of(buckets), strict=True):
                 used = (group,) if lanes is None or not _may_use_lanes(bucket, group) else lanes.groups
-                begin = partial(start_gather, used, bucket, stamps)
+                begin = partial(start_gather, used, bucket, send)
                 if in_step and Operation.WAIT not in schedule[Moment.STEP]:
                     self.under_way.start(begin, keys=bucket.params)
                 else:
