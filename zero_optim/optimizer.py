@@ -158,10 +158,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         watch(self, group, on_stall)
         with group.doing(f"{type(self).__name__}()"):
             spec = OptimizerSpec(optimizer_class, defaults)
-            core, take_over = build(params, spec, group, options, gather_lazily)
+            core, callback = build(params, spec, group, options, gather_lazily)
             self._begin(core)
-            if take_over is not None:
-                take_over(self)
+            if callback is not None:
+                callback(self)
         learn_addresses(group)
         if overlap_with_ddp:
             self.iteration.overlap()
@@ -224,7 +224,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Exception: the class's own step raises. The other ranks have stepped what they own; parameters are
                 equal on all ranks.
         """
-        if views.is_no_step(self.core):
+        if closure is None and views.is_no_step(self.core):
             return None
         with self.core.group.doing("step()"):
             return self.iteration.step(self, closure, kwargs)

@@ -79,11 +79,7 @@ class ShardingOptions:
 
 @dataclass(slots=True, eq=False)
 class PlanInputs:
-    """The inputs of plans, beside parameters and ranks.
-
-    ``kept_whole``: parameters that the user does not want to be cut. ``store`` keeps parameters of
-    which ranks hold rows.
-    """
+    """The inputs of plans, beside parameters and ranks; ``store`` keeps the parameters held as rows."""
 
     options: ShardingOptions
     costs: dict[Tensor, float] = field(default_factory=dict)
@@ -94,18 +90,15 @@ class PlanInputs:
         """Return for each group whether the user allows cuts."""
         return [not self.kept_whole.issuperset(group["params"]) for group in groups]
 
-    def note(self, groups: Sequence[ParamGroup], asked: "GroupOptions", costs: Sequence[float]) -> None:
+    def note(self, groups: Sequence[ParamGroup], new: "GroupOptions", costs: Sequence[float]) -> None:
         """Store the costs and cuts of new groups."""
         self.costs.update(zip(params_of(groups), costs, strict=True))
-        for group, may in zip(groups, asked.may_cut, strict=True):
+        for group, may in zip(groups, new.may_cut, strict=True):
             self.kept_whole.update(() if may else group["params"])
 
 
 class GroupReader(Optimizer):
-    """Reads parameter groups as ``torch.optim`` does, and checks them.
-
-    It has no defaults: the user's class fills in its own, as without sharding.
-    """
+    """Reads parameter groups as ``torch.optim`` does, and checks them; the class fills in its defaults."""
 
     def __init__(self, params: Params) -> None:
         if isinstance(params, set | frozenset):
@@ -131,20 +124,12 @@ class GroupReader(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """The library's own options of new groups, removed from them; one entry a group.
-
-    Attributes:
-        costs: of parameters.
-        may_cut: whether the user allows cuts.
-        specs: the group's own, or ``default``.
-        default: the spec of groups without a class of their own.
-        options: of the optimizer.
-    """
+    """The library's own options of new groups, removed from them; one entry a group."""
 
     costs: list[Cost]
     may_cut: list[bool]
     specs: list[GroupSpec]
-    default: OptimizerSpec
+    default: OptimizerSpec  # of groups without a class of their own
     options: ShardingOptions
 
     @classmethod

@@ -7,8 +7,7 @@ Note [Detached]
 Note [Rebinding is building anew]
     `rebind` goes the way of the constructor: plan for the new ranks, agree, build the classes over new
     leaves, load this rank's state as from a checkpoint. So it gives the bits of a run that was saved, and
-    loaded by so many ranks. The old state stays until all checks are done; if one raises, the optimizer is
-    detached as before.
+    loaded by so many ranks. If a check raises, the optimizer is detached as before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,10 +98,10 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
 
 
 def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
-    """Keep a store's parameters on their owners alone, and plan anew; all ranks call.
+    """Keep a store's parameters on their owners alone, and plan anew; all ranks call, with all values.
 
-    ``store`` is equal on all ranks. Before, every rank has all values. Memory is released bucket by bucket,
-    so there is no second copy. If it raises, on every rank, nothing has changed. Returns the freed buckets.
+    Memory is released bucket by bucket, so there is no second copy. If it raises, on every rank, nothing has
+    changed. Returns the freed buckets.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
@@ -134,8 +133,7 @@ def go_over(
 ) -> list[Tensor]:
     """Plan anew for the ``owners``, ascending ranks of a group, and move the state to them; all ranks call.
 
-    Without ``keep_state`` the state is new and the parameters stay. ``may_lose`` accepts lost state. Returns
-    the parameters whose state is lost.
+    Without ``keep_state`` the state is new. Returns the parameters of lost state, if it ``may_lose`` some.
     """
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
     with failing_together(group):
@@ -153,23 +151,18 @@ def go_over(
     refuse_lost([] if may_lose else [names[index] for index in lost])
     groups, everywhere = _shared_part(core, group, holders)
     sharding, plan = _planned(core, group, len(owners), groups, about)
-    moved = Held({})
-    if holders is not None:
-        to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
-        rows = core.row_map(holders.pieces, to, holders.hosts)
-        held = {holder: replace(each, everywhere={}) for holder, each in holders.held.items()}
-        moved = move(group, rows, held)
+    part = Held({}) if holders is None else _own_part(core, group, holders, owners, plan)
     if len(owners) < group.size:
         sharding.become(owners.index(group.rank) if group.rank in owners else -1)
     owned = _built(core, group, sharding, plan, groups)
     if holders is not None:
-        state = {params[index]: entries for index, entries in moved.state.items()}
+        state = {params[index]: entries for index, entries in part.state.items()}
         owned.load({**state, **everywhere}, groups, exact=True)
     # Everything is checked now. Only a rank that dies can stop it from here on.
     former = core.sharding.buckets
     core.ranks, core.sharding, core.owned, core.groups = group, sharding, owned, groups
     with torch.no_grad():
-        for index, value in moved.values.items():
+        for index, value in part.values.items():
             owned.leaves.rows(params[index]).copy_(value)
     sharding.add(params, plan, short_names(groups))
     _keep_rows(core, former)
@@ -197,6 +190,13 @@ def _shared_part(
     beside = sent_by(group, holders.first, beside, "the options")
     keeps_own = is_first and holders.options is None
     return core.groups if keeps_own else core.with_options(beside["options"]), beside["everywhere"]
+
+
+def _own_part(core: Core, group: RankGroup, holders: Holders, owners: Sequence[int], plan: Plan) -> Held:
+    """Move the state, but for global entries, to its new owners; return this rank's; all ranks call."""
+    to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
+    held = {holder: replace(each, everywhere={}) for holder, each in holders.held.items()}
+    return move(group, core.row_map(holders.pieces, to, holders.hosts), held)
 
 
 def _planned(
@@ -231,11 +231,7 @@ def _built(
 
 
 def _keep_rows(core: Core, former: list[Bucket]) -> None:
-    """Move this rank's rows into buckets of rows and free these, one former bucket after the other.
-
-    A former bucket's flat tensor is released with its last parameter; until then, the pages of parameters
-    that left are given back.
-    """
+    """Move this rank's rows into buckets of rows and free these, one former bucket after the other."""
     new = core.sharding.row_buckets
     bucket_of = {param: bucket for bucket in new for param in bucket.params}
     while new and former:
