@@ -77,8 +77,8 @@ class BucketOwnership:
 class OwnerReduction:
     """The pending reduction of one bucket to owners; all ranks construct it, in bucket order.
 
-    It divides the bucket in place. ``joined``: this rank's inputs ended, its gradients are old. ``all_used``:
-    each parameter was used on some rank, so no flags are sent.
+    It divides the bucket in place. ``joined``: this rank's inputs ended. ``all_used``: some rank used each
+    parameter, so no flags are sent.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class OwnerGradients:
     def begin(self, *, joined: bool) -> None:
         """Begin a pass; RuntimeError, on every rank, if gradients of the last one are left."""
         core, self.reduced = self._optimizer.core, []
-        if self._num_buckets != core.num_buckets:
-            self._num_buckets = core.num_buckets
+        if self._num_buckets != len(core.sharding.buckets):
+            self._num_buckets = len(core.sharding.buckets)
             self._names = dict(zip(core.params, param_names(core.groups), strict=True))
             owners = {piece.owner for pieces in core.piece_list() for piece in pieces}
             self.has_one_owner = core.ranks.size > 1 and len(owners) == 1
@@ -220,7 +220,7 @@ class OwnerGradients:
 
     def version(self) -> int:
         """Return a number that changes when the optimizer gets more parameters."""
-        return self._optimizer.core.num_buckets
+        return len(self._optimizer.core.sharding.buckets)
 
     def members(self) -> list[list[Tensor]] | None:
         """Return each bucket's parameters in the order of owners; None if one rank owns all."""

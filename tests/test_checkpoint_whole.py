@@ -312,3 +312,17 @@ def test_state_dicts_of_dcp_step_no_rank_alone() -> None:
             set_optimizer_state_dict(model, optimizer, whole)
         assert torch.equal(model.weight, before)
         train(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_steps_of_a_warm_up_or_without_autograd_are_steps_also_where_a_rank_owns_nothing() -> None:
+    for lr, grad, records in ((0.0, 1.0, False), (0.1, 0.0, False), (0.0, 0.0, True), (0.0, 1.0, True)):
+        model = nn.Linear(3, 3, bias=False)  # one parameter: the other rank owns nothing
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)
+        for number in range(1, 3):
+            model.weight.grad = torch.full_like(model.weight, grad)
+            with torch.set_grad_enabled(records):
+                optimizer.step()
+            assert optimizer.num_steps == number
+        optimizer.consolidate_state_dict(to=None)
+        assert optimizer.state_dict()["state"][0]["step"] == 2

@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -198,9 +198,37 @@ def _run_tool(name: str, options: dict[str, Any]) -> int:
             offline.reshard(options["source"], options["out"], options["world_size"])
         else:
             report = offline.inspect(options["source"])
-            print(json.dumps(report, indent=1) if options["json"] else offline.as_table(report))
+            print(json.dumps(report, indent=1) if options["json"] else _as_table(report))
             return 0 if report["complete"] else 1
     except (ZeroOptimError, ValueError, TypeError) as error:
         _complain(str(error))
         return 2
     return 0
+
+
+def _as_table(report: Mapping[str, Any]) -> str:
+    """Write what `offline.inspect` returns as a table."""
+    reason = report["reason"]
+    head = [("checkpoint", report["path"]), ("complete", f"no: {reason}" if reason else "yes")]
+    if report["saved"]:
+        by = ", ".join(f"{name} {version}" for name, version in report["software"].items())
+        ranks = f"{report['world_size']} rank{'s' if report['world_size'] > 1 else ''}"
+        head += [("saved", f"{report['saved']} by {ranks}, {by}"), ("format", f"version {report['version']}")]
+    lines = [f"{name:<12}{value}" for name, value in head]
+    if report["sections"]:
+        rows = [list(section.values()) for section in report["sections"]]
+        lines += ["", *_table(("section", "tensors", "bytes", "values"), rows)]
+    if report["files"]:
+        rows = [[name, str(rank), nbytes] for name, rank, nbytes in report["files"]]
+        lines += ["", *_table(("file", "rank", "bytes"), rows)]
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Align rows in columns: the first to the left, the others to the right."""
+    text = [head, *([f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in text
+    ]

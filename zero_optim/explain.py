@@ -4,7 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from zero_optim.comm.agreement import check_flags, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import inner_tensors
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
@@ -12,6 +14,8 @@ from zero_optim.probe.traits import Traits
 from zero_optim.shard.bucket import Bucket
 from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
 _MIB = 2**20
 _NO_PLACE = "it has no rows that could be shared out evenly"
@@ -138,8 +142,18 @@ class Explanation:
         return "\n".join([*lines, *self.traits])
 
 
-def explain(core: Core) -> Explanation:
-    """Exchange what all ranks hold; all ranks call; two small collectives."""
+def explain(core: Core, *, quiet: bool) -> Explanation:
+    """Exchange what all ranks hold, and print it on rank 0; all ranks call; three small collectives."""
+    with core.group.doing("explain()"):
+        with failing_together(core.group):
+            check_flags(quiet=quiet)
+        explanation = _explained(core)
+    if core.group.rank == 0 and not quiet:
+        print(explanation)  # noqa: T201 - what it is for
+    return explanation
+
+
+def _explained(core: Core) -> Explanation:
     group, sharding, local = core.group, core.sharding, core.owned.local
     ranks = _exchange(group, core)
     active = [moves or local.moves_frozen for moves in sharding.active()]
@@ -158,7 +172,7 @@ def _exchange(group: RankGroup, core: Core) -> tuple[RankHolding, ...]:
         if (piece := core.sharding.piece_here(param)) is not None
     ]
     numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
-    cost, state, mirror = core.sharding.loads[group.rank], core.state_nbytes(), core.mirror_nbytes()
+    cost, state, mirror = core.sharding.loads[group.rank], core.state_nbytes(), _mirrored_nbytes(core)
     mine = RankHolding(group.rank, len(owned), numel, nbytes, state, cost, mirror)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
     ranks = [RankHolding(**json.loads(payload)) for payload in payloads]
@@ -166,6 +180,22 @@ def _exchange(group: RankGroup, core: Core) -> tuple[RankHolding, ...]:
     return tuple(
         replace(each, mirror_held_nbytes=2 * (sent[rank] + sent[rank - 1])) for rank, each in enumerate(ranks)
     )
+
+
+def _mirrored_nbytes(core: Core) -> int:
+    """Return the bytes of tensors that go to the buddy after a step; before the first as trials showed."""
+    if not core.is_mirrored:
+        return 0
+    core.follow_state()
+    leaves, params, held, total = core.owned.leaves, core.params, core.held(), 0
+    shaped = [names - {MASTER, EMA} for names in core.shaped_entries(params).values()]
+    for index, rows in held.values.items():
+        entries = held.state.get(index, {})
+        total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))
+        if core.snapshot.untouched:
+            itemsize = leaves.stepped_dtype(params[index]).itemsize
+            total += len(shaped[index] - entries.keys()) * rows.numel() * itemsize
+    return total
 
 
 def _cut_texts(core: Core) -> Iterator[str]:

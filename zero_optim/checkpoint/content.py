@@ -93,8 +93,8 @@ class Place(NamedTuple):
     Attributes:
         first: the rank that writes it, if several have all of it, and that reads what nobody steps.
         stepped: the optimizer steps it, and gathers it from its owners.
-        rows: that this rank has; None for all or none.
-        memory: this rank's rows, to write or to load into; None if it has none.
+        rows: those of this rank; None for all or none.
+        memory: this rank's rows, if any.
         stride: of the whole, if the tensor is freed.
     """
 
@@ -110,8 +110,7 @@ class Place(NamedTuple):
 def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup) -> list[Place]:
     """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank.
 
-    Owners have their rows of a parameter, but all of a view of it in another form. What has no owner gets any
-    rank.
+    Owners have their rows of a parameter, but all of a view of it in another form.
     """
     params = objects.optimizer.pieces() if objects.optimizer is not None else {}
     of_memory = {param.data_ptr(): (param, pieces) for param, pieces in params.items() if param.numel()}
@@ -153,10 +152,7 @@ def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def collect(members: Members, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:
-    """List what this rank writes, and describe what must be equal on every rank. No communication.
-
-    Of tensors it reads only those that all ranks share, for their checksums; the CPU waits for these.
-    """
+    """List what this rank writes, and describe what must be equal on every rank. No communication."""
     group, part, shared = members.group, RankContent(), RankContent()
     alike: list[str] = []
     if objects.model is not None:

@@ -22,7 +22,6 @@ from zero_optim.checkpoint.files import open_regular, write_all
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on, dtype_name
 from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import CheckpointError
-from zero_optim.plan.pieces import num_rows
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
 # A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows
@@ -40,7 +39,7 @@ Rows = tuple[int, int] | None  # of dimension 0 of a tensor; None for all
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is written under one key: a tensor of some shape, a box of its elements, or bytes.
+    """What is written under one key: a tensor, a box of its elements, or bytes.
 
     Of bytes the dtype is None, and the shape is their number.
     """
@@ -63,14 +62,14 @@ class Box:
 
     @property
     def name(self) -> str:
-        """The key, with the range of the box if it is not the whole tensor, as in ``weight[0:4,2:8]``."""
+        """The key, with the range of a box that is not the whole tensor, as in ``weight[0:4,2:8]``."""
         if self.sizes == self.shape:
             return self.key
         ends = zip(self.offsets, self.sizes, strict=True)
         return f"{self.key}[{','.join(f'{first}:{first + size}' for first, size in ends)}]"
 
     def blocks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Divide by rows: offsets, sizes and bytes of each block that gets a checksum."""
+        """Yield offsets, sizes and bytes of each block that gets a checksum."""
         if self.dtype is None:
             yield (), (), self.nbytes
         elif self.nbytes <= BLOCK_NBYTES:
@@ -98,8 +97,8 @@ def box_of(key: str, dtype: torch.dtype | None, shape: Sequence[int], rows: Rows
 def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
     """Return a file's header, and the boxes in the file's order, with the first byte of each.
 
-    Each begins at a multiple of its element's size. A dtype that the format lacks is written as bytes, with
-    one more dimension of the element's size; ``__metadata__`` has its name (``dtype of NAME``).
+    A dtype that the format lacks is written as bytes, with one more dimension of the element's size;
+    ``__metadata__`` has its name (``dtype of NAME``).
     """
     about = {"format": "pt"}
     header: dict[str, Any] = {"__metadata__": about}
@@ -123,7 +122,7 @@ def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """View a tensor's elements, in row-major order, as bytes in CPU memory; copies if necessary."""
+    """View a tensor's elements, in row-major order, as bytes in CPU memory, or of a copy."""
     run: Any = memory_of(tensor.detach().cpu().contiguous()).numpy()
     return memoryview(run)
 
@@ -136,9 +135,9 @@ def data_name(token: str, rank: int) -> str:
 def write_tensors(
     folder: Path, token: str, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
 ) -> tuple[dict[str, DataFile], Written]:
-    """Write a rank's data file in the save of a token, and flush it to the disk; it is removed if this fails.
+    """Write a rank's data file in the save of a token, and flush it to the disk, or remove it.
 
-    Returns the file by name, none without boxes, and the chunks of each box, one behind the other.
+    Returns the file by name, none without boxes, and the chunks of each box in order.
     """
     head, placed = lay_out(boxes)
     if not placed:
@@ -210,7 +209,7 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 class CheckpointReader:
-    """Reads a checkpoint, and compares what is read with its checksum; the header of its file too, once.
+    """Reads a checkpoint, and compares what is read, and the headers of its files, with their checksums.
 
     All raise CheckpointError if the checkpoint is incomplete or damaged.
     """
@@ -228,7 +227,7 @@ class CheckpointReader:
         return name.partition("-")[2].partition("-")[0]
 
     def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
-        """Compare a chunk with its checksum; put its bytes into memory of that length, if some is given."""
+        """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
         self._check_header(chunk.file)
         self._read(key, chunk, into)
 
@@ -263,19 +262,14 @@ class CheckpointReader:
                 self.read(key, chunk)
 
     def read_box(self, key: str, chunk: Chunk, into: Tensor, offsets: Sequence[int]) -> None:
-        """Read the box that begins at ``offsets`` inside a chunk into a tensor of the box's shape.
-
-        Needs extra memory for one chunk, unless all of it goes into a contiguous CPU tensor of its dtype.
-        """
+        """Read the box at ``offsets`` inside a chunk into a tensor of the box's shape."""
         dtype, is_all = self._entry(key).dtype, tuple(into.shape) == chunk.sizes
         if is_all and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
             self.read(key, chunk, bytes_of(into))
             return
-        box = torch.empty(chunk.sizes, dtype=dtype)
-        self.read(key, chunk, bytes_of(box))
-        for dim, (start, size) in enumerate(zip(offsets, into.shape, strict=False)):
-            box = box.narrow(dim, start, size)
-        into.copy_(box)
+        whole = torch.empty(chunk.sizes, dtype=dtype)
+        self.read(key, chunk, bytes_of(whole))
+        into.copy_(whole[_slices(offsets, into.shape)])
 
     def _entry(self, key: str) -> Entry:
         entry = self.manifest.entries.get(key)
@@ -286,26 +280,21 @@ class CheckpointReader:
     def read_tensor(self, key: str, rows: Rows = None) -> Tensor:
         """Read a tensor, or the chunks that have some of its rows, into CPU memory, contiguous."""
         entry = self._entry(key)
-        start, stop = rows or (0, num_rows(entry.shape))
-        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
-        tensor = torch.empty(shape, dtype=entry.dtype)
+        box = box_of(key, entry.dtype, entry.shape, rows)
+        tensor = torch.empty(box.sizes, dtype=entry.dtype)
         for chunk in entry.chunks:
-            box, inside = tensor, [0] * len(chunk.sizes)
-            if chunk.sizes:
-                first, end = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
-                if first >= end and rows is not None:
-                    continue
-                box, inside[0] = box[first - start : end - start], first - chunk.offsets[0]
-            for dim in range(1, len(chunk.sizes)):
-                box = box.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
-            self.read_box(key, chunk, box, inside)
+            both = list(zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True))
+            starts = [max(own, first) for own, _, first, _ in both]
+            sizes = [min(own + n, f + m) - s for s, (own, n, f, m) in zip(starts, both, strict=True)]
+            if rows is None or all(size > 0 for size in sizes):
+                within, inside = (
+                    [s - o for s, o in zip(starts, b.offsets, strict=True)] for b in (box, chunk)
+                )
+                self.read_box(key, chunk, tensor[_slices(within, sizes)], inside)
         return tensor
 
     def map_tensor(self, key: str) -> Tensor:
-        """Return a contiguous tensor that is mapped from its file, after checking its checksum.
-
-        Needs only the system's memory for files, unless several ranks wrote parts of the tensor.
-        """
+        """Return a contiguous tensor that is mapped from its file, or read if several ranks wrote parts."""
         entry = self._entry(key)
         if not entry.nbytes or not _is_one_run(entry):
             return self.read_tensor(key)
@@ -320,8 +309,12 @@ class CheckpointReader:
         return tensor_in(storage, entry.dtype, entry.shape)
 
 
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=False))
+
+
 def _is_one_run(entry: Entry) -> bool:
-    """Whether a tensor lies in one run of a file: its chunks are blocks of rows, one behind the other."""
+    """Whether a tensor's chunks are blocks of rows in one run of a file."""
     if len(entry.chunks) == 1:
         return True
     row, rest = 0, entry.shape[1:]

@@ -4,14 +4,12 @@ Other users of a folder may have left anything there: a FIFO, on which reading w
 without an end, or a link at the path of a file that is about to be written.
 
 Note [Locks]
-    The file is locked with ``flock``, which ends with the process: a file that merely exists would block for
-    ever after a kill. The holder removes the file before it releases the lock, so a process that has locked a
-    file checks that it is still the one in the folder. On NFS the server keeps the lock, unless mounted with
-    ``nolock`` or ``local_lock``.
+    The file is locked with ``flock``, which ends with the process. The holder removes the file before it
+    releases the lock, so a process that has locked a file checks that it is still the one in the folder.
 
-    Some file systems have no locks (Lustre without ``flock``). There the last save counts and nothing is
-    lost: files have names that no other save uses, and a save removes only files that it replaced. The files
-    of a killed save stay.
+    Some file systems have no locks (Lustre without ``flock``, NFS with ``nolock``). There the last save
+    counts and nothing is lost: files have names that no other save uses, and a save removes only files that
+    it replaced. The files of a killed save stay.
 """
 
 import errno
@@ -97,10 +95,7 @@ def open_part(path: Path) -> tuple[Path, FileIO]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[FileIO]:
-    """Yield a new file, which is flushed and renamed to ``path`` at the end, or removed if the body fails.
-
-    A link at ``path`` is replaced, not followed.
-    """
+    """Yield a new file, which replaces ``path``, also a link, at the end, or is removed if the body fails."""
     beside, file = open_part(path)
     with file:
         try:
@@ -139,10 +134,9 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 class FolderLock:
-    """The right to write into a checkpoint's folder, which is made if it does not exist. See Note [Locks].
+    """The right to write into a checkpoint's folder, which is made if it does not exist: Note [Locks].
 
-    CheckpointError if another save holds it. ``keeps_out`` is False if the file system has no locks, so that
-    other saves may be writing too.
+    CheckpointError if another save holds it. ``keeps_out`` is False if the file system has no locks.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -33,8 +33,8 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
     """Return the sections that a load asks for; StateMismatchError names all that does not fit."""
     values = reader.manifest.values
     has = {MODEL: objects.model, OPTIMIZER: objects.optimizer, **objects.others}
-    asked = sorted(name for name, value in has.items() if value is not None)
-    missing = [name for name in asked if name not in values]
+    sections = sorted(name for name, value in has.items() if value is not None)
+    missing = [name for name in sections if name not in values]
     if missing or EXTRA not in values:
         there = ", ".join(sorted(name for name in values if "/" not in name))
         raise StateMismatchError(
@@ -46,7 +46,7 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
         wrong += _wrong_optimizer(reader, objects, objects.optimizer)
     if wrong:
         raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)))
-    return asked
+    return sections
 
 
 def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[str]:
@@ -107,15 +107,14 @@ def _names_in(objects: Objects, optimizer: ZeroRedundancyOptimizer, about: Json)
 class RankInput:
     """What one rank has read of a checkpoint that fits; ValueError if state has a wrong shape.
 
-    With ``random``, this rank's random state too; ``only`` these parameters of the optimizer and their state,
-    None for all.
+    With ``only``, other parameters of the optimizer and their state are not read.
 
     Attributes:
         places: of the model, to load into.
         state: of the parameters that this rank owns, and global entries.
         options: by group of the optimizer.
         sections: other values by section; that of random states is this rank's.
-        rest: of the model: extra state of its modules.
+        rest: extra state of the model's modules.
     """
 
     def __init__(

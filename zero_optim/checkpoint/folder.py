@@ -1,9 +1,9 @@
 """Folders of checkpoints: completes one, finds the newest, removes old ones and the files of killed saves.
 
 Note [Family]
-    Checkpoints of one family lie in one parent folder, and their names differ only in digits: "step-5" and
-    "step-10", but not "best" or another run's "b-5". ``keep=`` removes only checkpoints of one family that
-    are older, by a number that only grows, than all that are kept. None that a save is writing is removed.
+    Checkpoints of one family lie in one parent folder, and their names differ only in digits. ``keep=``
+    removes only checkpoints of one family that are older, by a number that only grows, than all that stay,
+    and none that a save is writing.
 """
 
 import os
@@ -29,7 +29,7 @@ _PART = part_of(FILE)
 
 
 def resolved(path: object) -> Path:
-    """Make a path absolute, so that it does not depend on the current folder; TypeError if it is none."""
+    """Make a path absolute; TypeError if it is none."""
     if path is None:
         raise TypeError(
             "expected path to be a str or a path, got None: checkpoint.latest() gives None where there is no "
@@ -58,19 +58,10 @@ def own_folder(path: object) -> Path:
 def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
     """Find the newest complete checkpoint: ``path`` itself, or a folder directly in it. No communication.
 
-    Skips incomplete and damaged checkpoints, and what cannot be read. The newest has the highest number: each
-    save takes one more than those next to it. If numbers are equal, the time counts.
-
-    Args:
-        path: a checkpoint, or the folder that holds several.
-        quick: check only manifests and file sizes. Otherwise every byte of the newest is compared with its
-            checksum.
-
-    Returns:
-        The checkpoint's folder; None if there is no complete one.
-
-    Raises:
-        OSError: ``path`` exists and cannot be listed.
+    Returns its folder, None if there is none. Skips incomplete and damaged checkpoints, and what cannot be
+    read. The newest has the highest number: each save takes one more than those next to it. Every byte of the
+    newest is compared with its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path``
+    exists and cannot be listed.
     """
     for folder in reversed(_complete_ones(_with_inner(Path(path)))):
         with suppress(CheckpointError):
@@ -81,7 +72,7 @@ def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
 
 
 def _with_inner(path: Path) -> list[Path]:
-    """List a folder and the folders directly in it; empty if it does not exist."""
+    """List a folder and the folders directly in it."""
     return [path, *sorted(child for child in path.iterdir() if is_dir(child))] if is_dir(path) else []
 
 
@@ -164,10 +155,7 @@ def discard(folder: Path, token: str, *ranks: int) -> None:
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Remove older checkpoints of one family: all but the ``keep`` newest complete ones, and incomplete ones.
-
-    Other files in their folders stay. See Note [Family].
-    """
+    """Remove all older checkpoints of a family but the ``keep`` newest complete ones: Note [Family]."""
     family = _family(newest.name)
     siblings = [child for child in newest.parent.iterdir() if _family(child.name) == family]
     members = [child for child in siblings if is_dir(child) and not child.is_symlink()]

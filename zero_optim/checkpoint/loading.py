@@ -48,10 +48,9 @@ def load(
 ) -> Nested:
     """Load a checkpoint; all ranks call, with the same arguments.
 
-    The number of ranks, the partition, the buckets, and the order and grouping of parameters may differ from
-    the save. Each rank reads what it owns, and then the parameters are broadcast. Everything that is read is
-    compared with its checksum. If this raises one of the errors below, nothing has changed: what cannot be
-    checked before, such as whether a scheduler takes its state, is restored.
+    The number of ranks, owners, buckets, and the order and grouping of parameters may differ from the save.
+    Each rank reads what it owns, and then the parameters are broadcast. Everything that is read is compared
+    with its checksum. If this raises one of the errors below, nothing has changed.
 
     Args:
         path: a checkpoint's folder; `latest` finds the newest.
@@ -61,10 +60,10 @@ def load(
         scheduler: to load into.
         scaler: to load into.
         random: restore each rank's random state, if a rank of that number saved one.
-        process_group: the ranks that load; None for the optimizer's, with those of all replicas if it has a
-            mesh, or without one the default group.
-        timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`; None for the
-            process group's own. A rank also waits while others read.
+        process_group: the ranks that load; None for the optimizer's, with all replicas of its mesh, or
+            without an optimizer the default group.
+        timeout: seconds that a wait for another rank, which may be reading, may take; None for the process
+            group's.
 
     Returns:
         What was saved as ``extra``.
@@ -100,8 +99,7 @@ def rebind(
     """Bind a detached optimizer to another process group, in the state of a checkpoint; all its ranks call.
 
     To be called by those that are left when a rank has died. The result is that of an optimizer built in the
-    new group, and of `load`. If the ranks still hold what was saved, since there was no step after the save,
-    they keep it, and only what is lost is read. Otherwise everything is.
+    new group, and of `load`. If there was no step after the save, only what is lost is read.
 
     Arguments are those of `load`, with model and detached optimizer; the model's wrapper is bound afterwards.
     ``process_group`` has the new ranks, None for the default group. Returns what was saved as ``extra``.
@@ -137,12 +135,7 @@ def rebind(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peek:
-    """What `peek` reads of a checkpoint.
-
-    Attributes:
-        extra: what was saved under that name.
-        shapes: of the model's tensors, by name.
-    """
+    """What `peek` reads of a checkpoint: ``extra`` as it was saved, ``shapes`` of the model's tensors."""
 
     extra: Nested
     shapes: dict[str, tuple[int, ...]]
@@ -151,9 +144,7 @@ class Peek:
 def peek(path: str | os.PathLike[str]) -> Peek:
     """Read ``extra`` and the model's shapes, in one process. Does not communicate, and reads little.
 
-    Raises:
-        CheckpointError: it is incomplete or damaged, with the reason.
-        StateMismatchError: it was not written by `save`.
+    CheckpointError if it is incomplete or damaged, StateMismatchError if it was not written by `save`.
     """
     with blamed_on(Path(path)):
         reader = CheckpointReader(Path(path).absolute())
@@ -174,9 +165,9 @@ def _open_together(
             names_of(objects.optimizer, objects.model)
         with blamed_on(folder):
             reader = CheckpointReader(folder)
-            asked = check_fit(reader, objects)
+            sections = check_fit(reader, objects)
     path, random = about
-    agree(members.everyone, [f"{path} of {reader.manifest.time_ns}", *asked, random], what)
+    agree(members.everyone, [f"{path} of {reader.manifest.time_ns}", *sections, random], what)
     return reader
 
 
@@ -188,10 +179,7 @@ def _load_from(
     random: bool,
     only: Collection[Tensor] | None = None,
 ) -> Nested:
-    """Load what a checkpoint has, checked already, and return ``extra``; all ranks call.
-
-    With ``only``, other parameters of the optimizer and their state are as they were saved, and are not read.
-    """
+    """Load what a checkpoint has, checked already; of the optimizer ``only`` these parameters, if given."""
     optimizer = objects.optimizer
     with failing_together(members.everyone), blamed_on(reader.folder):
         part = RankInput(reader, objects, members, random=random, only=only)

@@ -52,7 +52,7 @@ def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
 class Chunk:
     """A box of a tensor's elements, in row-major order, in one run of bytes of a data file.
 
-    Offsets and sizes of the box are empty if the value is not a tensor.
+    Offsets and sizes are empty if the value is not a tensor.
     """
 
     offsets: tuple[int, ...]
@@ -97,10 +97,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of tensors: the rank that wrote it, its length, length and checksum of its header.
-
-    Version 1 had no headers.
-    """
+    """A file of tensors: the rank that wrote it, its length, and its header, which version 1 lacked."""
 
     rank: int
     nbytes: int
@@ -114,17 +111,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint.
-
-    Attributes:
-        time_ns: when it was completed, since 1970.
-        world_size: number of ranks that wrote it.
-        software: versions that wrote it.
-        files, entries, values: by name of the file, or key; values are packed, see `checkpoint.values`.
-        paths: of keys that ``dcp.save`` wrote, in the nested dict.
-        number: higher than that of all checkpoints that were next to it; 0 in old ones.
-        version: of the format.
-    """
+    """A complete checkpoint, with the fields of docs/checkpoints.md; `checkpoint.values` packs the values."""
 
     time_ns: int
     world_size: int
@@ -138,7 +125,7 @@ class Manifest:
 
     @property
     def age(self) -> tuple[int, int]:
-        """The key that sorts checkpoints, oldest first. Clocks can be set back; the number only grows."""
+        """The key that sorts checkpoints, oldest first. Clocks can be set back."""
         return self.number, self.time_ns
 
     def __post_init__(self) -> None:
@@ -223,10 +210,7 @@ def _head_of(line: str | bytes) -> dict[str, Any]:
 
 @contextmanager
 def blamed_on(folder: Path, what: str = "the checkpoint ") -> Iterator[None]:
-    """Turn every error but our own, which say more, into a `CheckpointError`.
-
-    Content with a correct checksum can still be wrong in any way, and raise anything.
-    """
+    """Turn every error but our own into a `CheckpointError`: content may be wrong, and raise anything."""
     try:
         yield
     except ZeroOptimError:
@@ -284,7 +268,7 @@ def read(folder: Path) -> Manifest:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Complete a checkpoint whose data files are on the disk, in one step; it replaces that in the folder."""
+    """Complete a checkpoint whose data files are on the disk, in one step."""
     with replacing(folder / FILE) as file:
         write_all(file, memoryview(manifest.to_json().encode()))
         sync_folder(folder)  # the data files' names

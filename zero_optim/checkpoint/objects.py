@@ -33,7 +33,7 @@ class Members:
     def of(cls, model: object, optimizer: object, process_group: object, timeout: object) -> "Members":
         """Take a process group, else that of the optimizer with its replicas, else the default group.
 
-        Wrong types are refused later, on all ranks. The process group of a whole mesh means the mesh.
+        Wrong types are refused later, on all ranks.
         """
         sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
         mesh = sharded.core.mesh if sharded is not None else None
@@ -107,10 +107,7 @@ class Objects:
 
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
-        """Use state dicts of the model without communication; yields what is kept of freed parameters.
-
-        It is by their addresses.
-        """
+        """Use state dicts of the model without communication; yields the rows of freed ones by address."""
         buckets = [] if self.optimizer is None else self.optimizer.core.sharding.row_buckets
         with left_freed(buckets) as kept:
             yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
@@ -155,7 +152,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Names:
-    """The names of an optimizer's parameters, by group, from which keys are made; places if not ``named``."""
+    """The names of an optimizer's parameters, by group; places if not ``named``."""
 
     groups: list[list[str]]
     named: bool

@@ -1,8 +1,6 @@
 """Checkpoints without a cluster: in one process, and never more than one tensor in memory.
 
-`consolidate` writes what ``torch.load`` reads. `reshard` writes a checkpoint for another number of ranks,
-from a checkpoint or a file of ``torch.optim`` or PyTorch's ``ZeroRedundancyOptimizer``. Tensors are mapped
-from files: the system reads their pages when they are used, and may drop them.
+Tensors are mapped from files: the system reads their pages when they are used, and may drop them.
 """
 
 import math
@@ -70,9 +68,9 @@ def _check_output(source: Path, out: Path) -> None:
 def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     """Write the optimizer's whole state, in the format of ``torch.optim``, or the weights, to one file.
 
-    ``out`` ends in ``.pt`` for a file that ``torch.load`` reads, in ``.safetensors`` for weights; a link is
-    replaced. CheckpointError if the checkpoint is damaged or ``out`` cannot be written, StateMismatchError if
-    it has no optimizer or model, ValueError if ``out`` is in the checkpoint or is no regular file.
+    ``out`` ends in ``.pt`` for ``torch.load``, in ``.safetensors`` for weights; a link is replaced.
+    CheckpointError if the checkpoint is damaged or ``out`` cannot be written, StateMismatchError if it has no
+    optimizer or model, ValueError if ``out`` is in the checkpoint or is no regular file.
     """
     _check_output(source, out)
     if (out.is_symlink() or out.exists()) and not out.is_file():
@@ -104,17 +102,15 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
 
 def _state_dict(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
     """Build a state dict of ``torch.optim``."""
-    about, state, groups, index = values[OPTIMIZER], dict[Any, Any](), [], 0
+    about, state, groups, names = values[OPTIMIZER], dict[Any, Any](), [], list[str]()
     for group in about["groups"]:
-        members = list(range(index, index + len(group["names"])))
+        members = range(len(names), len(names) + len(group["names"]))
+        names += group["names"]
         named = {"param_names": group["names"]} if about["named"] else {}
-        groups.append({**unpack(group["options"], get), **named, "params": members})
-        for name in group["names"]:
-            packed = values.get(f"{STATE}/{key_of(name)}")
-            if packed is not None:
-                state[index] = unpack(packed, get)
-            index += 1
-    state.update(unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {})
+        groups.append({**unpack(group["options"], get), **named, "params": list(members)})
+        packed = {index: values.get(f"{STATE}/{key_of(names[index])}") for index in members}
+        state |= {index: unpack(part, get) for index, part in packed.items() if part is not None}
+    state |= unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {}
     return {"state": state, "param_groups": groups}
 
 
@@ -143,19 +139,17 @@ def _mapped_tensors(
 
 def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable[[int], object]) -> None:
     """Write the model's tensors, by name."""
-    keys: dict[str, str] = {}
+    keys, entries = dict[str, str](), reader.manifest.entries
     for name, (kind, body) in model_parts(reader.manifest.values).items():
         if kind in ("sparse", "subclass", "wrapper"):
             raise CheckpointError(f"{name} is no plain tensor, as safetensors needs them: write a .pt file")
         if kind == "tensor":  # other values are extra state of a module
             keys[name] = body[0]
-    entries = reader.manifest.entries
+            if (dtype := entries[body[0]].dtype) not in DTYPES:
+                raise CheckpointError(
+                    f"{name} is of {dtype}, for which safetensors has no name: write a .pt file"
+                )
     boxes = [box_of(name, entries[key].dtype, entries[key].shape) for name, key in keys.items()]
-    for box in boxes:
-        if box.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{box.name} is of {box.dtype}, for which safetensors has no name: write a .pt file"
-            )
     head, placed = lay_out(boxes)
     write_all(file, memoryview(head))
     for box, _ in placed:
@@ -169,10 +163,10 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable
 def reshard(source: Path, out: Path, world_size: int) -> None:
     """Write a checkpoint as that many ranks without cuts would have written it.
 
-    The source is a checkpoint's folder, or a file of ``torch.save`` with a state dict of an optimizer, of a
-    model, or a dict of both under "optimizer" and "model"; parameters without names are known by place.
-    CheckpointError if it is incomplete or damaged, or ``out`` cannot be written; ValueError if ``world_size``
-    is below 1, the file is no state dict, or ``out`` lies in the source or has no name of its own.
+    The source is a checkpoint, or a file of ``torch.save`` with a state dict of an optimizer, of a model, or
+    of both under "optimizer" and "model"; parameters without names are known by place. CheckpointError if it
+    is incomplete or damaged, or ``out`` cannot be written; ValueError if ``world_size`` is below 1, the file
+    is no state dict, or ``out`` lies in the source or has no name of its own.
     """
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
@@ -256,35 +250,31 @@ def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
             return float(math.prod(known[1]))
         return sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
 
-    costs = [[cost(name) for name in group["names"]] for group in about["groups"]]
-    names = [name for group in about["groups"] for name in group["names"]]
-    owners = [owner for group in assign_owners(costs, world_size) for owner in group]
-    of_name: dict[str, int] = dict(zip(names, owners, strict=True))
+    owners = assign_owners([[cost(name) for name in group["names"]] for group in about["groups"]], world_size)
+    of_name: dict[str, int] = {}
+    for group, ranks in zip(about["groups"], owners, strict=True):
+        of_name.update(zip(group["names"], ranks, strict=True))
 
-    def owner_by_name(key: str, section: str) -> int | None:
-        name = key[len(section) + 1 :].split("/", maxsplit=1)[0]
-        return of_name.get(unquote(name)) if key.startswith(section + "/") else None
+    def owner_by_name(key: str) -> int | None:
+        section = next((each for each in (STATE, MODEL) if key.startswith(each + "/")), None)
+        return of_name.get(unquote(key[len(section) + 1 :].partition("/")[0])) if section else None
 
     loads, rest = [0.0] * world_size, dict[str, int]()
-    for part in model_parts(source.values).values():
-        for key in tensors_in(part):
-            owner = owner_by_name(key, MODEL)
-            if owner is None:
-                rest[key] = source.boxes[key].nbytes
-            else:
-                loads[owner] += source.boxes[key].nbytes
+    for key in (key for part in model_parts(source.values).values() for key in tensors_in(part)):
+        owner = owner_by_name(key)
+        if owner is None:
+            rest[key] = source.boxes[key].nbytes
+        else:
+            loads[owner] += source.boxes[key].nbytes
     (more,) = assign_owners([list(rest.values())], world_size, loads)
     of_key = dict(zip(rest, more, strict=True))
 
     def owner_of(key: str) -> int:
-        for section in (STATE, MODEL):
-            owner = owner_by_name(key, section)
-            if owner is not None:
-                return owner
-        if key.startswith(RANDOM + "/"):
+        owner = owner_by_name(key)
+        if owner is None and key.startswith(RANDOM + "/"):
             rank = int(key.split("/")[1])
-            return rank if rank < world_size else 0
-        return of_key.get(key, 0)
+            owner = rank if rank < world_size else 0
+        return of_key.get(key, 0) if owner is None else owner
 
     return owner_of
 
@@ -316,10 +306,9 @@ def _write(source: _Source, owner_of: Callable[[str], int], out: Path) -> tuple[
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """Read all of a checkpoint, compare every byte with its checksum, and say what there is, in plain values.
+    """Read all of a checkpoint, compare every byte with its checksum, and describe it in plain values.
 
-    Sizes are in bytes, times in UTC; there is little without a manifest. ``reason`` says why it is not
-    ``complete``. CheckpointError without a folder.
+    Sizes are in bytes; ``reason`` says why it is not ``complete``. CheckpointError without a folder.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
@@ -331,8 +320,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         reason = str(error)
     for key in {**manifest.entries, **manifest.values}:
         name = re.split(r"[/.]", key, maxsplit=1)[0]
-        blank = {"name": name, "num_tensors": 0, "nbytes": 0, "num_values": 0}
-        section = sections.setdefault(name, blank)
+        section = sections.setdefault(name, {"name": name, "num_tensors": 0, "nbytes": 0, "num_values": 0})
         section["num_values"] += key in manifest.values
         section["num_tensors"] += key in manifest.entries
         section["nbytes"] += manifest.entries[key].nbytes if key in manifest.entries else 0
@@ -348,31 +336,3 @@ def inspect(folder: Path) -> dict[str, Any]:
         "sections": [sections[name] for name in sorted(sections)],
         "files": [(name, file.rank, file.nbytes) for name, file in manifest.files.items()],
     }
-
-
-def as_table(report: Mapping[str, Any]) -> str:
-    """Write what `inspect` returns as a table."""
-    reason = report["reason"]
-    head = [("checkpoint", report["path"]), ("complete", f"no: {reason}" if reason else "yes")]
-    if report["saved"]:
-        by = ", ".join(f"{name} {version}" for name, version in report["software"].items())
-        ranks = f"{report['world_size']} rank{'s' if report['world_size'] > 1 else ''}"
-        head += [("saved", f"{report['saved']} by {ranks}, {by}"), ("format", f"version {report['version']}")]
-    lines = [f"{name:<12}{value}" for name, value in head]
-    if report["sections"]:
-        rows = [list(section.values()) for section in report["sections"]]
-        lines += ["", *_table(("section", "tensors", "bytes", "values"), rows)]
-    if report["files"]:
-        rows = [[name, str(rank), nbytes] for name, rank, nbytes in report["files"]]
-        lines += ["", *_table(("file", "rank", "bytes"), rows)]
-    return "\n".join(lines)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Align rows in columns: the first to the left, the others to the right."""
-    text = [head, *([f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in text
-    ]

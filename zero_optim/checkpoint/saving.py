@@ -46,34 +46,31 @@ def save(  # noqa: PLR0913 - keyword-only
     """Save a checkpoint; all ranks call, with the same arguments.
 
     Each rank writes the state and the parameters that it owns, and its random state. No rank ever holds the
-    whole state. The checkpoint is complete or absent: if a save fails or is killed, ``path`` holds what it
-    held before. Keys are parameter names, taken from ``model``, or from the optimizer if it was built from
-    named parameters.
+    whole state. If a save fails or is killed, ``path`` holds what it held before. Keys are parameter names,
+    taken from ``model``, or from the optimizer if it was built from named parameters.
 
     Args:
         path: the checkpoint's own folder, by name, on a file system that all ranks share. An existing
-        checkpoint is replaced in one step. Not "", "." or "..".
+            checkpoint is replaced in one step.
         model: with equal parameters and buffers on every rank, wrapped in DDP or not.
         optimizer: saved with master copies and averages.
         scheduler: of learning rates, or anything with a ``state_dict()``, equal on every rank.
         scaler: likewise, such as ``torch.amp.GradScaler``.
-        extra: nested plain values and tensors, equal on every rank, such as the step and the position in the
-        data.
-        keep: number of checkpoints to keep, this one included. When this one is complete, older checkpoints
-        in the same parent folder are removed if their names differ from its name only in digits ("step-5",
-        "step-10"). None removes none.
-        process_group: the ranks that save; None for the optimizer's, or without one the default group. If
-            the optimizer has a mesh, None stands for all of its ranks: the first replica writes.
-        timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`; None for the
-            process group's own. A rank also waits while others write.
+        extra: nested plain values and tensors, equal on every rank, such as the step.
+        keep: number of checkpoints to keep, this one included: older ones in the same parent folder are
+            removed if their names differ only in digits ("step-5", "step-10"). None removes none.
+        process_group: the ranks that save; None for the optimizer's, with all replicas of its mesh, of which
+            the first writes, or without an optimizer the default group.
+        timeout: seconds that a wait for another rank, which may be writing, may take; None for the process
+            group's.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write: a full disk, a read-only folder, another
-        save to the same folder. Also if an earlier `save_async`, which is waited for, has failed and nobody
-        has seen its error.
+            save to the same folder. Also if an earlier `save_async`, which is waited for, has failed and
+            nobody has seen its error.
         RankMismatchError: the arguments differ between ranks.
         TypeError, ValueError: on every rank, if on any rank an argument is wrong, or something to save is
-        neither a tensor nor plain.
+            neither a tensor nor plain.
     """
     objects = model, optimizer, scheduler, scaler
     with _agreed("save()", path, objects, extra, keep, process_group, timeout) as agreed:
@@ -94,10 +91,9 @@ def save_async(  # noqa: PLR0913 - keyword-only
 ) -> "PendingSave":
     """Save a checkpoint in the background; all ranks call, with the arguments of `save`.
 
-    Returns when this rank's part is copied into CPU memory. The copy needs as much memory again until it is
-    written, and from an accelerator some 32 MiB of pinned memory, which PyTorch keeps. A thread
-    does the rest. Only one save runs at a time: the next one waits for it, and raises its error if nobody has
-    waited for it.
+    Returns when this rank's part is copied into CPU memory, until it is written; from an accelerator by way
+    of some 32 MiB of pinned memory, which PyTorch keeps. Only one save runs at a time: the next one waits for
+    it, and raises its error if nobody has waited for it.
 
     Returns:
         The running save. Wait for it before the process group is destroyed.
@@ -115,17 +111,12 @@ def save_async(  # noqa: PLR0913 - keyword-only
             mesh = replace(mesh, everyone=_on_lane(mesh.everyone))
         part = agreed.part.staged() if mesh is None or mesh.across.rank == 0 else RankContent()
         pending = PendingSave(replace(agreed, members=Members(lane, mesh), part=part), began)
-        _LANES[group.process_group].last = pending
+        _LAST[group.process_group] = pending
     return pending
 
 
 class PendingSave:
-    """A save that runs in a thread.
-
-    Attributes:
-        path: the checkpoint's folder; the checkpoint is complete when `wait` has returned.
-        stall: seconds that the caller waited in `save_async`.
-    """
+    """A save that runs in a thread, to the folder ``path``; the caller waited for ``stall`` seconds."""
 
     def __init__(self, save: "_Save", began: float) -> None:
         self.path = save.folder
@@ -144,15 +135,11 @@ class PendingSave:
             self._error = error
 
     def done(self) -> bool:
-        """Whether the save has ended, also with an error; does not communicate."""
+        """Whether the save has ended, also with an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the end of the save; does not communicate.
-
-        Raises:
-            CheckpointError: on every rank that waits, if the checkpoint could not be written.
-        """
+        """Wait until the checkpoint is complete; CheckpointError if it could not be written."""
         self._thread.join()
         if self._error is not None:
             self._was_raised = True
@@ -165,23 +152,16 @@ class PendingSave:
             self.wait()
 
 
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """The process group for saves in the background, and the last save."""
-
-    lease: Lease
-    last: PendingSave | None = None
-
-
-# One for each process group, as long as the group lives: saves of one group run one after the other.
-_LANES: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
+# For each process group, as long as it lives, the lane of saves in the background, and the last save.
+_LANES: WeakKeyDictionary[dist.ProcessGroup, Lease] = WeakKeyDictionary()
+_LAST: WeakKeyDictionary[dist.ProcessGroup, PendingSave] = WeakKeyDictionary()
 
 
 def _on_lane(group: RankGroup) -> RankGroup:
     """Return the same ranks with the process group for saves in the background."""
     if group.process_group not in _LANES:
-        _LANES[group.process_group] = _Lane(lease(group, 1, ON_HOST))
-    return replace(_LANES[group.process_group].lease.groups[0], phase=group.phase)
+        _LANES[group.process_group] = lease(group, 1, ON_HOST)
+    return replace(_LANES[group.process_group].groups[0], phase=group.phase)
 
 
 @contextmanager
@@ -202,9 +182,8 @@ def _agreed(
             check_patience(timeout)
             check_group(process_group)
             folder, objects = folders.own_folder(path), Objects(*parts)
-            lane = _LANES.get(members.group.process_group)
-            if lane is not None and lane.last is not None:
-                lane.last.wait_unless_raised()
+            if members.group.process_group in _LAST:
+                _LAST[members.group.process_group].wait_unless_raised()
         with failing_together(members.everyone):
             if keep is not None and (type(keep) is not int or keep < 1):
                 raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
@@ -258,7 +237,7 @@ class _Save:
                 if failure is not None or others is not None:
                     raise failure or others  # type: ignore[misc]
             finally:
-                # Their tracebacks have this frame, see Note [Groups that end] in `comm.works`.
+                # Their tracebacks have this frame, see Note [Groups that end] in `comm.work_log`.
                 failure = others = None
             tokens = mesh.everyone.all_gather_bytes(token.encode())
             token = next(each.decode() for each in tokens if each)
@@ -306,7 +285,7 @@ class _Save:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Fail on all ranks that write, with a `CheckpointError` that explains the file system's."""
+        """Fail on all ranks that write, with a `CheckpointError` for an error of the file system."""
         with failing_together(self.members.group):
             try:
                 yield

@@ -1,8 +1,4 @@
-"""Nested values as JSON and named tensors, and back. No communication.
-
-The form is that of `comm.encoding`'s skeletons, with plain values in JSON and tensors as ``["tensor", [key,
-strides]]``.
-"""
+"""Skeletons of `comm.encoding` as JSON, with tensors as ``["tensor", [key, strides]]``. No communication."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +45,7 @@ def _mapped(
 def pack(key: str, value: object) -> tuple[Json, dict[str, Tensor]]:
     """Split a nested value into JSON and tensors by key, with one key for tensors of the same memory.
 
-    Their keys begin with that of the value. TypeError if something in it is neither a tensor nor plain.
+    TypeError if something in it is neither a tensor nor plain.
     """
     skeleton, tensors = encode(value, key)
     source, key_at, parts = iter(tensors), dict[_Path, str](), dict[str, Tensor]()
@@ -88,7 +84,7 @@ def entries_in(value: Json) -> dict[Any, str]:
 
 
 def plain_json(value: object) -> Json:
-    """Write a plain value in JSON. What JSON lacks becomes an object with one entry, named after its type."""
+    """Write a plain value in JSON; what JSON lacks as an object with one entry, named after its type."""
     if isinstance(value, float):
         return value if value - value == 0 else {"float": str(value)}
     if isinstance(value, complex):

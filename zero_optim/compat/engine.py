@@ -2,10 +2,9 @@
 
 Note [No split communicators]
     If the default group was made with ``device_id=``, PyTorch splits every later NCCL communicator off its
-    own (``ncclCommSplit``), in which all ranks must take part. Non-members do not know of our groups, so
-    members would wait for ever. Nor may a split run while another thread uses the default group, which is
-    when a lane is first used. So we pass no device, and clear the source of the split before a communicator
-    exists. Members then make one through the store, as without ``device_id=``.
+    own, in which all ranks must take part. Non-members do not know of our groups, so members would wait for
+    ever. Nor may a split run while another thread uses the default group. So we pass no device, and clear the
+    source of the split before a communicator exists. Members then make one through the store.
 """
 
 import warnings
@@ -55,11 +54,11 @@ def has_computed_all() -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the current backward pass has computed every gradient.
+    """Call ``callback`` when the current backward pass has computed every gradient; in a hook or callback.
 
-    For use in a hook or such a callback; a new callback runs after the earlier ones. On the CPU it runs on
-    the thread that called ``backward()``. On an accelerator it may run on an engine's thread, with the
-    caller's streams current, which wait for the gradients. ``backward()`` raises its errors.
+    A new callback runs after the earlier ones. On the CPU it runs on the thread that called ``backward()``;
+    on an accelerator maybe on an engine's thread, with the caller's streams current, which wait for the
+    gradients. ``backward()`` raises its errors.
     """
     private.execution_engine.queue_callback(callback)
 
@@ -161,12 +160,11 @@ def address_of_store(store: Any) -> tuple[str | None, int]:  # noqa: ANN401 - a 
 
 
 def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a process group with a given name; only its members call; communicates.
+    """Make a process group of global ``ranks`` with a new name; only its members call; communicates.
 
     `torch.distributed.new_group` takes no name, and derives one from the number of groups in the process,
-    which may differ between ranks. See Note [No split communicators]. ``ranks``: global, by group rank.
-    ``name``: equal on every member, never used before. gloo waits ``timeout`` for members here and raises
-    RuntimeError without them; NCCL waits at the first collective.
+    which may differ between ranks. gloo waits ``timeout`` for members here and raises RuntimeError without
+    them; NCCL waits at the first collective. See Note [No split communicators].
     """
     world: Any = private.world
     _, store = world.pg_map[dist.group.WORLD]
@@ -232,8 +230,7 @@ def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[d
 def register_with_pytorch(kind: type) -> None:
     """Register a class as a subclass of PyTorch's ``ZeroRedundancyOptimizer``, if that exists.
 
-    Public code tests ``isinstance`` with it before it consolidates. PyTorch's class has the metaclass
-    `abc.ABCMeta`, through `Joinable`, so ours inherits nothing.
+    Public code tests ``isinstance`` with it before it consolidates. Ours inherits nothing.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import compiles functions with torch.jit, which is deprecated

@@ -3,16 +3,14 @@
 Note [Blocks that the C library keeps]
     glibc keeps freed small blocks in its heap, and returns large ones to the system. Large is from 128 KiB
     on, but the limit rises to the size of each large block that is freed, up to 32 MiB. Blocks that stay
-    among blocks that come and go, such as owners' gradients, fragment the heap: a fully sharded model with
-    units of 3 MiB took 9 to 32 % more than its tensors, with a fixed limit 3 %. A fixed limit costs CPU time,
-    as the system zeroes pages at first touch: 0.5 ms a MiB on a virtual machine, against 0.03 for a copy. So
-    the user chooses, for the whole process.
+    among others that come and go fragment the heap: a fully sharded model with units of 3 MiB took 9 to 32 %
+    more than its tensors, with a fixed limit 3 %. A fixed limit costs CPU time, as the system zeroes pages at
+    first touch: 0.5 ms a MiB, against 0.03 for a copy. So the user chooses, for the whole process.
 
 Note [Pinned in full]
-    PyTorch rounds pinned memory up to a power of two and never returns it: rows on the host took up to twice
-    their size. So lasting memory is the system's, registered with CUDA, which takes no longer. Nobody tracks
-    its pending copies, so its end waits for the device. Its pages are shared with forked processes: a copy on
-    write would not be the page that CUDA knows.
+    PyTorch rounds pinned memory up to a power of two and never returns it. So lasting memory is the system's,
+    registered with CUDA. Nobody tracks its pending copies, so its end waits for the device. Its pages are
+    shared with forked processes: a copy on write would not be the page that CUDA knows.
 """
 
 import ctypes
@@ -45,8 +43,8 @@ def return_freed_memory(threshold: int = 2**16) -> None:
     """Have the C library return freed memory to the system at once, in this process from now on.
 
     Resident memory is then what tensors take, where it may be a quarter more; it costs CPU time, see Note
-    [Blocks that the C library keeps]. Also returns what is free now. Does not communicate; ranks may differ.
-    The same as ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
+    [Blocks that the C library keeps]. Does not communicate; ranks may differ. The same as
+    ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
 
     Args:
         threshold: bytes from which on a block is returned when it is freed.
@@ -81,8 +79,7 @@ def is_seen_by_others(tensor: Tensor) -> bool:
 def give_back_pages(tensor: Tensor) -> None:
     """Return the pages that a CPU tensor fills to the system, on Linux; they then show zeros.
 
-    For the library's own memory that nobody sees: storages are freed as a whole, so a block whose tensors
-    move out one by one would stay until the last has moved.
+    For a block whose tensors move out one by one: storages are freed as a whole.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return

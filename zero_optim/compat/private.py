@@ -4,7 +4,7 @@ Note [Private names]
     A name is looked up at its first use: ``private.foreach_copy_(...)`` is ``torch._foreach_copy_``. So a
     PyTorch without it loses one feature, whose first use raises and names it. Names of a class take the
     object first: ``private.version(tensor)`` is ``tensor._version``. Names of `INHERITED` are used on objects
-    directly; the feature's constructor calls `require`. PyTorch 2.8.0 and 2.13.0 have all names.
+    directly; the feature's constructor calls `require`.
 """
 
 from inspect import getattr_static, isclass, isdatadescriptor, signature

@@ -2,16 +2,16 @@
 
 Note [Streams]
     A stream runs its work in order, beside other streams. `Work.wait` of NCCL, and `Future.wait` of a future
-    that has been set, make the *current stream* wait, not the CPU. (gloo's make the CPU wait too.) So read a
-    tensor on a stream that waits for its writer. Memory is returned for the stream that allocated it: keep a
-    tensor that another stream uses, or mark it with `record_use`, until that stream is done. A CPU that reads
-    a value waits for all of that; `HostCopy` delays it.
+    that has been set, make the *current stream* wait, not the CPU. So read a tensor on a stream that waits
+    for its writer. Memory is returned for the stream that allocated it: keep a tensor that another stream
+    uses, or mark it with `record_use`, until that stream is done. A CPU that reads a value waits for all of
+    that; `HostCopy` delays it.
 
 Note [Asked by another thread]
     A thread without a device queries CUDA for device 0: the first query makes a context there of some 500
-    MiB, in each process. So a query uses the device of what it asks about. Nor may a thread query while
-    another captures a graph: CUDA fails the capture, unless the thread declares that others' captures do not
-    concern it. PyTorch has no call for that, so the driver's is used.
+    MiB. So a query uses the device of what it asks about. Nor may a thread query while another captures a
+    graph: CUDA fails the capture, unless the thread declares, by a call of the driver, that others' captures
+    do not concern it.
 """
 
 import ctypes
@@ -206,10 +206,9 @@ def brought_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy for the CPU, which waits for it later, once.
+    """A copy of a tensor, or of several 1-D ones joined, for the CPU, which waits for it later, once.
 
-    Of one tensor, or of several 1-D ones of one dtype, concatenated from any devices. The current stream
-    reads them; its later work may change them.
+    The current stream reads them; its later work may change them.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -242,10 +241,7 @@ class HostCopy:
 
 
 class LateCopies:
-    """Copies between device and host, for which the CPU waits before it uses the host memory.
-
-    Thread-safe. Without streams copies are done at once.
-    """
+    """Copies between device and host, for which the CPU waits before it uses the host memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._events: dict[tuple[torch.device, Stream], Event] = {}  # the last one of each stream
@@ -261,9 +257,9 @@ class LateCopies:
         return place
 
     def to_place(self, place: Tensor, tensor: Tensor) -> None:
-        """Start to copy between tensors of host and device with as many elements, in either direction.
+        """Start to copy between host and device; the device converts dtypes.
 
-        Dtypes may differ; the device converts. Host memory is from `to_host` or `host_memory`.
+        Host memory is from `to_host` or `host_memory`.
         """
         device = tensor.device if place.device.type == "cpu" else place.device
         beside = is_asynchronous(device)
@@ -285,7 +281,7 @@ class LateCopies:
 
 
 def host_memory(like: Tensor) -> Tensor:
-    """Allocate lasting host memory of exactly the size of a 1-D device tensor, for copies beside the CPU."""
+    """Allocate lasting host memory of exactly the size of a 1-D device tensor."""
     accelerator = accelerator_of(like.device)
     if accelerator is None:
         return torch.empty_like(like, device="cpu")

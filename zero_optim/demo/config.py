@@ -41,16 +41,12 @@ def _switch(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes that a checkpoint's tensors depend on.
+    """The sizes of the model."""
 
-    ``context``: bytes that the model sees at once. ``width``: features of a position. ``heads``: attention
-    heads of ``width / heads`` features, an even number.
-    """
-
-    context: int
+    context: int  # bytes that it sees at once
     layers: int
-    width: int
-    heads: int
+    width: int  # features of a position
+    heads: int  # of ``width / heads`` features, an even number
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):

@@ -22,7 +22,7 @@ _LINES = 20  # about this many lines, where there is no bar
 _PLAIN_WIDTH = 100  # columns, where no terminal tells its width
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One update; step 0 has only the validation loss before the first."""
 
@@ -54,8 +54,7 @@ class Shard:
 class Records:
     """The updates of a run, each in the file of its folder when `append` returns.
 
-    ``source``: the folder of the run that is continued, whose records up to step ``through`` come first.
-    ValueError for a line that is no record, but for the last: a killed process may leave half of it.
+    The records of the run that is continued, ``source``, come first, up to step ``through``.
     """
 
     def __init__(self, folder: Path, source: Path | None = None, through: int = 0) -> None:
@@ -67,7 +66,7 @@ class Records:
             try:
                 self.metrics.append(Metric(**json.loads(line)))
             except (ValueError, TypeError) as error:
-                if number < len(lines):
+                if number < len(lines):  # a killed process may leave half of the last one
                     raise ValueError(f"{before} line {number} is no record of zero-optim train") from error
         self.metrics = [metric for metric in self.metrics if metric.step <= through]
         beside = folder / (METRICS + ".part")
@@ -108,10 +107,7 @@ class _Console(Console):
 
 
 class Display:
-    """A bar on a terminal; else plain lines. Validations are lines in both.
-
-    ``done``: updates before this part of the run; ``steps``: updates of the whole run.
-    """
+    """A bar on a terminal; else plain lines. ``done`` of all ``steps`` are updates of an earlier part."""
 
     def __init__(self, done: int, steps: int, console: Console | None = None) -> None:
         self._console = console or _Console(highlight=False)

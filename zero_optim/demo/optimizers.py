@@ -24,10 +24,7 @@ _WORDS: dict[str, OptionValue] = {"true": True, "false": False, "none": None}
 
 
 def find(name: str) -> type[Optimizer]:
-    """Return a class of torch.optim, torch_optimizer, or ``package.module:Class``.
-
-    ValueError if there is none, with similar names.
-    """
+    """Return a class of torch.optim, torch_optimizer, or ``package.module:Class``; else ValueError."""
     if ":" in name:
         return _import(name)
     classes, hint = _classes(torch.optim), "class of torch.optim or torch_optimizer, or package.module:Class"
@@ -60,10 +57,7 @@ def _classes(module: ModuleType) -> dict[str, type[Optimizer]]:
 
 
 def parse(arguments: Iterable[str]) -> dict[str, OptionValue]:
-    """Parse ``key=value`` pairs; a value that is no Python literal is a string.
-
-    ValueError if not a pair, or the value is no number, string, boolean, None or tuple.
-    """
+    """Parse ``key=value`` pairs; a value that is no Python literal is a string."""
     options = {}
     for argument in arguments:
         key, separator, text = argument.partition("=")
@@ -97,11 +91,7 @@ def has_rate(optimizer: Optimizer) -> bool:
 
 
 def check(name: str, options: Options) -> tuple[Optimizer, Traits]:
-    """Check that the class takes the options and can be sharded; return the trial and the probe's answers.
-
-    ValueError for options it refuses, a need beyond gradients (closure, sparse gradients), or coupled
-    parameters.
-    """
+    """Check that the class takes the options and can be sharded; return the trial and the probe's answers."""
     optimizer_class = find(name)
     _, *parameters = inspect.signature(optimizer_class).parameters.values()
     known = [parameter.name for parameter in parameters]

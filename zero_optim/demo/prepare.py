@@ -1,14 +1,11 @@
-"""Checks a run, and the checkpoint it continues, before any process starts. No communication.
-
-A checkpoint has the step and the seed, which determine the order of samples.
-"""
+"""Checks a run, and the checkpoint it continues, before any process starts. No communication."""
 
 import importlib.util
 import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +39,7 @@ class Started(NamedTuple):
         return Started(*(int(os.environ[name]) for name in names)) if is_started else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Saved:
+class Saved(NamedTuple):
     """A checkpoint's content, read without loading it."""
 
     run: RunConfig  # of the run that saved it
@@ -55,8 +51,7 @@ class Saved:
 def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
     """Build and check a run's configuration from the command line; ValueError says in one line what is wrong.
 
-    ``arguments``: fields of `RunConfig`, with ``options`` a list of KEY=VALUE and ``resume`` as for `locate`;
-    others are from the checkpoint or defaults. ``started``: this rank, if torchrun started it.
+    Fields that are not among the arguments come from the checkpoint, or have their defaults.
     """
     missing = [name for name in ("matplotlib", "rich") if importlib.util.find_spec(name) is None]
     if missing:
@@ -65,14 +60,7 @@ def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
     if arguments.get("resume") is not None:
         path = locate(arguments["resume"])
         source = look(path)
-        name: object = source.run.optimizer  # whatever the file holds
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.]+(:[\w.]+)?", name):
-            raise ValueError(f"the checkpoint names no optimizer class, but {ascii(name)[:80]}")
-        if ":" in name and "optimizer" not in arguments:  # a file must never choose code
-            raise ValueError(
-                f"the checkpoint names the optimizer class {name}, and importing it runs its module: "
-                f"if you trust it, give --optimizer {name}"
-            )
+        _check_name(source.run.optimizer, arguments)
     config = _merge(arguments, source, path, started)
     if source is not None:
         _check_fits(config, source)
@@ -90,6 +78,17 @@ def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
     return config
 
 
+def _check_name(name: object, arguments: Mapping[str, Any]) -> None:
+    """Refuse to import what a file names: a file must never choose code."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.]+(:[\w.]+)?", name):
+        raise ValueError(f"the checkpoint names no optimizer class, but {ascii(name)[:80]}")
+    if ":" in name and "optimizer" not in arguments:
+        raise ValueError(
+            f"the checkpoint names the optimizer class {name}, and importing it runs its module: "
+            f"if you trust it, give --optimizer {name}"
+        )
+
+
 def make_folder(config: RunConfig) -> None:
     """Create the run folder, in one process; ValueError if it has another run or cannot be written."""
     folder = Path(config.out)
@@ -105,7 +104,7 @@ def make_folder(config: RunConfig) -> None:
 
 
 def choose_device(device: str, local_world_size: int) -> str:
-    """Return "cuda" or "cpu"; ValueError for "cuda" with fewer GPUs than ranks on this host."""
+    """Return "cuda" or "cpu"; ValueError for fewer GPUs than ranks on this host."""
     usable = torch.cuda.is_available() and dist.is_nccl_available()
     num_gpus = torch.cuda.device_count() if usable else 0
     if device == "cuda" and num_gpus < local_world_size:
@@ -126,15 +125,12 @@ def run_folder(path: str | Path) -> Path:
 
 
 def extra(config: RunConfig, step: int, text_digest: str) -> dict[str, Any]:
-    """Return what a checkpoint has beside model, optimizer and scheduler."""
+    """Return what a checkpoint has beside model, optimizer and scheduler; step and seed give the samples."""
     return {"kind": _KIND, "config": config.to_json(), "step": step, "text_digest": text_digest}
 
 
 def locate(place: str) -> Path:
-    """Return the newest complete checkpoint; ValueError if there is none.
-
-    ``place``: a run folder, a checkpoint, or "" for the newest run in ``runs``.
-    """
+    """Return the newest complete checkpoint of a run folder; "" is the newest run in ``runs``."""
     if place == "":
         runs = Path("runs").glob(f"*/{_CHECKPOINTS}")
         newest_first = sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)

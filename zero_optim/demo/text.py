@@ -1,4 +1,4 @@
-"""The text: bytes as tokens, the last tenth held out, and an order of samples for any number of ranks.
+"""The text: bytes as tokens, the last tenth held out.
 
 Note [Data order]
     Sample ``n``, counted over ranks and updates, depends on (seed, n) only. Update ``s`` takes samples from
@@ -35,10 +35,7 @@ class Corpus:
 
 
 def load(paths: Sequence[str], context: int) -> Corpus:
-    """Read the text, on every rank; ValueError for an unreadable file, or a text too short for ``context``.
-
-    ``paths``: files, joined by newlines; empty for the language reference that comes with Python.
-    """
+    """Read files, joined by newlines, or without any the language reference that comes with Python."""
     if paths:
         content = b"\n".join(map(_read, paths))
     else:
@@ -93,10 +90,7 @@ class Samples:
 
 
 def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -> Iterator[Windows]:
-    """Yield this rank's validation samples in chunks; each sample is on one rank.
-
-    Every rank gets as many chunks, some empty: ranks may have to call the model together.
-    """
+    """Yield this rank's validation samples, in as many chunks on every rank: they call the model together."""
     available = (len(tokens) - 1) // context
     count = min(available, MAX_EVAL_WINDOWS)
     starts = torch.arange(count) * available // count * context  # spread evenly if there are too many

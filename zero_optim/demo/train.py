@@ -1,14 +1,13 @@
 """Training on every rank: DDP averages the gradients, the sharded optimizer steps; rank 0 reports.
 
 Note [Bitwise resume]
-    On as many ranks a resumed run equals the uninterrupted one bit for bit: it sees the same samples (Note
-    [Data order]), and updates draw no random numbers. On three or more ranks DDP's first backward pass sums
-    in another order, as it rebuilds its buckets. So every run starts with a pass that trains nothing.
+    On as many ranks a resumed run equals the uninterrupted one bit for bit: it sees the same samples, and
+    updates draw no random numbers. On three or more ranks DDP's first backward pass sums in another order, as
+    it rebuilds its buckets. So every run starts with a pass that trains nothing.
 """
 
 import math
 import os
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +38,7 @@ FINAL = 0.1  # fraction of the full learning rate at the last update
 _KEPT = 2  # checkpoints: the newest, and the one before, in case the newest is damaged
 _TRACED_AFTER = 5  # updates: the allocator and the buckets no longer change then
 _CAP_MB = 32.0  # the optimizer's own default
-# Gradients are reduced bucket by bucket, and the default model has 3.4 MB of them: in one bucket all of them
-# would be reduced when the backward pass has ended.
-_SHARDED_CAP_MB = 1.0
+_SHARDED_CAP_MB = 1.0  # in one bucket, gradients would be reduced when the backward pass has ended
 _HOOKS: dict[str, Any] = {"allreduce": allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
@@ -69,29 +66,24 @@ def train(config: RunConfig) -> None:
     if config.resume is not None:
         trainer.restore(config.resume)
     report = Report(trainer) if dist.get_rank() == 0 else None
+    tell = (lambda _: None) if report is None else report.tell
     with nullcontext() if report is None else report.display:
-        for metric in _updates(trainer, None if report is None else report.traced):
-            if report is not None:
-                report.tell(metric)
+        if trainer.step == 0:
+            tell(Metric(step=0, val_loss=trainer.evaluate()))
+        stall: float | None = None
+        while trainer.step < config.steps:
+            is_traced = report is not None and trainer.step + 1 == report.traced
+            with trace.traced(Path(config.out) / trace.EVENTS) if is_traced else nullcontext():
+                metric = replace(trainer.update(), save_stall=stall)
+            if trainer.is_due(config.eval_every):
+                metric = replace(metric, val_loss=trainer.evaluate())
+            tell(metric)
+            stall = trainer.save() if trainer.is_due(config.save_every) else None
+        trainer.finish_saving()
     shards = trainer.shards()
     with trainer.whole():
         if report is not None:
             report.close(shards)
-
-
-def _updates(trainer: "Trainer", traced: int | None) -> Iterator[Metric]:
-    """Train to the end, and yield each update; update ``traced`` is profiled."""
-    config = trainer.config
-    if trainer.step == 0:
-        yield Metric(step=0, val_loss=trainer.evaluate())
-    stall: float | None = None
-    while trainer.step < config.steps:
-        is_traced = trainer.step + 1 == traced
-        with trace.traced(Path(config.out) / trace.EVENTS) if is_traced else nullcontext():
-            metric = replace(trainer.update(), save_stall=stall)
-        yield replace(metric, val_loss=trainer.evaluate()) if trainer.is_due(config.eval_every) else metric
-        stall = trainer.save() if trainer.is_due(config.save_every) else None
-    trainer.finish_saving()
 
 
 class Trainer:
@@ -110,28 +102,32 @@ class Trainer:
             bucket_cap_mb=_CAP_MB if config.shard == "state" else _SHARDED_CAP_MB,
             **dict(config.options),  # type: ignore[arg-type]
         )
-        self._ddp: TorchDistributedDataParallel | FullyShardedDataParallel
-        if config.shard == "gradients":
-            self._ddp = ShardedDataParallel(self.gpt, self.optimizer, accumulate="local")
-        elif config.shard == "parameters":
-            blocks = [*self.gpt.blocks]
-            self._ddp = FullyShardedDataParallel(self.gpt, self.optimizer, units=blocks, accumulate="local")
-        else:
-            kind = DistributedDataParallel if config.ddp == "ours" else TorchDistributedDataParallel
-            self._ddp = kind(self.gpt, gradient_as_bucket_view=True)
+        self._ddp = self._wrapped()
         self._scheduler: LambdaLR | None = None
         if optimizers.has_rate(self.optimizer):
             shape = config.schedule, config.warmup, config.steps
             self._scheduler = LambdaLR(self.optimizer, lambda step: rate_factor(step, *shape))
         self._saving: checkpoint.PendingSave | None = None
         self.stalls: list[float] = []  # seconds that training waited on this rank, for each checkpoint
-        self._samples = text.Samples(corpus.train, config.context, config.seed)
         self._pass_without_update()
         hook = _HOOKS.get(config.hook)  # registered after the pass without an update, which must not step
         if config.overlap != "off":
             hook = zero_step(self.optimizer, hook, gradients=config.overlap)  # type: ignore[arg-type]
         if hook is not None:
             self._ddp.register_comm_hook(None, hook)
+
+    @property
+    def _samples(self) -> text.Samples:
+        return text.Samples(self.corpus.train, self.config.context, self.config.seed)
+
+    def _wrapped(self) -> TorchDistributedDataParallel | FullyShardedDataParallel:
+        if self.config.shard == "gradients":
+            return ShardedDataParallel(self.gpt, self.optimizer, accumulate="local")
+        if self.config.shard == "parameters":
+            blocks = [*self.gpt.blocks]
+            return FullyShardedDataParallel(self.gpt, self.optimizer, units=blocks, accumulate="local")
+        kind = DistributedDataParallel if self.config.ddp == "ours" else TorchDistributedDataParallel
+        return kind(self.gpt, gradient_as_bucket_view=True)
 
     def _pass_without_update(self) -> int:
         """Run a pass that trains nothing, see Note [Bitwise resume]; return the bytes of its gradients."""
@@ -159,9 +155,7 @@ class Trainer:
         self.step += 1
         seconds = perf_counter() - began
         speed = self.config.batch_size * self.config.context / seconds
-        return Metric(
-            step=self.step, train_loss=loss, lr=rate, grad_norm=norm, seconds=seconds, tokens_per_second=speed
-        )
+        return Metric(self.step, loss, None, rate, norm, seconds, speed)
 
     def _backward(self) -> Tensor:
         """Run this rank's micro-batches; return their mean loss."""
@@ -208,14 +202,11 @@ class Trainer:
         return float(nats / count)
 
     def is_due(self, every: int) -> bool:
-        """Return whether something is due now that happens each ``every`` updates, and at the end."""
+        """Whether something is due that happens each ``every`` updates, and at the end."""
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def save(self) -> float:
-        """Start a save in the background; return the seconds that training waited on this rank.
-
-        CheckpointError if the last one failed.
-        """
+        """Start a save in the background; return the seconds that training waited on this rank."""
         self._saving = checkpoint.save_async(
             prepare.checkpoint_folder(self.config.out, self.step),
             model=self.gpt,
@@ -228,7 +219,7 @@ class Trainer:
         return self._saving.stall
 
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is complete; CheckpointError if it failed."""
+        """Wait until the last checkpoint is complete."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -252,12 +243,8 @@ class Trainer:
         return [Shard(rank.numel, rank.state_nbytes, *of_ranks[rank.rank]) for rank in holdings]
 
     def _peak_of_units(self, model: FullyShardedDataParallel) -> tuple[int, int]:
-        """Run a pass; return the bytes of its gradients, and the peak bytes of whole units on this rank.
-
-        It measures before each module call and at each gradient: then the unit in use is whole, and the next
-        one may be in flight.
-        """
-        live: list[int] = []
+        """Run a pass; return the bytes of its gradients, and the peak bytes of whole units on this rank."""
+        live: list[int] = []  # before each module's call and at each gradient, where the unit in use is whole
 
         def look(*_: object) -> None:
             live.append(model.units.nbytes_live())

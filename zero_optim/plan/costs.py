@@ -22,8 +22,7 @@ def numel_cost(param: Tensor) -> float:
 def matmul_cost(param: Tensor) -> float:
     """Return the cost of orthogonalizing a matrix by Newton-Schulz iterations, as Muon does.
 
-    An iteration on an m x n matrix (m <= n) takes 4 m^2 n + 2 m^3 operations: Jordan, "Muon: An optimizer for
-    hidden layers in neural networks", 2024. Vectors cost `numel_cost`.
+    An iteration on an m x n matrix (m <= n) takes 4 m^2 n + 2 m^3 operations. Vectors cost `numel_cost`.
     """
     if param.dim() < 2 or param.numel() == 0:
         return numel_cost(param)

@@ -1,8 +1,7 @@
 """Texts that ranks compare, equal exactly if the described values count as equal.
 
 They have no address, hash, path or device number. Plain values, tensors and containers count by value, the
-user's functions by code and bound values, library code by name, others by type. Global variables do not
-count, so values that differ between ranks belong there.
+user's functions by code and bound values, library code by name, others by type, global variables not at all.
 """
 
 import functools
@@ -24,10 +23,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), ran
 
 
 def describe(value: object, *, bound: bool = True) -> str:
-    """Describe any value in one line, long values and code by a digest.
-
-    ``bound=False`` ignores values bound to functions, except functions.
-    """
+    """Describe any value in one line; ``bound=False`` ignores values bound to functions, except functions."""
     return _Describer(bound).describe(value)
 
 

@@ -32,10 +32,7 @@ def options_of(group: ParamGroup) -> ParamGroup:
 
 
 def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
-    """Name options that became zero or nonzero (rates aside), or changed flag, name or type.
-
-    The class may then behave differently.
-    """
+    """Name options that became zero or nonzero (rates aside), or changed flag, name or type."""
     known = before.get
     changed = [  # every step calls this, and most values are the same objects
         key
@@ -65,9 +62,9 @@ def param_names(groups: Sequence[ParamGroup]) -> list[str]:
     """Name every parameter for messages: its own name, else group and place, with the shape."""
     names: list[str] = []
     for number, group in enumerate(groups):
-        given = group.get("param_names")
+        own = group.get("param_names")
         for place, param in enumerate(group["params"]):
-            known = f"'{given[place]}'" if given else f"{place} of group {number}"
+            known = f"'{own[place]}'" if own else f"{place} of group {number}"
             names.append(f"parameter {known} (shape {tuple(param.shape)})")
     return names
 
@@ -75,7 +72,7 @@ def param_names(groups: Sequence[ParamGroup]) -> list[str]:
 def short_names(groups: Sequence[ParamGroup]) -> list[str]:
     """Name every parameter briefly: its own name, or group and place."""
     return [
-        given[place] if (given := group.get("param_names")) else f"parameter {place} of group {number}"
+        own[place] if (own := group.get("param_names")) else f"parameter {place} of group {number}"
         for number, group in enumerate(groups)
         for place in range(len(group["params"]))
     ]

@@ -58,8 +58,7 @@ class Layout:
     """The rows of one bucket; ValueError with the place if they are inconsistent.
 
     Extents hold every element once, inside their rows, which adjoin by rising rank. A parameter's extents
-    adjoin, at most one for a rank (``is_cut``: several). Header spaces rise by rank, at most one in a row,
-    then those behind.
+    adjoin, at most one for a rank. Header spaces rise by rank, at most one in a row, then those behind.
     """
 
     numels: tuple[int, ...]
@@ -148,10 +147,10 @@ class Layout:
                 raise ValueError(f"rank {row.owner} has two extents of one parameter")
             end, owner = row.stop, row.owner
         for param, numel in enumerate(self.numels):
-            got, _ = covered.get(param, (0, 0))
-            if got != numel:
+            count, _ = covered.get(param, (0, 0))
+            if count != numel:
                 raise ValueError(
-                    f"parameter {param} of the bucket: {got} of its {numel} elements have a place"
+                    f"parameter {param} of the bucket: {count} of its {numel} elements have a place"
                 )
 
     def _prove_rooms(self) -> None:
@@ -179,10 +178,7 @@ def aligned_offsets(numels: Iterable[int], alignment: int = 1) -> list[int]:
 
 
 def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
-    """Lay out a bucket without cuts, by the owner of each parameter.
-
-    Parameters keep their order in a row; extents and rows start at multiples of ``alignment`` elements.
-    """
+    """Lay out a bucket without cuts, by the owner of each parameter; they keep their order in a row."""
     order = sorted(range(len(numels)), key=owners.__getitem__)
     offsets = aligned_offsets((numels[param] for param in order), alignment)
     rows, places = [], zip(order, pairwise(offsets), strict=True)
@@ -232,10 +228,7 @@ def rows_apart(spans: Iterable[Sequence[Span]], num_ranks: int, alignment: int =
 
 
 def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
-    """Add header space of ``length`` elements to rows, except empty rows and those within one parameter.
-
-    It uses padding if enough; else the row grows by multiples of the alignment.
-    """
+    """Add header space to rows, except empty ones and those within one parameter: padding, else more row."""
     rows, rooms, shift = [], list[Span](), 0
     for row in layout.rows:
         behind = [*(extent.offset for extent in row.extents[1:]), row.stop][: len(row.extents)]

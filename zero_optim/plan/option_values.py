@@ -1,7 +1,7 @@
 """Group options as plain values, which ranks compare at each step.
 
-Numbers within a relative 1e-6 are equal, as machines compute rates a little differently. Of accelerator
-tensors, large or trained ones, and other objects only the type counts.
+Numbers within a relative 1e-6 are equal. Of accelerator tensors, large or trained ones, and other objects
+only the type counts.
 """
 
 import hashlib
@@ -109,10 +109,7 @@ class _Entry(NamedTuple):
 
 
 class OptionValues:
-    """All groups' options at the last step as plain values, and their digest; cheap if unchanged.
-
-    A change makes a new ``by_group`` list.
-    """
+    """All groups' options at the last step as plain values, and their digest; a change makes a new list."""
 
     def __init__(self) -> None:
         self.by_group: list[dict[str, Plain]] = []

@@ -14,8 +14,8 @@ def assign_owners(
 
     A later group changes no earlier owner. In a group the costliest item goes first, to the least loaded rank
     (longest-processing-time rule, Graham, "Bounds on multiprocessing timing anomalies", 1969). For one group
-    the fullest rank holds at most 4/3 of the best possible. Ties go to the lower index or rank. Costs are
-    finite and >= 0; ``loads`` are what ranks own already. ValueError for other costs.
+    the fullest rank holds at most 4/3 of the best possible. Ties go to the lower index or rank. ``loads`` are
+    what ranks own already. ValueError unless costs are finite and >= 0.
     """
     if num_ranks < 1:
         raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")
@@ -49,8 +49,7 @@ class RankLoads:
         """Return an owner for each item, and add the costs to the loads.
 
         The costliest goes first, to the least loaded rank. With ``nbytes`` of a bucket's parameters the
-        largest goes first, to the rank with the fewest bytes of the bucket, then the least load. Ties go to
-        the lower index and rank.
+        largest goes first, to the rank with the fewest bytes of the bucket, then the least load.
         """
         for index, cost in enumerate(costs):
             if not 0 <= cost < float("inf"):
@@ -73,7 +72,7 @@ class RankLoads:
 
 
 def fullest_row(sizes: Sequence[int], num_ranks: int) -> int:
-    """Return the bytes of a bucket's fullest row as `RankLoads.assign` chooses owners, whatever the loads."""
+    """Return the bytes of a bucket's fullest row as `RankLoads.assign` chooses owners."""
     if len(sizes) <= num_ranks:
         return max(sizes, default=0)
     rows = [0] * num_ranks
@@ -93,9 +92,8 @@ def assign_buckets(
     """Fill buckets with neighbouring parameters of equal key; return the parameter indices of each.
 
     ``cap_nbytes`` limits buckets of several parameters; a list has caps for the first, second, … bucket of a
-    key. ``order`` is by default the last registered first, roughly as in backward. ``overflow`` includes the
-    parameter that reaches the cap, as PyTorch's reducer does. Incomplete buckets come last. ValueError for a
-    cap below 1.
+    key. ``order`` is by default the last registered first. ``overflow`` includes the parameter that reaches
+    the cap, as PyTorch's reducer does. Incomplete buckets come last. ValueError for a cap below 1.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:

@@ -3,7 +3,7 @@
 Note [Order of gathers]
     Buckets are filled in backward order and gathered in forward order, so a forward pass can begin after the
     first gather. A parameter's relative place in its group tells when it is needed, as groups often divide
-    each layer (decay or none); a bucket with all layers' biases then comes first.
+    each layer.
 """
 
 import sys
@@ -38,10 +38,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The pieces and cost of every parameter, and the buckets in the order of gathers.
-
-    ``whole_because``: why each parameter may not be cut, or None.
-    """
+    """The pieces and cost of every parameter, why it may not be cut, and the buckets in order of gathers."""
 
     costs: tuple[float, ...]
     pieces: tuple[Pieces, ...]
@@ -80,8 +77,8 @@ def make_plan(
     """Plan buckets, owners and cuts. No communication.
 
     ``loads``: costs that ranks own already. ``bears_cuts``: which parameters may be cut; None balances only
-    the model, not buckets. ``units``: unit numbers or None; a bucket never mixes units, and ``cap_nbytes``
-    does not limit theirs. ``used``: compute dtypes, equal in a bucket, for the alignment.
+    the model. A bucket never mixes ``units``, and ``cap_nbytes`` does not limit theirs. ``used``: compute
+    dtypes, equal in a bucket, for the alignment.
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
@@ -95,10 +92,9 @@ def make_plan(
         for p, bear, unit in zip(params, bears, units, strict=True)
     ]
     last_first = range(len(params) - 1, -1, -1)
-    inside = [index for index in last_first if units[index] is not None]
-    outside = [index for index in last_first if units[index] is None]
-    buckets = sorted(assign_buckets(keys, nbytes, sys.maxsize, inside), key=max, reverse=True)
-    buckets += assign_buckets(keys, nbytes, cap_nbytes, outside)
+    in_units = [index for index in last_first if units[index] is not None]
+    buckets = sorted(assign_buckets(keys, nbytes, sys.maxsize, in_units), key=max, reverse=True)
+    buckets += assign_buckets(keys, nbytes, cap_nbytes, [i for i in last_first if units[i] is None])
     alignments, steps = [], [0] * len(params)
     for bucket in buckets:
         narrow = 1 if used is None else max(1, item_nbytes[bucket[0]] // used[bucket[0]].itemsize)

@@ -35,21 +35,21 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 def in_order_of_memory(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """View a tensor as 1-D, in the memory order of dense strides; a copy if it has others."""
     if tensor.stride() != strides:
-        made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-        tensor = made.copy_(tensor)
+        copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = copy.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def strides_of_rows(strides: Sequence[int], num_rows: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return dense strides for a shape, in the dimension order of a dense tensor with ``num_rows`` rows."""
+    """Return dense strides for a shape, in the dimension order of a dense tensor with other rows."""
     row = max(1, math.prod(shape[1:]))
     if num_rows == 1 or strides[0] >= row:
         return (row, *strides[1:])
-    found, end = [0] * len(shape), 1
+    dense, end = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
-        found[dim] = end
+        dense[dim] = end
         end *= max(1, shape[dim])
-    return tuple(found)
+    return tuple(dense)
 
 
 def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
@@ -62,10 +62,7 @@ def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()) -> None:
-    """Refuse parameters that cannot be in a bucket, except those of ``apart``.
-
-    TypeError without own storage (lazy, meta, DTensor); ValueError if sparse, overlapping or shared.
-    """
+    """Refuse parameters that cannot be in a bucket, except those of ``apart``: TypeError or ValueError."""
     params = params_of(groups)
     if any(map(is_lazy, params)):
         raise TypeError(

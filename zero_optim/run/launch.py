@@ -2,18 +2,16 @@
 
 Note [Processes]
     PyTorch's elastic launcher takes over the caller's signal handlers, which a notebook needs. Processes are
-    spawned: a fork inherits locks and thread pools without the threads, hangs at its first parallel loop, and
-    cannot use CUDA.
+    spawned: a fork inherits locks and thread pools without the threads, and cannot use CUDA.
 
 Note [No process left]
     `launch` kills the ranks before it returns or raises; the kernel kills them if the caller is killed.
     Ctrl-C reaches only the caller: each rank has its own session, and starting blocks it.
 
 Note [Ctrl-C while ranks start]
-    A `KeyboardInterrupt` inside `start_processes` would lose processes. Blocking the signal is not enough: a
-    mask is of one thread, and the kernel signals another, such as a BLAS library's, so Python raises in the
-    main thread all the same. So the handler only records it meanwhile. The mask is for the ranks, which
-    inherit it until they have a handler.
+    A `KeyboardInterrupt` inside `start_processes` would lose processes. Blocking the signal is not enough:
+    the kernel signals another thread, and Python raises in the main thread all the same. So the handler only
+    records it meanwhile. The mask is for the ranks, which inherit it until they have a handler.
 """
 
 import importlib.util
@@ -62,8 +60,7 @@ def launch(
     [Processes] and [No process left], and Note [Which failure is reported] in `zero_optim.run.rank`.
 
     Notebook functions, lambdas and nested functions are sent as code, with the current values of their
-    globals; that needs cloudpickle. A script needs ``if __name__ == "__main__":`` around the call, since the
-    ranks import it.
+    globals; that needs cloudpickle. A script needs ``if __name__ == "__main__":`` around the call.
 
     Args:
         fn: called on each rank, with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` set as
@@ -74,7 +71,7 @@ def launch(
         threads: PyTorch's threads on each rank; None divides the cores.
         timeout: seconds for the whole call, including some to start; None for no limit.
         prepare: called on each rank with its rank before the process group is made, to set a backend's
-            environment variables or enter a network namespace. Sent as ``fn`` is.
+            environment variables or enter a network namespace.
 
     Returns:
         What ``fn`` returned, by rank; anything that can be pickled.
@@ -159,11 +156,11 @@ def _interrupt_held_back() -> Iterator[None]:
     is_replaced = threading.current_thread() is threading.main_thread() and callable(handler)
     if is_replaced:
         signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if is_replaced:
             signal.signal(signal.SIGINT, handler)
         if came:
@@ -213,8 +210,8 @@ def _stacks_text(
     begun = {rank: pid for rank in late if (pid := processes[rank].pid) and job.path("begun", rank).exists()}
     stacks = stacks_of({rank: (pid, job.path("stacks", rank)) for rank, pid in begun.items()})
     lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]
-    told = (f"\nrank {rank}, {stacks.get(rank, 'still starting')}" for rank in late)
-    return "\n".join([*lines, *told])
+    texts = (f"\nrank {rank}, {stacks.get(rank, 'still starting')}" for rank in late)
+    return "\n".join([*lines, *texts])
 
 
 def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:

@@ -157,8 +157,7 @@ def decode_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def order_of(error: BaseException) -> int:
     """Return a failure's place among those of all ranks; the lowest is the likely cause.
 
-    1: by this rank itself; 3: told by another rank, or a connection that one closed; 2: 3 while this rank
-    handled its own failure.
+    1: of this rank itself; 3: of another rank, or a connection that it closed; 2: a 3 in the handling of a 1.
     """
     is_closed = isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
     if not is_heard_of(error) and not is_closed:
@@ -172,8 +171,7 @@ def order_of(error: BaseException) -> int:
 def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bool]) -> None:
     """Delay this rank's end if it only heard of another's failure, until all ranks have reported.
 
-    The launcher ends all ranks soon after the first, so the failed rank might be killed before it has written
-    why. The limit is for a rank that is stopped or caught its error.
+    The launcher ends all ranks soon after the first, maybe before the failed rank has written why.
     """
     if order_of(error) == 1:
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
-from zero_optim.plan.pieces import Piece, Pieces
+from zero_optim.plan.pieces import Piece
 from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
@@ -27,7 +27,7 @@ from zero_optim.step.spec import OptimizerSpec
 
 logger = logging.getLogger("zero_optim")
 
-Told = Callable[[Any], None]
+Callback = Callable[[Any], None]
 
 
 def build(
@@ -36,12 +36,11 @@ def build(
     group: RankGroup,
     options: ShardingOptions,
     read_by: torch.nn.Module | None,
-) -> tuple[Core, Told | None]:
+) -> tuple[Core, Callback | None]:
     """Plan, agree on the plan with the other ranks, and build; all ranks call.
 
-    ``default`` builds the optimizer of groups without their own class. Forward passes of the model
-    ``read_by`` wait for gathers; without one steps wait. Returns the parts, and a callback for the optimizer,
-    if any.
+    ``default`` is for groups without their own class. Forward passes of the model ``read_by``, if any, wait
+    for gathers instead of steps. Returns the parts, and a callback for the optimizer, if any.
     """
     inputs = PlanInputs(options)
     together = registration_in(params).failing_together
@@ -58,29 +57,29 @@ def build(
             inputs.store = registration.next_store()
             sharding = new_sharding(inputs, group)
             leaves, average = new_leaves(inputs)
-            asked = GroupOptions.taken_from(groups, options)
-            about = [f"optimizer {default.describe()}", *options.describe(), *asked.describe()]
+            own = GroupOptions.taken_from(groups, default, options)
+            about = [f"optimizer {default.describe()}", *options.describe(), *own.describe()]
             about.append(f"gather_lazily={'None' if read_by is None else 'a model'}")
             check_reader(read_by, every)
-        why_whole = partial(asked.why_whole, default, groups, leaves.cut_rows)
-        plan = sharding.plan(groups, asked.costs, 0, about, why_whole if any(asked.may_cut) else None)
+        why_whole = partial(own.why_whole, (), groups, leaves.cut_rows)
+        plan = sharding.plan(groups, own.costs, 0, about, why_whole if any(own.may_cut) else None)
     registration.agree(groups, about, plan)
-    inputs.note(groups, asked, plan.costs)
+    inputs.note(groups, own, plan.costs)
     pieces = sharding.owned(every, plan)
     with together():
         buckets = sharding.make_row_buckets(every, plan, registration.reusable())
         if registration.is_open:
             registration.fill(buckets, inputs.store)
             leaves.keep(buckets)
-        local = partial(asked.local_over, default, groups)
-        owned = new_owned(inputs, group, leaves, average, groups, pieces, local)
+        local_over = partial(own.local_over, groups)
+        owned = new_owned(inputs, group, leaves, average, groups, pieces, local_over)
         owned.keep()
     # Now that no leaf holds the memory that parameters leave.
     sharding.add(every, plan, short_names(groups))
-    told = registration.hand_over(buckets, inputs.store, group, every)
+    callback = registration.hand_over(buckets, inputs.store, group, every)
     core = Core(inputs, group, sharding, owned, groups)
     _begin(core, read_by)
-    return core, told
+    return core, callback
 
 
 def _begin(core: Core, read_by: torch.nn.Module | None) -> None:
@@ -123,10 +122,7 @@ def new_owned(
     pieces: Mapping[Tensor, Piece],
     local_over: Callable[[dict[Tensor, Tensor]], LocalOptimizer],
 ) -> OwnedState:
-    """Build this rank's owned state, with files if the store has some; all ranks call.
-
-    ``local_over`` builds the user's classes over the leaves.
-    """
+    """Build this rank's owned state, with files if the store has some; all ranks call."""
     with failing_together(group):
         local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
     local.agree_on_traits(group)
@@ -162,15 +158,10 @@ def _plan_and_add(core: Core, group: dict[str, Any], before: int) -> None:
         new = core.groups[before:]
         (group,) = new
         core.group.check_serves(group)
-        asked = GroupOptions.taken_from(new, inputs.options)
-        (spec,) = asked.specs
-
-    def why_whole(pieces: Sequence[Pieces]) -> list[str | None]:
-        cuts = list(map(owned.leaves.cut_rows, group["params"], pieces))
-        return owned.local.why_not_cut(group, spec, cuts)
-
-    about = asked.describe()
-    plan = sharding.plan(core.groups, asked.costs, before, about, why_whole if any(asked.may_cut) else None)
-    owned.add_group(group, spec, sharding.owned(group["params"], plan))
-    inputs.note(new, asked, plan.costs)
+        own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
+        why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
+    about = own.describe()
+    plan = sharding.plan(core.groups, own.costs, before, about, why_whole if any(own.may_cut) else None)
+    owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
+    inputs.note(new, own, plan.costs)
     sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])

@@ -3,10 +3,9 @@
 Nothing here communicates, but `mirror_state`, and `check_unreduced` in rare cases.
 
 Note [Whole state]
-    Before any step, every rank knows the whole state: the class's constructor makes it, equal on every rank.
-    Frameworks ask for a state dict then. After a step or a load, each rank knows only its own part, and
-    `consolidate` brings a snapshot of the whole to some ranks, valid until the next step, load or added
-    group.
+    Before any step, every rank knows the whole state, as the class's constructor makes it. Frameworks ask for
+    a state dict then. After a step or a load, each rank knows only its own part, and `consolidate` brings a
+    snapshot of the whole to some ranks, valid until the next step, load or added group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -49,10 +48,10 @@ class Snapshot:
 
     Attributes:
         untouched: nothing has changed the state since the optimizer was built.
-        age: how often it was changed since: steps, loads and the like, which all ranks do together.
+        age: the number of changes since: steps, loads and the like, which all ranks do together.
         steps: calls of step() on this rank, also skipped ones; going back restores the older count.
-        is_torn: a step broke off half way: some parameters have taken it.
-        saved: the token of the last checkpoint that was saved or loaded, and the age of its state.
+        is_torn: a step broke off half way.
+        saved: the token of the last checkpoint, saved or loaded, and the age of its state.
     """
 
     def __init__(self, age: int = 0, steps: int = 0) -> None:
@@ -100,11 +99,7 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Core:
-    """The parts of an optimizer; `rebinding` replaces some.
-
-    ``groups`` and ``state`` are the public ones. ``mesh``, for checkpoints, is that of a wrapper whose
-    replicas hold the same as this group.
-    """
+    """The parts of an optimizer; ``mesh``, for checkpoints, is that of a wrapper with replicas."""
 
     inputs: PlanInputs
     ranks: RankGroup
@@ -156,10 +151,7 @@ class Core:
             self.owned.local.follow_members(self.groups, members)
 
     def check_cuts(self, groups: list[ParamGroup]) -> None:
-        """Refuse group options with which a class cannot step cut parameters.
-
-        Tries a class once for each kind of options; ordinary steps compare identities only.
-        """
+        """Refuse group options with which a class cannot step cut parameters; may try the class."""
         if self.sharding.has_cuts:
             self.owned.local.check_cuts(groups, self._cuts_of)
 
@@ -168,10 +160,7 @@ class Core:
         return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
-        """Refuse sparse gradients of cut parameters, unless trials of the class gave equal bits.
-
-        All ranks call, before a step with such gradients. The first call tries the class, in some 10 ms.
-        """
+        """Refuse sparse gradients of cut parameters, unless trials of the class gave equal bits."""
         concerned = [param for param in params if len(self.sharding.pieces.get(param, ())) > 1]
         if concerned:
             self.owned.local.check_sparse_rows(self.groups, concerned, self.owned.leaves.tried_dtype)
@@ -229,11 +218,6 @@ class Core:
         """List the parameters of each bucket; equal on every rank."""
         return [list(bucket.params) for bucket in self.sharding.buckets]
 
-    @property
-    def num_buckets(self) -> int:
-        """The number of buckets; added groups have their own."""
-        return len(self.sharding.buckets)
-
     # ------------------------------------------------------------------ what this rank owns
 
     def own_params(self) -> list[Tensor]:
@@ -264,9 +248,9 @@ class Core:
 
     def shaped_entries(self, params: Iterable[Tensor]) -> dict[Tensor, frozenset[str]]:
         """Name the state entries that must have their parameter's shape; may try a class, in some ms."""
-        asked, local, numbered = set(params), self.owned.local, enumerate(self.groups)
+        members, local, numbered = set(params), self.owned.local, enumerate(self.groups)
         every = [(param, local.of_group(number)) for number, group in numbered for param in group["params"]]
-        return {p: built.shaped_entries(p.dim()) | {MASTER, EMA} for p, built in every if p in asked}
+        return {p: built.shaped_entries(p.dim()) | {MASTER, EMA} for p, built in every if p in members}
 
     def piece_list(self) -> list[Pieces]:
         """List each parameter's pieces, in order."""
@@ -301,10 +285,7 @@ class Core:
         self.mirror.drop()
 
     def remember(self) -> Callable[[], None]:
-        """Copy this rank's state, options and parameters; returns a function that restores them.
-
-        All ranks call that function, or none.
-        """
+        """Copy this rank's state, options and parameters; return a function that restores them."""
         self.sharding.under_way.wait()
         put_back = self.owned.remember(self.own_params())
         groups = [(group, dict(group), list(group["params"])) for group in self.groups]
@@ -336,25 +317,5 @@ class Core:
         """Begin a version of the mirrors after a step; all ranks call; communicates."""
         if self.is_mirrored:
             self.follow_state()
-            held, options = self.held(), [options_of(each) for each in self.groups]
-            beside = deepcopy({"options": options, "everywhere": held.everywhere})
-            value = {"state": held.state, "values": held.values}
-            self.mirror.update(self.group, value, beside, steps=self.snapshot.steps, age=self.snapshot.age)
-
-    def mirror_nbytes(self) -> int:
-        """Return the bytes of tensors that go to the buddy after a step; 0 without mirrors.
-
-        Before the first step it counts the state that trials of the class have shown.
-        """
-        if not self.is_mirrored:
-            return 0
-        self.follow_state()
-        leaves, params, held, total = self.owned.leaves, self.params, self.held(), 0
-        shaped = [names - {MASTER, EMA} for names in self.shaped_entries(params).values()]
-        for index, rows in held.values.items():
-            entries = held.state.get(index, {})
-            total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))
-            if self.snapshot.untouched:
-                itemsize = leaves.stepped_dtype(params[index]).itemsize
-                total += len(shaped[index] - entries.keys()) * rows.numel() * itemsize
-        return total
+            options, snapshot = list(map(options_of, self.groups)), self.snapshot
+            self.mirror.update(self.group, self.held(), options, steps=snapshot.steps, age=snapshot.age)

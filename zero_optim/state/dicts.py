@@ -1,8 +1,4 @@
-"""State dicts of the whole state: collected, checked, and loaded.
-
-Keys are those of ``torch.optim``: the parameter's index over all groups. A class's global entries have their
-own keys.
-"""
+"""State dicts of the whole state: collected, checked, and loaded; with the keys of ``torch.optim``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,10 +33,7 @@ def whole_state(core: Core) -> dict[Any, Any]:
 
 
 def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
-    """Bring the whole state to ranks' snapshots, in CPU memory; all ranks call.
-
-    After a second, the first target shows a progress bar on a terminal.
-    """
+    """Bring the whole state to ranks' snapshots, in CPU memory; all ranks call."""
     core.owned.local.check_dicts()
     group = core.group
     with group.doing("consolidate_state_dict()"):
@@ -70,7 +63,7 @@ def load(
 ) -> None:
     """Load a whole state dict from every rank, or from ``src`` alone; all ranks call.
 
-    The dict is not changed; ``run_hooks`` returns the one to load.
+    ``run_hooks`` returns the dict to load.
     """
     group = core.group
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
@@ -96,24 +89,20 @@ def load(
         # On the CPU, as on the ranks that receive it: descriptions of options name devices.
         beside = map_tensors(sent_by(group, src, beside, "the state dict"), copied_to_cpu)
     rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
-    got = move(group, rows, held, copy_with=copied if src is None else copied_to_cpu, about="the state dict")
+    part = move(group, rows, held, copy_with=copied if src is None else copied_to_cpu, about="the state dict")
     with failing_together(group):
         core.check_weights()
         groups = core.with_options(beside["options"])
         core.check_cuts(groups)
         described = describe_options(groups)
     agree(group, described, "the options of the state dict")
-    owned = {params[index]: entries for index, entries in got.state.items()}
+    owned = {params[index]: entries for index, entries in part.state.items()}
     everywhere = map_tensors(beside["everywhere"], copied)
     core.take_over({**owned, **everywhere}, groups, exact=False)
 
 
 def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
-    """Load this rank's state, as `Core.own_state` returns it; all ranks call.
-
-    Every tensor keeps its dtype, unlike in `load` and ``torch.optim``, and becomes the optimizer's own. If it
-    raises, on every rank, nothing has changed.
-    """
+    """Load this rank's state, as `Core.own_state` returns it; all ranks call. Tensors keep their dtypes."""
     with failing_together(core.group):
         core.check_weights()
         core.owned.local.check_dicts()
@@ -131,14 +120,14 @@ def check_targets(to: object, num_ranks: int) -> list[int]:
     """Return the group ranks of ``to``: one, several, or None for all; ValueError for others."""
     if to is None:
         return list(range(num_ranks))
-    asked: list[Any] = list(to) if isinstance(to, list | tuple | set | frozenset | range) else [to]
-    wrong = [rank for rank in asked if type(rank) is not int or rank not in range(num_ranks)]
-    if wrong or not asked:
+    ranks: list[Any] = list(to) if isinstance(to, list | tuple | set | frozenset | range) else [to]
+    wrong = [rank for rank in ranks if type(rank) is not int or rank not in range(num_ranks)]
+    if wrong or not ranks:
         raise ValueError(
             f"expected to be a group rank from 0 to {num_ranks - 1} (or a list of them, or None for all), "
             f"got {to!r}"
         )
-    return sorted(set(asked))
+    return sorted(set(ranks))
 
 
 def _check_source(state_dict: object, src: int | None, group: RankGroup) -> None:
@@ -176,8 +165,8 @@ def check_fits(core: Core, state_dict: Mapping[str, Any]) -> None:
             continue
         must = shaped[param] if core.sharding.is_cut(param) else shaped[param] - {MASTER, EMA}
         for entry_name in sorted(must & entry.keys()):
-            got = entry[entry_name]
-            if isinstance(got, Tensor) and got.shape != param.shape:
-                wrong.append(f"{name}: '{entry_name}' has shape {tuple(got.shape)}")
+            value = entry[entry_name]
+            if isinstance(value, Tensor) and value.shape != param.shape:
+                wrong.append(f"{name}: '{entry_name}' has shape {tuple(value.shape)}")
     if wrong:
         raise StateMismatchError("state that does not fit its parameter:\n  " + "\n  ".join(wrong))

@@ -2,14 +2,13 @@
 
 Note [Who holds the state]
     A rank whose optimizer was never stepped or loaded is new, and its state does not count. All others must
-    hold state of one age (the number of changes), and together every row once. A row without a holder is lost
-    with its owner; a row with two holders comes from two runs.
+    hold state of one age, and together every row once. A row without a holder is lost with its owner; a row
+    with two holders comes from two runs.
 
 Note [Going back to a mirror]
     If the ranks hold no whole state, but mirrors, they go back to the newest version that is whole among
     them: Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks of the former group, by
-    their numbers there; a lost one's host is its buddy. On every rank, state and options come from copies
-    only.
+    their numbers there; a lost one's host is its buddy. State and options come from copies only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,16 +30,10 @@ _MOST_NAMED = 5  # parameters in a message
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A rank's report of its state to a new group.
+    """A rank's report of its state to a new group; see `Snapshot`.
 
-    Attributes:
-        age: how often its state was changed; 0 if it is new.
-        is_torn: a step broke off half way.
-        options: a description of each parameter group's options.
-        has_everywhere: its state has global entries.
-        pieces: its rows, as (index of the parameter, start, stop).
-        steps: the number of steps.
-        mirror: its copies.
+    ``options`` describe each group's, ``pieces`` are its rows as [parameter, start, stop], ``mirror`` its
+    copies.
     """
 
     age: int
@@ -54,13 +47,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """The state that the ranks of a new group hold together.
+    """The state that the ranks of a new group hold together; ``held`` is this rank's, by holder.
 
     Attributes:
         first: a rank that has the common part.
         pieces: each parameter's pieces by holder; none if any row is lost.
         hosts: the rank of each holder.
-        held: this rank's state, by holder.
         shares: the first rank sends options and global entries to the others.
         options: of this rank's version of the mirrors, if the ranks go back; None for those of the groups.
     """
@@ -78,7 +70,7 @@ class Holders:
 def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | None:
     """Return the holders of the state; None if all ranks are new. All ranks call.
 
-    Raises, on every rank, LostStateError or RankMismatchError unless the ranks hold one state.
+    LostStateError or RankMismatchError on every rank, unless the ranks hold one state.
     """
     pieces = [core.sharding.piece_here(param) for param in core.params]
     snapshot, own = core.snapshot, core.held()
@@ -186,17 +178,12 @@ def _in_mirrors(core: Core, group: RankGroup, holdings: Sequence[Holding]) -> Ho
     versions = [each for report in known.values() for each in report.own if each[0] == number]
     hosts = [here[buddies.get(rank, rank)][0] for rank in range(size)]
     hosted = [former for former, host in enumerate(hosts) if host == group.rank]
-    values, beside = core.mirror.values_of(number, hosted)
-    beside = beside or {"options": None, "everywhere": {}}
-    held = {
-        former: Held(each["state"], each["values"], beside["everywhere"], is_live=False)
-        for former, each in values.items()
-    }
+    held, options = core.mirror.held(number, hosted)
     pieces: list[list[Piece]] = [[] for _ in core.params]
     for index, *piece in known[first].pieces:
         pieces[index].append(Piece(*piece))
     age, steps = max(age for *_, age in versions), min(steps for _, steps, _ in versions)
-    return Holders(first, age, steps, list(map(tuple, pieces)), hosts, held, True, beside["options"])
+    return Holders(first, age, steps, list(map(tuple, pieces)), hosts, held, True, options)
 
 
 def refuse_lost(names: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """Mirrors: after every step each rank's state is copied to its buddy, the next rank.
 
-`Mirror.update` communicates, and all ranks call it. The copies lie in CPU memory, and travel over gloo beside
-the next forward and backward pass.
+`Mirror.update` communicates, and all ranks call it. The copies lie in CPU memory.
 
 Note [Versions]
     A version is the state of all ranks at one moment. A rank keeps its *own* copy, as a step changes its
@@ -9,20 +8,24 @@ Note [Versions]
     version that is *whole* among them: each has its own copy, and the lost rank's buddy the other's.
 
     So before version v+1, each rank sends a few bytes when both of its copies of v are whole. A rank with the
-    bytes of all drops versions older than v, and begins v+1. No rank drops v before v+1 is whole everywhere.
-    Several ranks may be lost, but no rank and its buddy. The first `update` returns when its version is whole
-    on all ranks. During a transfer four copies, of two versions, are held. If the bytes take longer than a
-    pass, the next step waits.
+    bytes of all drops older versions, and begins v+1. No rank and its buddy may be lost. The first `update`
+    returns when its version is whole on all ranks. During a transfer four copies, of two versions, are held.
+
+Note [A transport of its own]
+    A mirror is a move to the next rank, but `moving.move` cannot send it: there both ends wait for each
+    piece. A mirror travels beside the next passes, without a thread: one message, from a copy that no step
+    changes, whose length the receiver knows before. The receiver keeps the bytes as they are. Going back is a
+    `move` of the `Held` that `Mirror.held` returns.
 
 Note [Forms]
     A copy is one flat tensor of bytes, all tensors one after the other. Its *form* names these tensors, and
-    holds all other values (`comm.encoding`). The form is sent only if it has changed, behind the bytes. A
-    class that counts steps in plain numbers changes it at each step.
+    holds all other values (`comm.encoding`). It is sent behind the bytes, only if it has changed.
 """
 
 import secrets
 import struct
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,22 +40,23 @@ from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.sending import start_recv, start_send
 from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.wire import pack, unpack
+from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
+from zero_optim.state.moving import Held
 
-_WORD = struct.Struct("<qqq?8s")  # steps, bytes of the form, bytes of the tensors, whether it failed, token
 NUM_LANES = 2  # a rank sends and receives at the same time, for which gloo needs two groups
+_PACKED = struct.Struct("<qqq?8s")  # an `_Announcement`
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorReport:
-    """A rank's report of its copies to a new group.
+    """A rank's report of its copies to a new group: its place in the former group, and what is there.
 
     Attributes:
-        token: of the former group, the same on all its ranks.
-        rank, size: in that group.
+        token: the same on all ranks of that group.
         own: [number, steps, age] of each own copy.
         others: the numbers of the copies of the rank before.
-        pieces: [parameter, owner, start, stop] of all pieces in the former group.
+        pieces: [parameter, owner, start, stop] of all pieces.
     """
 
     token: str
@@ -85,17 +89,25 @@ class _Copy:
 
 @dataclass(slots=True, eq=False)
 class _Version:
-    """The copies of a version on one rank.
-
-    ``beside`` is equal on every rank: options and global entries. ``other`` is None until it is whole.
-    """
+    """The copies of a version on one rank, and what is equal on every rank; ``other`` once it is whole."""
 
     number: int
     steps: int
     age: int
     own: _Copy
-    beside: Nested
+    options: Sequence[ParamGroup]
+    everywhere: Nested  # global entries
     other: _Copy | None = None
+
+
+class _Announcement(NamedTuple):
+    """What a rank tells all others before it sends a version."""
+
+    steps: int
+    form_nbytes: int
+    nbytes: int
+    has_failed: bool
+    token: bytes  # random
 
 
 class _Transfer(NamedTuple):
@@ -116,7 +128,6 @@ class Mirror:
         self._spare: list[_Copy] = []
         self._transfer: _Transfer | None = None
         self._lease: Lease | None = None
-        self._number = 0
         self._token, self._rank, self._size = "", 0, 1
         self._sent_form = ""  # the form that the buddy has, as text
 
@@ -129,78 +140,76 @@ class Mirror:
         """The age of the last version's state; -1 without versions."""
         return self._versions[-1].age if self._versions else -1
 
-    # ------------------------------------------------------------------ keeping
+    # ------------------------------------------------------------------ making versions
 
-    def update(self, group: RankGroup, value: Nested, beside: Nested, *, steps: int, age: int) -> None:
-        """Begin a version; all ranks call.
+    def update(
+        self, group: RankGroup, held: Held, options: Sequence[ParamGroup], *, steps: int, age: int
+    ) -> None:
+        """Begin a version of this rank's state, with the groups' options; all ranks call.
 
-        Returns when this rank's own copy exists; the first version is then whole on all ranks, later ones
-        travel on.
-
-        Args:
-            group: the ranks.
-            value: this rank's part of the state, a nested value; copied.
-            beside: the part that is equal on all ranks; not copied.
-            steps: the number of steps; the highest among the ranks counts.
-            age: of the state.
-
-        Raises:
-            TypeError: on every rank, if something in the value cannot be sent without pickle.
-            RemoteRankError: a rank has ended, or does not come.
+        Returns when this rank's own copy exists; the first version is then whole on all ranks. The highest
+        number of ``steps`` counts. TypeError on every rank, if something cannot be sent without pickle.
         """
-        is_first = not self._versions
+        is_first, shared = not self._versions, deepcopy((options, held.everywhere))
         if is_first:
             self.take_lanes(group)  # a copy of an optimizer has none
             self._rank, self._size = group.rank, group.size
-            self._number, self._sent_form = 0, ""  # equal on ranks that have come new
+            self._sent_form = ""  # also on ranks that have come new
         self._finish()
-        lanes = self._lanes()
-        failure, form, tensors, form_text, form_bytes = None, Skeleton(), list[Tensor](), "", b""
-        try:
-            form, tensors = encode(value, "optimizer state")
-            form_text = repr(form)  # in which 1, 1.0 and True differ, and 0.0 and -0.0
-            form_bytes = b"" if form_text == self._sent_form else skeleton_to_bytes(form)
-        except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
-            failure = error
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        word = _WORD.pack(steps, len(form_bytes), nbytes, failure is not None, secrets.token_bytes(8))
-        words = [_WORD.unpack(each) for each in lanes[0].all_gather_fixed(word)]
-        if any(has_failed for *_, has_failed, _ in words):
-            with failing_together(lanes[0]):
-                if failure is not None:
-                    raise failure
-        self._sent_form, self.nbytes = form_text, len(form_bytes) + nbytes
+        form, form_bytes, tensors, announced = self._announce(held, steps)
+        if is_first:
+            self._token = announced[0].token.hex()
+        number = 1 if is_first else self._versions[-1].number + 1
         for old in self._versions[:-1]:  # now the last one is whole everywhere
             self._spare += [each for each in (old.own, old.other) if each is not None]
         del self._versions[:-1]
-        if is_first:
-            self._token = words[0][-1].hex()
-        self._number += 1
-        own, arriving = (self._spare.pop() if self._spare else _Copy() for _ in range(2))
+        own, other = (self._spare.pop() if self._spare else _Copy() for _ in range(2))
+        nbytes = announced[self._rank].nbytes
         outgoing, own.form = own.reserve(nbytes, len(form_bytes)), form
         pack(tensors, outgoing[:nbytes])
         if form_bytes:
             outgoing[nbytes:].copy_(bytes_to_tensor(form_bytes))
-        self._versions.append(_Version(self._number, max(word[0] for word in words), age, own, beside))
+        self._versions.append(_Version(number, max(each.steps for each in announced), age, own, *shared))
+        self._start(outgoing, other, announced)
+        if is_first:
+            self._finish()
+            self._lanes()[0].all_gather_fixed(b"\1")
+
+    def _announce(self, held: Held, steps: int) -> tuple[Skeleton, bytes, list[Tensor], list[_Announcement]]:
+        """Encode the state, and tell the others its size."""
+        lane = self._lanes()[0]
+        failure, form, tensors, text, form_bytes = None, Skeleton(), list[Tensor](), "", b""
+        try:
+            form, tensors = encode({"state": held.state, "values": held.values}, "optimizer state")
+            text = repr(form)  # in which 1, 1.0 and True differ, and 0.0 and -0.0
+            form_bytes = b"" if text == self._sent_form else skeleton_to_bytes(form)
+        except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
+            failure = error
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        mine = _PACKED.pack(steps, len(form_bytes), nbytes, failure is not None, secrets.token_bytes(8))
+        announced = [_Announcement(*_PACKED.unpack(each)) for each in lane.all_gather_fixed(mine)]
+        if any(each.has_failed for each in announced):
+            with failing_together(lane):
+                if failure is not None:
+                    raise failure
+        self._sent_form, self.nbytes = text, len(form_bytes) + nbytes
+        return form, form_bytes, tensors, announced
+
+    def _start(self, outgoing: Tensor, arriving: _Copy, announced: Sequence[_Announcement]) -> None:
+        """Start to send to the buddy, and to receive from the rank before; each sender has a lane."""
         before, buddy = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-        _, form_nbytes, incoming_nbytes, *_ = words[before]
-        incoming = arriving.reserve(incoming_nbytes, form_nbytes)
-        there, back = (lanes[sender % NUM_LANES] for sender in (self._rank, before))
+        form_nbytes = announced[before].form_nbytes
+        incoming = arriving.reserve(announced[before].nbytes, form_nbytes)
+        there, back = (self._lanes()[sender % NUM_LANES] for sender in (self._rank, before))
         received = [start_recv(back, incoming, before)] if incoming.numel() else []
         sent = [start_send(there, outgoing, buddy)] if outgoing.numel() else []
         self._transfer = _Transfer(arriving, form_nbytes, received, sent)
         assert self._lease is not None
         self._lease.under_way += [*received, *sent]
-        if is_first:
-            self._finish()
-            lanes[0].all_gather_fixed(b"\1")
 
     def take_lanes(self, group: RankGroup) -> None:
-        """Lease process groups, when the optimizer is built or bound; all ranks call.
-
-        Not at the first step: a rank that dies meanwhile is noticed only after the process groups' timeout.
-        """
-        if self._lease is None:
+        """Lease process groups, when the optimizer is built or bound; all ranks call."""
+        if self._lease is None:  # not at the first step: the death of a rank meanwhile is noticed late
             self._lease = lease(group.during("mirror"), NUM_LANES, ON_HOST)
 
     def _lanes(self) -> Sequence[RankGroup]:
@@ -241,24 +250,21 @@ class Mirror:
             self._versions, self._spare, self._transfer = [], [], None
 
     def let_go(self, *, waits: bool) -> None:
-        """Release the process groups and keep the versions. Does not communicate.
-
-        If it ``waits``, it waits for the version in transit, unless a rank has ended.
-        """
+        """Release the process groups, maybe after waiting for the version in transit; keep the versions."""
         try:
             if waits:
                 self._finish()
         except RuntimeError:  # of the backend
             waits = False
         finally:
-            taken, self._lease, self._transfer = self._lease, None, None
-            if not waits and taken is not None:
-                taken.abandon()
+            lent, self._lease, self._transfer = self._lease, None, None
+            if not waits and lent is not None:
+                lent.abandon()
 
     # ------------------------------------------------------------------ going back
 
     def report(self, pieces: Sequence[Pieces]) -> MirrorReport | None:
-        """Describe the versions, given each parameter's pieces in their group; None without versions."""
+        """Describe the versions, for each parameter's pieces in their group; None without versions."""
         if not self._versions:
             return None
         own = [[each.number, each.steps, each.age] for each in self._versions]
@@ -266,11 +272,15 @@ class Mirror:
         every = [[index, *piece] for index, some in enumerate(pieces) for piece in some]
         return MirrorReport(self._token, self._rank, self._size, own, others, every)
 
-    def values_of(self, number: int, hosted: Sequence[int]) -> tuple[dict[int, Nested], Nested]:
-        """Return a version's values hosted here, by rank of the former group, and the common part."""
-        if not hosted:
+    def held(self, number: int, former: Sequence[int]) -> tuple[dict[int, Held], Sequence[ParamGroup] | None]:
+        """Return the copies of a version, by ``former`` rank, as holders of a move, and the options."""
+        if not former:
             return {}, None
         version = next(each for each in self._versions if each.number == number)
         copies = {self._rank: version.own, (self._rank - 1) % self._size: version.other}
-        chosen = {former: copies[former] for former in hosted}
-        return {former: copy.value() for former, copy in chosen.items() if copy is not None}, version.beside
+        values = {rank: copy.value() for rank in former if (copy := copies[rank]) is not None}
+        held = {
+            rank: Held(each["state"], each["values"], version.everywhere, is_live=False)
+            for rank, each in values.items()
+        }
+        return held, version.options

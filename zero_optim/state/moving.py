@@ -2,10 +2,9 @@
 
 Consolidating, loading, rebinding and going back to mirrors are such moves. Every rank derives the same list
 of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded size
-(`comm.wire`). Checkpoints write and read the rows of a `CutState` in files instead.
-
-The caller may move a parameter with its state: if a rank died during a gather, only the owner surely has the
-new value.
+(`comm.wire`). A parameter may move with its state: if a rank died during a gather, only the owner surely has
+the new value. Checkpoints and DCP are no such moves, as nobody sends: each rank reads from files the rows
+that its `CutState` names, by chunks that may be boxes of any number of dimensions.
 
 Note [State of cut parameters]
     Each owner of a piece keeps state for its rows. Entries of the piece's shape are rows of a whole entry,
@@ -39,8 +38,7 @@ _VALUES = "values"
 class CutState:
     """The layout of one cut parameter's state on its owners: Note [State of cut parameters].
 
-    ``shaped`` names entries that surely have the parameter's shape. Others may have it too, with some
-    options.
+    ``shaped`` names entries that surely have the parameter's shape; others may have it too.
     """
 
     shape: tuple[int, ...]
@@ -88,10 +86,7 @@ class CutState:
 
 
 class Joined:
-    """Whole entries of cut parameters, by index, in CPU memory.
-
-    Rows are received at their place in the whole, without further memory.
-    """
+    """Whole entries of cut parameters, by index, in CPU memory, where rows are received at their place."""
 
     def __init__(self, cuts: Mapping[int, CutState]) -> None:
         self.cuts = cuts
@@ -149,10 +144,7 @@ class Joined:
         return copies
 
     def merge(self, parts: list[dict[Any, Any]]) -> dict[Any, Any]:
-        """Merge the owners' parts, by index, in the order of ranks; the first of equal entries counts.
-
-        StateMismatchError if the owners of a parameter's pieces keep different entries.
-        """
+        """Merge the owners' parts, in the order of ranks; StateMismatchError if their entries differ."""
         for rows, apart in self._apart:
             rows.copy_(apart)
         merged: dict[Any, Any] = {}
@@ -205,12 +197,9 @@ class Parcel(NamedTuple):
 class RowMap:
     """The holders of each parameter's rows, and the ranks that want them.
 
-    Attributes:
-        shapes: of the parameters.
-        shaped: by index of a parameter that is cut on either side, names of entries with its shape.
-        held: each parameter's pieces, by holder.
-        wanted: each parameter's pieces, by rank; several ranks may want the same rows.
-        hosts: the rank that sends for each holder; it may host several.
+    ``shaped`` has the names of entries with the parameter's shape, for parameters that are cut on either
+    side. ``held`` and ``wanted`` are each parameter's pieces, by holder and by rank; several ranks may want
+    the same rows. ``hosts`` are the ranks that send for the holders.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -280,21 +269,13 @@ def move(
 ) -> Held:
     """Bring state to the ranks that want it; all ranks call. Returns this rank's part.
 
-    Received state is in new CPU memory. A sender needs memory for one more piece of 16 MiB. In an NCCL-only
-    group state goes from device to device, over a communicator for each pair of ranks.
+    Received state is in new CPU memory. A sender needs memory for one more piece of 16 MiB. ``rows`` is equal
+    on every rank, but for rows that stay; ``held`` is this rank's state, by holder. ``copy_with`` copies
+    uncut state that stays on a rank. ``advance`` is called with the bytes of each received piece.
 
-    Args:
-        group: the ranks.
-        rows: the map, equal on every rank, but for rows that stay where they are.
-        held: this rank's state, by holder.
-        copy_with: copies uncut state that stays on a rank; None leaves it as it is.
-        about: names the state in messages.
-        advance: called with the bytes of each received piece.
-
-    Raises:
-        TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
-            a receiver has not imported, or is cut and no plain tensor.
-        StateMismatchError: on every rank, if the holders of a parameter keep different entries.
+    On every rank, TypeError if some state cannot be sent without pickle, has a tensor subclass that a
+    receiver has not imported, or is cut and no plain tensor; StateMismatchError if the holders of a parameter
+    keep different entries.
     """
     group = group.during("state")
     joined = rows.joined_on(group.rank)

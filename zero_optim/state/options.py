@@ -18,7 +18,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.store import Store
 from zero_optim.step.local import LocalOptimizer
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import GroupSpec, OptimizerSpec, why_not_cut
 
 KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -79,11 +79,7 @@ class ShardingOptions:
 
 @dataclass(slots=True, eq=False)
 class PlanInputs:
-    """The inputs of plans, beside parameters and ranks.
-
-    ``kept_whole``: parameters that the user does not want to be cut. ``store`` keeps parameters of
-    which ranks hold rows.
-    """
+    """The inputs of plans, beside parameters and ranks; ``store`` keeps the parameters held as rows."""
 
     options: ShardingOptions
     costs: dict[Tensor, float] = field(default_factory=dict)
@@ -94,18 +90,15 @@ class PlanInputs:
         """Return for each group whether the user allows cuts."""
         return [not self.kept_whole.issuperset(group["params"]) for group in groups]
 
-    def note(self, groups: Sequence[ParamGroup], asked: "GroupOptions", costs: Sequence[float]) -> None:
+    def note(self, groups: Sequence[ParamGroup], new: "GroupOptions", costs: Sequence[float]) -> None:
         """Store the costs and cuts of new groups."""
         self.costs.update(zip(params_of(groups), costs, strict=True))
-        for group, may in zip(groups, asked.may_cut, strict=True):
+        for group, may in zip(groups, new.may_cut, strict=True):
             self.kept_whole.update(() if may else group["params"])
 
 
 class GroupReader(Optimizer):
-    """Reads parameter groups as ``torch.optim`` does, and checks them.
-
-    It has no defaults: the user's class fills in its own, as without sharding.
-    """
+    """Reads parameter groups as ``torch.optim`` does, and checks them; the class fills in its defaults."""
 
     def __init__(self, params: Params) -> None:
         if isinstance(params, set | frozenset):
@@ -131,61 +124,52 @@ class GroupReader(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """The library's own options of new groups, removed from them; one entry a group.
-
-    Attributes:
-        costs: of parameters.
-        may_cut: whether the user allows cuts.
-        specs: of groups with their own class.
-        options: of the optimizer.
-    """
+    """The library's own options of new groups, removed from them; one entry a group."""
 
     costs: list[Cost]
     may_cut: list[bool]
-    specs: list[OptimizerSpec | None]
+    specs: list[GroupSpec]
+    default: OptimizerSpec  # of groups without a class of their own
     options: ShardingOptions
 
     @classmethod
-    def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
+    def taken_from(
+        cls, groups: Sequence[ParamGroup], default: OptimizerSpec, options: ShardingOptions
+    ) -> "GroupOptions":
         """Remove them from groups; raises if a value is of the wrong kind or out of range."""
         costs = [cost_named(group.pop("cost", options.cost)) for group in groups]
         may_cut = [group.pop("cuts", options.cuts) for group in groups]
         for cuts in may_cut:
             check_flags(cuts=cuts)
-        specs = [OptimizerSpec.taken_from(group) for group in groups]
-        return cls(costs, may_cut, specs, options)
+        specs = [GroupSpec(OptimizerSpec.taken_from(group) or default, options_of(group)) for group in groups]
+        return cls(costs, may_cut, specs, default, options)
 
     def describe(self) -> list[str]:
         """Describe them for comparison by ranks."""
-        return [*(f"optimizer {s.describe()}" for s in self.specs if s), f"cuts of groups {self.may_cut}"]
+        own = [each.spec for each in self.specs if each.spec is not self.default]
+        return [*(f"optimizer {spec.describe()}" for spec in own), f"cuts of groups {self.may_cut}"]
 
-    def local_over(
-        self, default: OptimizerSpec, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]
-    ) -> LocalOptimizer:
+    def local_over(self, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         """Build the groups' classes over this rank's leaves."""
-        local = LocalOptimizer(default, groups, self.specs, leaf_of, self.options.assume_separable)
+        specs = [each.spec for each in self.specs]
+        local = LocalOptimizer(self.default, groups, specs, leaf_of, self.options.assume_separable)
         if self.options.mirror:
             local.check_dicts()
         return local
 
     def why_whole(
         self,
-        default: OptimizerSpec,
+        before: Sequence[GroupSpec],
         groups: Sequence[ParamGroup],
         cut_rows: Callable[[Tensor, Pieces], CutRows],
         pieces: Sequence[Pieces],
     ) -> list[str | None]:
-        """Return for each parameter why ranks cannot share its rows as planned; None if they can.
+        """Return for each parameter why ranks cannot share its rows as planned, or None.
 
-        ``default`` steps the groups that name no class.
+        ``before``: of the groups before the new ones, which may share an optimizer.
         """
         pieces_of = iter(pieces)
-        shared = [options_of(group) for group, spec in zip(groups, self.specs, strict=True) if spec is None]
-        why: list[str | None] = []
-        for group, spec, may in zip(groups, self.specs, self.may_cut, strict=True):
-            together = shared if spec is None else [options_of(group)]
-            cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
-            is_tried = not self.options.assume_separable
-            asked = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=is_tried)
-            why += asked if may else [KEPT_WHOLE] * len(cuts)
-        return why
+        cuts = [[cut_rows(param, next(pieces_of)) for param in group["params"]] for group in groups]
+        reasons = why_not_cut([*before, *self.specs], cuts, is_tried=not self.options.assume_separable)
+        may = [may for group, may in zip(groups, self.may_cut, strict=True) for _ in group["params"]]
+        return [reason if each else KEPT_WHOLE for reason, each in zip(reasons, may, strict=True)]

@@ -7,12 +7,12 @@ Note [Detached]
 Note [Rebinding is building anew]
     `rebind` goes the way of the constructor: plan for the new ranks, agree, build the classes over new
     leaves, load this rank's state as from a checkpoint. So it gives the bits of a run that was saved, and
-    loaded by so many ranks. The old state stays until all checks are done; if one raises, the optimizer is
-    detached as before.
+    loaded by so many ranks. If a check raises, the optimizer is detached as before.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, check_flags, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, options_of, param_names, params_of, short_names
-from zero_optim.plan.pieces import Pieces
+from zero_optim.plan.groups import ParamGroup, options_of, param_names, short_names
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.bucket import Bucket
@@ -35,7 +34,7 @@ from zero_optim.state.core import Core, Snapshot
 from zero_optim.state.dicts import check_targets
 from zero_optim.state.holders import Holders, find_holders, refuse_lost
 from zero_optim.state.moving import Held, move, sent_by
-from zero_optim.state.options import KEPT_WHOLE
+from zero_optim.state.options import GroupOptions
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
@@ -47,7 +46,7 @@ def detach(core: Core, *, wait: bool) -> None:
     core.sharding.let_go(waits=wait)
     core.owned.let_go()
     works = core.ranks.works
-    works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.works`
+    works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
     core.ranks, core.mesh = core.ranks.let_go(), None
     params = core.params
     if any(isinstance(param.grad, PartialGradient) for param in params):
@@ -99,10 +98,10 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
 
 
 def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
-    """Keep a store's parameters on their owners alone, and plan anew; all ranks call.
+    """Keep a store's parameters on their owners alone, and plan anew; all ranks call, with all values.
 
-    ``store`` is equal on all ranks. Before, every rank has all values. Memory is released bucket by bucket,
-    so there is no second copy. If it raises, on every rank, nothing has changed. Returns the freed buckets.
+    Memory is released bucket by bucket, so there is no second copy. If it raises, on every rank, nothing has
+    changed. Returns the freed buckets.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
@@ -134,8 +133,7 @@ def go_over(
 ) -> list[Tensor]:
     """Plan anew for the ``owners``, ascending ranks of a group, and move the state to them; all ranks call.
 
-    Without ``keep_state`` the state is new and the parameters stay. ``may_lose`` accepts lost state. Returns
-    the parameters whose state is lost.
+    Without ``keep_state`` the state is new. Returns the parameters of lost state, if it ``may_lose`` some.
     """
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
     with failing_together(group):
@@ -153,23 +151,18 @@ def go_over(
     refuse_lost([] if may_lose else [names[index] for index in lost])
     groups, everywhere = _shared_part(core, group, holders)
     sharding, plan = _planned(core, group, len(owners), groups, about)
-    moved = Held({})
-    if holders is not None:
-        to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
-        rows = core.row_map(holders.pieces, to, holders.hosts)
-        held = {holder: replace(each, everywhere={}) for holder, each in holders.held.items()}
-        moved = move(group, rows, held)
+    part = Held({}) if holders is None else _own_part(core, group, holders, owners, plan)
     if len(owners) < group.size:
         sharding.become(owners.index(group.rank) if group.rank in owners else -1)
     owned = _built(core, group, sharding, plan, groups)
     if holders is not None:
-        state = {params[index]: entries for index, entries in moved.state.items()}
+        state = {params[index]: entries for index, entries in part.state.items()}
         owned.load({**state, **everywhere}, groups, exact=True)
     # Everything is checked now. Only a rank that dies can stop it from here on.
     former = core.sharding.buckets
     core.ranks, core.sharding, core.owned, core.groups = group, sharding, owned, groups
     with torch.no_grad():
-        for index, value in moved.values.items():
+        for index, value in part.values.items():
             owned.leaves.rows(params[index]).copy_(value)
     sharding.add(params, plan, short_names(groups))
     _keep_rows(core, former)
@@ -199,22 +192,23 @@ def _shared_part(
     return core.groups if keeps_own else core.with_options(beside["options"]), beside["everywhere"]
 
 
+def _own_part(core: Core, group: RankGroup, holders: Holders, owners: Sequence[int], plan: Plan) -> Held:
+    """Move the state, but for global entries, to its new owners; return this rank's; all ranks call."""
+    to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
+    held = {holder: replace(each, everywhere={}) for holder, each in holders.held.items()}
+    return move(group, core.row_map(holders.pieces, to, holders.hosts), held)
+
+
 def _planned(
     core: Core, group: RankGroup, num_owners: int, groups: Sequence[ParamGroup], about: Sequence[str]
 ) -> tuple[Sharding, Plan]:
     """Plan for the new owners, as the constructor does; all ranks call."""
     inputs, owned = core.inputs, core.owned
     sharding = new_sharding(inputs, group, num_owners, core.sharding.gathers)
-    costs = [inputs.costs.__getitem__ for _ in groups]
-
-    def why_whole(pieces: Sequence[Pieces]) -> list[str | None]:
-        pieces_of = iter(pieces)
-        cuts = [[owned.leaves.cut_rows(p, next(pieces_of)) for p in group["params"]] for group in groups]
-        reasons = zip(params_of(groups), owned.local.why_not_cut_so(cuts), strict=True)
-        return [KEPT_WHOLE if param in inputs.kept_whole else reason for param, reason in reasons]
-
-    may_cut = any(inputs.may_cut(core.groups))
-    return sharding, sharding.plan(groups, costs, 0, about, why_whole if may_cut else None)
+    may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
+    options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
+    why_whole = partial(options.why_whole, (), groups, owned.leaves.cut_rows)
+    return sharding, sharding.plan(groups, options.costs, 0, about, why_whole if any(may_cut) else None)
 
 
 def _built(
@@ -237,11 +231,7 @@ def _built(
 
 
 def _keep_rows(core: Core, former: list[Bucket]) -> None:
-    """Move this rank's rows into buckets of rows and free these, one former bucket after the other.
-
-    A former bucket's flat tensor is released with its last parameter; until then, the pages of parameters
-    that left are given back.
-    """
+    """Move this rank's rows into buckets of rows and free these, one former bucket after the other."""
     new = core.sharding.row_buckets
     bucket_of = {param: bucket for bucket in new for param in bucket.params}
     while new and former:
