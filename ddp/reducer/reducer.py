@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.backends import held
+from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.records import Activity
 from zero_optim.compat.engine import in_backward
@@ -73,7 +73,7 @@ class Reducer:
         checks: bool = True,
     ) -> None:
         self.options = ReducerOptions() if options is None else options
-        params = held(params)
+        params = as_lists(params)
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
         with failing_together(self.group) if checks else nullcontext():
             self._reduced = reduced = ReducedParams.of(params, sparse)
