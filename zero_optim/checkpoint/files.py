@@ -1,7 +1,7 @@
 """Reads regular files only, writes files that are complete or absent, and locks folders. No communication.
 
 Other users of a folder may have left anything there: a FIFO, on which reading waits, a link to a device
-without an end, or a link at the path of a file that is about to be written.
+without an end, or a link at the path of a new file.
 
 Note [Locks]
     The file is locked with ``flock``, which ends with the process. The holder removes the file before it

@@ -1,4 +1,4 @@
-"""Matches a checkpoint to the objects to load into: whether it fits, and which rows of it each rank needs."""
+"""Whether a checkpoint fits the objects to load into, and which rows of it each rank needs."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: completes one, finds the newest, removes old ones and the files of killed saves.
+"""Folders of checkpoints: completes one, finds the newest, removes old ones.
 
 Note [Family]
     Checkpoints of one family lie in one parent folder, and their names differ only in digits. ``keep=``
@@ -44,7 +44,7 @@ def resolved(path: object) -> Path:
 def own_folder(path: object) -> Path:
     """Return a checkpoint's own folder, absolute; ValueError if the path does not end in a name.
 
-    "" may be a variable that was never set, and a save must not replace what is in the current folder.
+    "" may be a variable that was never set.
     """
     folder = resolved(path)
     if Path(str(path)).name in ("", ".."):
@@ -72,12 +72,10 @@ def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
 
 
 def _with_inner(path: Path) -> list[Path]:
-    """List a folder and the folders directly in it."""
     return [path, *sorted(child for child in path.iterdir() if is_dir(child))] if is_dir(path) else []
 
 
 def _complete_ones(folders: Iterable[Path]) -> list[Path]:
-    """List the checkpoints that are complete, oldest first."""
     age = {}
     for folder in folders:
         with suppress(CheckpointError):

@@ -222,7 +222,6 @@ def place_own(part: RankInput) -> None:
 
 @contextmanager
 def _fits(what: str) -> Iterator[None]:
-    """Say in an error which object refused its state."""
     try:
         yield
     except Exception as error:

@@ -101,7 +101,6 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
 
 
 def _state_dict(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
-    """Build a state dict of ``torch.optim``."""
     about, state, groups, names = values[OPTIMIZER], dict[Any, Any](), [], list[str]()
     for group in about["groups"]:
         members = range(len(names), len(names) + len(group["names"]))
@@ -138,7 +137,6 @@ def _mapped_tensors(
 
 
 def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable[[int], object]) -> None:
-    """Write the model's tensors, by name."""
     keys, entries = dict[str, str](), reader.manifest.entries
     for name, (kind, body) in model_parts(reader.manifest.values).items():
         if kind in ("sparse", "subclass", "wrapper"):
@@ -280,7 +278,6 @@ def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
 
 
 def _write(source: _Source, owner_of: Callable[[str], int], out: Path) -> tuple[dict[str, DataFile], Written]:
-    """Write all data files, one after the other."""
     token, boxes = new_token(), dict[int, list[Box]]()
     for key, box in source.boxes.items():
         boxes.setdefault(owner_of(key), []).append(box)

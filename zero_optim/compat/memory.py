@@ -46,13 +46,8 @@ def return_freed_memory(threshold: int = 2**16) -> None:
     [Blocks that the C library keeps]. Does not communicate; ranks may differ. The same as
     ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
 
-    Args:
-        threshold: bytes from which on a block is returned when it is freed.
-
-    Raises:
-        TypeError: ``threshold`` is no integer.
-        ValueError: it is less than a page, or more than 32 MiB.
-        RuntimeError: the C library is not glibc. Nothing has changed.
+    ``threshold`` is the bytes from which on a block is returned. TypeError if it is no integer, ValueError if
+    it is less than a page or more than 32 MiB, RuntimeError if the C library is not glibc.
     """
     if type(threshold) is not int:
         raise TypeError(f"expected threshold to be a number of bytes, got {threshold!r}")

@@ -1,4 +1,4 @@
-"""Streams of accelerators, used only through here. On the CPU these functions do nothing, or the plain thing.
+"""Streams of accelerators, used only through here.
 
 Note [Streams]
     A stream runs its work in order, beside other streams. `Work.wait` of NCCL, and `Future.wait` of a future

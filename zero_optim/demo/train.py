@@ -158,7 +158,6 @@ class Trainer:
         return Metric(self.step, loss, None, rate, norm, seconds, speed)
 
     def _backward(self) -> Tensor:
-        """Run this rank's micro-batches; return their mean loss."""
         passes = self.config.accumulate
         count = self.config.batch_size // dist.get_world_size() // passes
         first = self.step * self.config.batch_size + dist.get_rank() * count * passes

@@ -182,7 +182,6 @@ def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Kill the running ranks with their child processes."""
     for process in processes:
         if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):  # not in a session of its own yet
@@ -217,8 +216,8 @@ def _stacks_text(
 def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
     """Encode a call once for all ranks; TypeError if the function, or what it uses, cannot be sent.
 
-    Pickle sends a function as a name. cloudpickle, an optional package, sends lambdas, nested functions and
-    those of a notebook as code, here with the lines typed there, for tracebacks on the ranks.
+    cloudpickle, an optional package, sends functions as code, here with the lines of a notebook, for
+    tracebacks.
     """
     name, main = getattr(function, "__qualname__", repr(function)), sys.modules["__main__"]
     is_typed = getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")  # at a prompt

@@ -83,7 +83,6 @@ class _Copy:
         return self.memory[: nbytes + more]
 
     def value(self) -> Nested:
-        """Rebuild the value, in new memory."""
         return decode(self.form, iter(unpack(self.form, self.memory[: self.nbytes])))
 
 
