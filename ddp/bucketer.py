@@ -4,9 +4,8 @@ The interface is that of FairScale's class of the same name, which its FullyShar
 
 Note [Not for gradients]
     Reductions of gradients make the same sums with `RowSum`, but do not send through this class: a bucket of
-    gradients is a collection already. Inputs here stay the caller's, so they cannot be summed in place: one
-    more row, and one more copy. With NCCL it sends on its own process group, and two groups in use at once
-    may wait for each other for ever.
+    gradients is a collection already. Inputs here stay the caller's, so they cannot be summed in place. With
+    NCCL it sends on its own process group, and two groups in use at once may wait for each other for ever.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +41,7 @@ _NUM_UNDER_WAY = 2
 class _Bucket:
     """Collected inputs: a column each, with one chunk in the row of each rank.
 
-    Calls may come on several streams of an accelerator; the stream that sends waits for the last event of
-    each.
+    Calls may come on several streams; the one that sends waits for the last event of each.
     """
 
     rows: list[list[Tensor]]
@@ -145,7 +143,7 @@ class ReduceScatterBucketer:
         self._ranks = {}
 
     def _ranks_for(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[RankGroup, Lease]:
-        """Return the ranks, and the groups beside them that send such inputs, whatever the dtype."""
+        """Return the ranks, and the groups beside them that send such inputs."""
         if (group, device) not in self._ranks:
             ranks = RankGroup.of(group, device)
             self._ranks[group, device] = ranks, lanes_beside(ranks)
@@ -170,7 +168,6 @@ class ReduceScatterBucketer:
 
 
 def _check(chunks: Sequence[Tensor], size: int) -> None:
-    """Refuse what is not a chunk for each rank."""
     if len(chunks) != size:
         raise ValueError(f"expected a chunk for each of {size} ranks, got {len(chunks)}")
     if any(chunk.layout != torch.strided for chunk in chunks):

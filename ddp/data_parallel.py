@@ -1,12 +1,11 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` instead of its C++ one.
 
-Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's code, and ``isinstance`` holds. Only
-this file, `rebindable` and `reducer_adapters` touch private names of that class.
+Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's code. Only this file, `rebindable`
+and `reducer_adapters` touch private names of that class.
 """
 
 import inspect
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -25,6 +24,7 @@ from zero_optim.ddp.precision.casting import Casting, Casts, cast_buffers
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
@@ -84,7 +84,7 @@ class DistributedDataParallel(RebindableWrapper):
     ) -> None:
         bound = _SIGNATURE.bind(self, module, *args, **kwargs)
         arguments = _DEFAULTS | bound.arguments
-        agree_on_model(arguments, self, timeout, on_stall, may_be_freed=False)
+        agree_on_model(arguments, self, timeout, on_stall)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         self._precision = PrecisionPolicy.of_ddp(arguments)
         if self._precision is None:
@@ -150,30 +150,21 @@ class DistributedDataParallel(RebindableWrapper):
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
-        wanted = self._wanted()
+        wanted = weakly(self._wants)
         return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted, checks=False)
 
-    def _wanted(self) -> Callable[[bool], bool]:
-        """Return a callable that is True if a backward pass must be reduced; holds a weak reference."""
-        reference = weakref.ref(self)
-
-        def wanted(was_expected: bool) -> bool:
-            own = reference()
-            if own is None or not was_expected:
-                return False
-            syncs: bool = own.require_backward_grad_sync
-            if not syncs and own._join_config.enable:
-                raise RuntimeError(
-                    "no_sync() around backward() alone cannot be used inside Join: ranks that ran out of "
-                    "inputs were told in forward() that this pass would be reduced. Put forward() under "
-                    "no_sync() too"
-                )
-            return syncs
-
-        return wanted
+    def _wants(self, was_expected: bool) -> bool:
+        syncs: bool = self.require_backward_grad_sync
+        if was_expected and not syncs and self._join_config.enable:
+            raise RuntimeError(
+                "no_sync() around backward() alone cannot be used inside Join: ranks that ran out of "
+                "inputs were told in forward() that this pass would be reduced. Put forward() under "
+                "no_sync() too"
+            )
+        return was_expected and syncs
 
     def _own(self) -> Reducer:
-        """Return our reducer, or raise: PyTorch builds none where every parameter is delayed."""
+        """Return our reducer, or raise: there is none where every parameter is delayed."""
         if self._delay_all_reduce_all_params:
             raise RuntimeError(
                 "delay_all_reduce_named_params holds every parameter, so there are no buckets: comm hooks "
@@ -183,7 +174,6 @@ class DistributedDataParallel(RebindableWrapper):
         return own
 
     def _caps(self) -> tuple[int, ...]:
-        """Return the capacities of buckets in bytes."""
         listed = tuple(getattr(self, "bucket_bytes_cap_list", ()))
         if listed:
             return listed
@@ -322,7 +312,7 @@ class DistributedDataParallel(RebindableWrapper):
     def get_ddp_logging_data(self) -> dict[str, int | str]:
         """Return a part of what PyTorch's ``_get_ddp_logging_data`` does; no communication.
 
-        That is the comm hook, sizes of buckets in bytes, counts, and flags as 0 and 1. No times.
+        Comm hook, sizes of buckets in bytes, counts, and flags as 0 and 1. No times.
         """
         return logging_data(self._own())
 
@@ -332,9 +322,9 @@ class DistributedDataParallel(RebindableWrapper):
         """Return what the reductions on this rank communicated since the last call. No communication.
 
         The keys are those of `ZeroRedundancyOptimizer.metrics`, whose figures can be added. Phases:
-        ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (in which buckets are made
-        anew) and ``total``. ``passes`` counts reduced backward passes. With a comm hook
-        ``exposed_seconds/reduce`` is the time of the hook and of the wait for it; what the hook sends is not
-        counted, nor are buffers. ``reset=False`` leaves the counts alone.
+        ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (of new buckets) and
+        ``total``. ``passes`` counts reduced backward passes. With a comm hook ``exposed_seconds/reduce`` is
+        the time of the hook and of the wait for it; what it sends is not counted, nor are buffers.
+        ``reset=False`` leaves the counts alone.
         """
         return self._own().metrics(reset=reset)

@@ -2,52 +2,43 @@
 
 Note [No part in Join]
     A rank without inputs would have to start the other ranks' gathers in their order, which depends on the
-    modules they call. The order of the pass before may be wrong for another kind of batch: units of different
-    sizes would meet. Sending each unit's number first costs a collective for each gather, in which time
-    nothing can be fetched. So ``Join`` is refused.
+    modules that they call. The order of the pass before may be wrong for another kind of batch, and units of
+    different sizes would meet. To send each unit's number first would cost a collective for each gather. So
+    ``Join`` is refused.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat import private
 from zero_optim.ddp.full.choice import Units
-from zero_optim.ddp.full.construction import Arguments, construct, ignored_names
+from zero_optim.ddp.full.construction import Arguments, construct
 from zero_optim.ddp.full.filling import Init, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
 from zero_optim.ddp.full.in_use import UnitsInUse
+from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
-from zero_optim.ddp.full.parts import (
-    check_sparse,
-    make_gathers,
-    make_places,
-    make_reducer,
-    make_units,
-    send_buffers,
-)
-from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
+from zero_optim.ddp.full.parts import make_gathers, make_reducer, make_units, seen_buffers, send_buffers
+from zero_optim.ddp.owners.owner_reducer import OwnerReducer
+from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
-from zero_optim.ddp.reducer.report import names_text
-from zero_optim.ddp.wrapper_checks import agree_on_model
+from zero_optim.ddp.wrapper_checks import agree_on_model, ignored_names, seen_params
 from zero_optim.health.watchdog import unwatch
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.shard.keeping import Offload
-from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
+from zero_optim.step.unreduced import FrozenParams
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(OwnerWrapper, nn.Module):
     """Keep each parameter on its owners alone, and gather it while it is used (ZeRO stage 3).
 
     The optimizer is built before or after, and the loop stays as it is::
@@ -88,11 +79,11 @@ class FullyShardedDataParallel(nn.Module):
             once, and a rank holds copies of rows that other replicas own, see Note [Held by a replica] in
             `zero_optim.shard.row_gathers`.
         mixed_precision: a `PrecisionPolicy`, or one of PyTorch's for its own wrappers. Then ``param.dtype``
-            is the dtype to compute with, and owners keep and step the parameters in their own dtype.
+            is the dtype to compute with; owners keep and step the parameters in their own.
         device: for parameters and buffers on the meta device; None for the default one.
         init: called under ``torch.no_grad()`` with each module that has some there, children first, to set
-            their first values; rank 0's are taken. None calls the module's ``reset_parameters()``. Wrap a
-            model on the meta device without an optimizer; no rank ever holds the whole of it.
+            their first values; rank 0's are taken. None calls the module's ``reset_parameters()``. Wrap such
+            a model without an optimizer; no rank ever holds the whole of it.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
@@ -102,8 +93,6 @@ class FullyShardedDataParallel(nn.Module):
     """
 
     units: UnitsInUse
-    _optimizer: ZeroRedundancyOptimizer
-    _mesh: RankMesh | None
     _reducer: OwnerReducer
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -123,54 +112,36 @@ class FullyShardedDataParallel(nn.Module):
         init: Init | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
-        """Check, agree with the other ranks, wrap, and free everything."""
         super().__init__()
-        how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
         private.require("FullyShardedDataParallel")
-        self._arguments = Arguments(*how, device, init, mesh)
-        self._options = options
+        how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
+        self._arguments = arguments = Arguments(*how, process_group, mesh, device, init)
+        self._accumulate, self._options = accumulate, options
         self.require_backward_grad_sync = self._sends_buffers = True
         if optimizer is not None:
             require_ours(optimizer)
         doing = nullcontext() if optimizer is None else optimizer.ranks.doing("FullyShardedDataParallel()")
-        with doing:
-            self._built, self._optimizer, self._mesh = construct(
-                type(self),
-                module,
-                optimizer,
-                process_group,
-                self._arguments,
-                options,
-                weakly(self._change_optimizer),
-            )
-        try:
+        with ExitStack() as at_exit:
+            taken_over = weakly(self._change_optimizer)
+            with doing:
+                self._built, self._optimizer, self._mesh = construct(
+                    type(self), module, optimizer, arguments, options, taken_over, at_exit
+                )
             self._fill(module)
-        except BaseException:
-            self._built.give_up()
-            raise
-
-    # ------------------------------------------------------------------ built
-
-    @property
-    def _everyone(self) -> RankGroup:
-        """Return all ranks that train the model: those of the optimizer, or of the mesh."""
-        return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
 
     def _fill(self, module: nn.Module) -> None:
-        """Broadcast the first rank's values, keep what each rank owns, and wrap; all ranks call."""
+        """Send the first rank's values, keep what each rank owns, and wrap; all ranks call."""
         built, options, everyone = self._built, self._options, self._everyone
         arguments = {"module": module, "process_group": everyone.process_group, **options}
-        agree_on_model(arguments, self, options.get("timeout"), options.get("on_stall", "raise"))
+        limits = options.get("timeout"), options.get("on_stall", "raise")
+        agree_on_model(arguments, self, *limits, may_be_freed=True)
         syncs = bool(options.get("init_sync", True))
         built.fill(self._optimizer, everyone, syncs=syncs)
-        ignored = ignored_names(module)
         if syncs and options.get("broadcast_buffers") is not False:
-            buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
-            take_values_of_first(everyone.during("agree"), buffers)
-        built.policy.cast_for_good(module, ignored)
+            take_values_of_first(everyone.during("agree"), seen_buffers(module))
+        built.policy.cast_for_good(module, ignored_names(module))
         self.module = module
-        named = [pair for pair in module.named_parameters() if pair[0] not in ignored]
-        self._frozen = FrozenParams([(name, param) for name, param in named if not param.requires_grad])
+        self._frozen = FrozenParams([pair for pair in seen_params(module) if not pair[1].requires_grad])
         self._make_reducer()
         self._optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
         self._optimizer.begin_averages_anew()  # from the weights that the ranks have by now
@@ -182,27 +153,26 @@ class FullyShardedDataParallel(nn.Module):
     def _make_reducer(self) -> None:
         """Build the reducer and the gathers of units; all ranks call."""
         optimizer, mesh, built = self._optimizer, self._mesh, self._built
-        with failing_together(self._everyone):
-            check_sparse(self.module, optimizer)
-        if mesh is not None:
-            agree_between_replicas(mesh.everyone, optimizer.core.describe())
-        reducer = make_reducer(built, optimizer, mesh, self._options, _wanted(weakref.ref(self)))
-        self._reducer, stamps = reducer, optimizer.iteration.calls.unit_stamps()
+        self._reducer = reducer = make_reducer(built, optimizer, mesh, self._options, weakly(self._wants))
+        stamps = optimizer.iteration.calls.unit_stamps()
         gathers = make_gathers(built, optimizer, mesh, reducer, stamps)
-        if not hasattr(self, "units"):
+        is_new = not hasattr(self, "units")
+        if is_new:
+            guards_reads = self._arguments.guards_reads
             units = make_units(built, reducer.params)
-            self.units = UnitsInUse(
-                units, self._arguments.num_kept, guards_reads=self._arguments.guards_reads
-            )
+            self.units = UnitsInUse(units, self._arguments.num_kept, guards_reads=guards_reads)
+        places = LaunchPlaces(self.units.units, built.choice.unit_of, reducer)
+        self.units.use(optimizer.ranks, gathers, stamps, places)
+        if is_new:
             hook_up(built.choice, self.units)
             built.policy.hook_up(built.choice.modules)
-        self.units.use(optimizer.ranks, gathers, stamps)
-        self.units.places = places = make_places(self.units, built.choice.unit_of, reducer)
-        reducer.holds = places.begin
-        reducer.follow(weakly(self.units.gradient_came))
+        reducer.follow(weakly(self.units.gradient_came), places.begin)
+
+    def _wants(self, was_expected: bool) -> bool:
+        return was_expected and self.require_backward_grad_sync
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Reduce gradients for an optimizer built later; all ranks call, and it communicates."""
+        """Reduce gradients for an optimizer built later; all ranks call."""
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
@@ -235,9 +205,7 @@ class FullyShardedDataParallel(nn.Module):
         trains = torch.is_grad_enabled()
         self._sends_buffers = trains and self.require_backward_grad_sync
         if trains:
-            unfrozen = [name for name, _ in self._frozen.unfrozen()]
-            if unfrozen:  # before each rank trains them with gradients of its own
-                raise RuntimeError(f"{names_text(unfrozen)} {NOT_REDUCED}")
+            self._check_frozen()
             self._reducer.activity.end("forward pass")
             self._reducer.expect(self.require_backward_grad_sync)
         if self._sends_buffers:
@@ -251,31 +219,10 @@ class FullyShardedDataParallel(nn.Module):
         """All ranks that train the model."""
         return self._everyone.process_group
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
-        if self._arguments.accumulate == "owner":
-            raise RuntimeError(
-                'accumulate="owner" adds several backward passes up in the rows of the owners, without '
-                'no_sync(): leave it out, or build FullyShardedDataParallel with accumulate="local"'
-            )
-        return self._without_sync()
-
-    @contextmanager
-    def _without_sync(self) -> Iterator[None]:
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
-        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
-        return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
-
     def check_finished(self) -> None:
         """Raise `ReductionError`, on every rank, if the last backward passes were incomplete; all ranks call.
 
-        The message has every failed rank's error. Waits for the device. See `DistributedDataParallel`.
+        Waits for the device. See `DistributedDataParallel`.
         """
         self._reducer.check_finished()
 
@@ -300,13 +247,6 @@ class FullyShardedDataParallel(nn.Module):
             "gather the units that the others use. Give every rank as many batches"
         )
 
-    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Refuse a comm hook with a RuntimeError: gradients are reduced to owners here."""
-        raise RuntimeError(
-            "FullyShardedDataParallel reduces gradients to their owners, and takes no comm hook: use "
-            "zero_optim.ddp.DistributedDataParallel with it"
-        )
-
     def detach(self) -> NoReturn:
         """Refuse with a RuntimeError to let go of the process group: no rank holds all parameters."""
         raise RuntimeError("FullyShardedDataParallel cannot be detached: save a checkpoint and build it anew")
@@ -314,16 +254,6 @@ class FullyShardedDataParallel(nn.Module):
 
 # Libraries ask for PyTorch's class to find the module in a wrapper; its metaclass is `abc.ABCMeta`.
 nn.parallel.DistributedDataParallel.register(FullyShardedDataParallel)
-
-
-def _wanted(wrapper: "weakref.ref[FullyShardedDataParallel]") -> Callable[[bool], bool]:
-    """Return a callable that is True if a backward pass must be reduced; holds a weak reference."""
-
-    def wanted(was_expected: bool) -> bool:
-        own = wrapper()
-        return was_expected and own is not None and own.require_backward_grad_sync
-
-    return wanted
 
 
 def fully_shard(
@@ -338,9 +268,8 @@ def fully_shard(
         fully_shard(model, units=[*model.blocks])
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
-    What the wrapper has beside the forward pass (``no_sync()``, ``metrics()``, ``units``,
-    ``check_finished()``), `fully_sharded` gives. All ranks of the group call with the same arguments; it
-    communicates.
+    `fully_sharded` gives the wrapper, with ``no_sync()``, ``metrics()``, ``units`` and ``check_finished()``.
+    All ranks of the group call with the same arguments; it communicates.
 
     Args:
         module: what to train, the whole of it.
@@ -362,11 +291,7 @@ def fully_shard(
 
 
 def fully_sharded(module: nn.Module) -> FullyShardedDataParallel:
-    """Give the wrapper that a module was sharded by with `fully_shard`; does not communicate.
-
-    Raises:
-        ValueError: it was not.
-    """
+    """Return the wrapper of a module that `fully_shard` sharded; ValueError if it did not."""
     hooks = PassHooks.of(module)
     if hooks is None or hooks.kept is None:
         raise ValueError(f"this {type(module).__name__} was not given to fully_shard()")

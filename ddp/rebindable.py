@@ -15,7 +15,7 @@ from zero_optim.health.watchdog import unwatch, watch
 
 
 class _Detached:
-    """Stands for what a wrapper let go; whatever is asked of it raises."""
+    """Stands for what a wrapper let go, and raises."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # Python asks for these itself
@@ -24,7 +24,7 @@ class _Detached:
 
 
 class RebindableWrapper(TorchDistributedDataParallel):
-    """PyTorch's class, which can go from one process group to another. The subclass gives it our reducer."""
+    """PyTorch's class, which can go to another process group. Subclasses give it our reducer."""
 
     reducer: Any
     logger: Any
@@ -37,7 +37,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
         Every rank calls it before ``destroy_process_group()``, also when another rank has failed, beside the
         optimizer's `detach`. If a wait on these ranks has failed, their connections are broken, so that no
         other rank waits for this one. Until `rebind`, a forward pass whose gradients must be reduced raises;
-        ``module`` runs without the wrapper, or in another one. Gradients stay. A second call does nothing.
+        ``module`` runs without the wrapper. Gradients stay. A second call does nothing.
         """
         if self._is_detached:
             return
@@ -100,7 +100,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
 
     @eager
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """Broadcast the buffers as PyTorch does, but as our work, so that errors name missing ranks."""
+        """Broadcast the buffers as our work, so that errors name missing ranks."""
         if self._delay_all_reduce_all_params:  # there is no reducer, which has the label's group
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
             return

@@ -15,7 +15,7 @@ from zero_optim.ddp.reducer.reducer import Reducer
 class TorchReducerAdapter:
     """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's.
 
-    ``num_forwards`` counts forward passes that have begun, and whose gradients are reduced.
+    ``num_forwards`` counts forward passes whose gradients are reduced.
     """
 
     own: Reducer
@@ -92,19 +92,15 @@ class TorchReducerAdapter:
 
 
 class TorchLoggerAdapter:
-    """The methods of PyTorch's logger that its class calls; it does nothing.
+    """The methods of PyTorch's logger that its class calls; they do nothing."""
 
-    Errors are raised, no times are taken, and the rest is asked of the reducer.
-    """
-
-    def _ignore(self, *_: object) -> None:
-        """Do nothing."""
+    def _ignore(self, *_: object) -> None: ...
 
     set_runtime_stats_and_log = set_error_and_log = _set_static_graph = _set_uneven_input_join = _ignore
 
 
 def logging_data(reducer: Reducer) -> dict[str, int | str]:
-    """Return facts about comm hook and buckets under the names of PyTorch's logger."""
+    """Return facts about the comm hook and the buckets under PyTorch's names."""
     history = reducer.history
     sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
     rebuilt = {"rebuilt_bucket_sizes": sizes} if history.has_rebuilt else {}

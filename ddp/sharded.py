@@ -1,7 +1,7 @@
 """`ShardedDataParallel`: data parallelism with sharded gradients, for a sharded optimizer."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,26 +10,18 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.mesh import RankMesh, agree_between_replicas
+from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.data_parallel import DistributedDataParallel
-from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
+from zero_optim.ddp.owners.owner_reducer import OwnerReducer
+from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.report import names_text
-from zero_optim.ddp.wrapper_checks import (
-    REFUSED,
-    check_arguments,
-    check_group,
-    check_module,
-    check_optimizer,
-    refuse_freed,
-)
+from zero_optim.ddp.reducer.inbox import weakly
+from zero_optim.ddp.wrapper_checks import REFUSED, check_arguments, check_module, check_optimizer
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
-from zero_optim.step.unreduced import NOT_REDUCED
 
 
-class ShardedDataParallel(DistributedDataParallel):
+class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
     """Reduce each gradient to its owner alone during the backward pass (ZeRO stage 2).
 
     Use it in place of ``DistributedDataParallel``, with the optimizer built first::
@@ -64,10 +56,10 @@ class ShardedDataParallel(DistributedDataParallel):
         module: the model to train. The optimizer has all of its parameters that require a gradient.
         optimizer: steps them.
         accumulate: what several backward passes before a step do. "owner" reduces each, and owners add up: it
-            sends each time, needs little more memory on an accelerator (on the CPU that of its own gradients
-            once more), and refuses ``no_sync()``. "local" adds up whole gradients on each rank under
-            ``no_sync()``, and the next pass outside of it reduces the sums. The bits differ: "owner" adds
-            over ranks first, "local" over passes first.
+            sends each time, needs on the CPU the memory of its own gradients once more, and refuses
+            ``no_sync()``. "local" adds up whole gradients on each rank under ``no_sync()``, and the next pass
+            outside of it reduces the sums. The bits differ: "owner" adds over ranks first, "local" over
+            passes first.
         process_group: that of the optimizer; optional.
         mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
             shard everything. Build the optimizer over one row of it, ``process_group=mesh.get_group(1)``. All
@@ -86,8 +78,6 @@ class ShardedDataParallel(DistributedDataParallel):
         RankMismatchError: on every rank: models or arguments differ; or the optimizers of two replicas.
     """
 
-    _mesh: RankMesh | None
-
     def __init__(
         self,
         module: nn.Module,
@@ -98,49 +88,32 @@ class ShardedDataParallel(DistributedDataParallel):
         mesh: DeviceMesh | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
-        """Check, agree with the other ranks, and wrap."""
         require_ours(optimizer)
         with optimizer.ranks.doing("ShardedDataParallel()"):
-            vars(self)["_mesh"] = RankMesh.of(mesh, optimizer.ranks)  # nn.Module is not set up yet
-            everyone = self._everyone(optimizer)
+            vars(self).update(  # nn.Module is not set up yet
+                _optimizer=optimizer, _accumulate=accumulate, _mesh=RankMesh.of(mesh, optimizer.ranks)
+            )
+            everyone = self._everyone
             with failing_together(everyone):
                 check_arguments(type(self), accumulate, options, REFUSED)
-                check_group(optimizer, process_group)
                 check_module(module)
-                check_optimizer(module, optimizer)
-                refuse_freed(module)
+                check_optimizer(module, optimizer, process_group)
             agree(everyone, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
-        self._optimizer = optimizer
-        self._accumulate = accumulate
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
         optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
 
-    def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:
-        """Return all ranks that train the model: those of the optimizer, or of the mesh."""
-        return optimizer.ranks if self._mesh is None else self._mesh.everyone
-
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> OwnerReducer:
-        optimizer, mesh = self._optimizer, self._mesh
-        with failing_together(self._everyone(optimizer)):
-            optimizer.core.check_sparse(param for name, param in pairs if name in sparse)
-        if mesh is not None:
-            agree_between_replicas(mesh.everyone, optimizer.core.describe())
-        reducer = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
-        reducer.expect(
-            True
-        )  # modules may be called by themselves, before the first forward pass of the whole
-        return reducer
+        wanted = weakly(self._wants)
+        return OwnerReducer(pairs, self._optimizer, options, sparse=sparse, wanted=wanted, mesh=self._mesh)
 
     @eager
     def _post_forward(self, output: object) -> object:
         if torch.is_grad_enabled():
-            names = [name for name, _ in self._frozen.unfrozen()]
-            if names:
-                raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
+            self._check_frozen()
         return super()._post_forward(output)
 
     def _caps(self) -> tuple[int, ...]:
@@ -165,10 +138,8 @@ class ShardedDataParallel(DistributedDataParallel):
             )
         ranks = self._optimizer.ranks
         with failing_together(ranks):
-            check_group(self._optimizer, process_group)
             check_module(self.module)
-            check_optimizer(self.module, self._optimizer)
-            refuse_freed(self.module)
+            check_optimizer(self.module, self._optimizer, process_group)
         super().rebind(ranks.process_group)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
@@ -182,26 +153,6 @@ class ShardedDataParallel(DistributedDataParallel):
                 "ranks there. Give every rank as many batches"
             )
         return super().join_hook(**kwargs)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
-        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
-        return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
-
-    def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
-        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
-        if self._accumulate == "owner":
-            raise RuntimeError(
-                'accumulate="owner" adds several backward passes up in the rows of the owners, without '
-                'no_sync(): leave it out, or build ShardedDataParallel with accumulate="local"'
-            )
-        return super().no_sync()
-
-    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Refuse a comm hook with a RuntimeError: gradients are reduced to owners here."""
-        raise RuntimeError(
-            "ShardedDataParallel reduces gradients to their owners, and takes no comm hook: use "
-            "zero_optim.ddp.DistributedDataParallel with it"
-        )
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         self.register_comm_hook(None, comm_hook_type)

@@ -1,4 +1,4 @@
-"""What wrappers refuse: models that differ between ranks, and what does not fit together."""
+"""What wrappers refuse: models that differ between ranks, and arguments that do not fit together."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -59,18 +59,15 @@ REFUSED = {
 
 
 def agree_on_model(
-    arguments: dict[str, Any], user: object, timeout: object, on_stall: object, *, may_be_freed: bool = True
+    arguments: dict[str, Any], user: object, timeout: object, on_stall: object, *, may_be_freed: bool = False
 ) -> None:
     """Check that all ranks wrap the same model; all ranks call. Communicates.
 
-    With ``init_sync=False`` compares only that flag, and checks devices. ``arguments`` are the arguments of
-    PyTorch's constructor by name; ``user`` is the wrapper under construction.
+    With ``init_sync=False`` compares only that flag, and checks devices. ``arguments``: those of PyTorch's
+    constructor, by name. ``user``: the wrapper.
     """
-    module, process_group, mesh = (
-        arguments["module"],
-        arguments.get("process_group"),
-        arguments.get("device_mesh"),
-    )
+    module, mesh = arguments["module"], arguments.get("device_mesh")
+    process_group = arguments.get("process_group")
     ranks_of(process_group)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise_together(TypeError(f"expected device_mesh to be a DeviceMesh, or None, got {mesh!r}"))
@@ -99,16 +96,15 @@ def _agree(
             )
         _check_devices(module, arguments.get("device_ids"), arguments.get("output_device"))
         if not may_be_freed:
-            refuse_freed(module)
+            _refuse_freed(module)
         items = [f"init_sync={syncs}"]
         if syncs:
             pairs = seen_params(module)
             group.check_serves([param for _, param in pairs])
             PrecisionPolicy.of_ddp(arguments)
             delayed = [name for name, _ in arguments.get("delay_all_reduce_named_params") or ()]
-            delayed_by = (
-                "no parameter" if arguments.get("param_to_hook_all_reduce") is None else "a parameter"
-            )
+            is_delayed = arguments.get("param_to_hook_all_reduce") is not None
+            delayed_by = "a parameter" if is_delayed else "no parameter"
             options = {key: arguments[key] for key in arguments if key not in _NOT_COMPARED}
             limits = f"timeout={timeout}, on_stall={on_stall}"
             items += [f"arguments {options}, delayed: {delayed} by {delayed_by}, {limits}"]
@@ -135,6 +131,12 @@ def _check_devices(module: nn.Module, device_ids: object, output_device: object)
             torch.device(each)
 
 
+def ignored_names(module: nn.Module) -> Sequence[str]:
+    """Return the names of parameters and buffers that PyTorch's DDP was told to ignore."""
+    names: Sequence[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names
+
+
 def seen_params(module: object) -> list[tuple[str, Tensor]]:
     """List (name, parameter) pairs without ignored ones; empty for what is no module.
 
@@ -142,12 +144,11 @@ def seen_params(module: object) -> list[tuple[str, Tensor]]:
     """
     if not isinstance(module, nn.Module):
         return []
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = ignored_names(module)
     return [pair for pair in module.named_parameters() if pair[0] not in ignored]
 
 
-def refuse_freed(module: object) -> None:
-    """Raise ValueError for a model that is fully sharded, or has such a part."""
+def _refuse_freed(module: object) -> None:
     if any(is_freed(param) for _, param in seen_params(module)):
         raise ValueError(
             "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
@@ -157,7 +158,7 @@ def refuse_freed(module: object) -> None:
 def check_arguments(
     wrapper: type, accumulate: object, options: Mapping[str, object], refused: Mapping[str, str]
 ) -> None:
-    """Raise TypeError for an option that a wrapper does not take, ValueError for a wrong ``accumulate``.
+    """Raise TypeError for an unknown option, ValueError for a wrong ``accumulate``.
 
     ``refused`` says what to do in the place of an option of PyTorch's.
     """
@@ -172,15 +173,6 @@ def check_arguments(
             raise TypeError(f"expected options among {', '.join(sorted({*OPTIONS, *keywords}))}, got {name}")
 
 
-def check_group(optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None) -> None:
-    """Refuse another process group than the optimizer's."""
-    if process_group is not None and process_group is not optimizer.ranks.process_group:
-        raise ValueError(
-            "process_group is another group than that of the optimizer, whose ranks own the gradients: leave "
-            "it out, or give both the same"
-        )
-
-
 def check_module(module: object) -> None:
     """Refuse what is no module, or reduces gradients itself."""
     if not isinstance(module, nn.Module):
@@ -192,20 +184,22 @@ def check_module(module: object) -> None:
         )
 
 
-def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
-    """Refuse an optimizer that lacks parameters of the module, or waits for a comm hook."""
+def check_optimizer(
+    module: nn.Module, optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None
+) -> None:
+    """Refuse an optimizer of another group, without all parameters, or that waits for a comm hook."""
+    if process_group is not None and process_group is not optimizer.ranks.process_group:
+        raise ValueError(
+            "process_group is another group than that of the optimizer, whose ranks own the gradients: leave "
+            "it out, or give both the same"
+        )
     if optimizer.core.inputs.options.overlap_with_ddp:
         raise ValueError(
             "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
             "that out"
         )
     known = optimizer.pieces()
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    unknown = [
-        name
-        for name, param in module.named_parameters()
-        if param.requires_grad and name not in ignored and param not in known
-    ]
+    unknown = [name for name, param in seen_params(module) if param.requires_grad and param not in known]
     if unknown:
         raise ValueError(
             f"the optimizer does not have {names_text(unknown)}, so nobody owns the gradients: add them to "

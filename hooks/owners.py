@@ -10,6 +10,7 @@ Note [Rows in place]
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -283,7 +284,7 @@ class ReduceToOwners:
         self._optimizer = optimizer
         self._ranks = optimizer.ranks
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
-        agree_on_infinity = optimizer.iteration.agree_on_infinity
+        agree_on_infinity: Agree = WeakMethod(optimizer.iteration.agree_on_infinity)
         self.buckets = self._gradients = OwnerGradients(optimizer, lanes, _NO_OWNER, agree_on_infinity)
         self._under_way = Flow(_NUM_UNDER_WAY, streams=StreamBeside())
         self._ending: set[int] = set()  # numbers of the engine's passes that will call `_end`

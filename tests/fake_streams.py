@@ -4,7 +4,7 @@ With `without_thread` the overlapped step runs as on an accelerator: in the hook
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,9 @@ class FakeAccelerator(streams.Accelerator):
             yield
         finally:
             self.stack.pop()
+
+    def asking(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def recorded_event(self, device: torch.device) -> FakeEvent:
         self.events.append(FakeEvent(self.stack[-1]))

@@ -159,6 +159,9 @@ class _Accelerator(streams.Accelerator):
     def using(self, stream: object) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def asking(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def record_use(self, tensor: Tensor) -> None:
         pass
 

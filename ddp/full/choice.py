@@ -76,7 +76,6 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
 
 
 def _listed(units: Iterable[object], model: Iterable[nn.Module]) -> set[nn.Module]:
-    """Take modules as they are, and for a class the model's modules of it."""
     modules, chosen = [*model], set[nn.Module]()
     for unit in units:
         if isinstance(unit, nn.Module):
@@ -97,7 +96,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _read_by_others(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return modules whose parameters another one reads without calling them, as attention does."""
+    """Map modules to the one that reads their parameters without calling them, as attention does."""
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     return {inner: outer for outer in attentions for inner in outer.modules() if inner is not outer}
 
@@ -124,7 +123,7 @@ def _by_size(model: nn.Module, read_by: Container[nn.Module]) -> set[nn.Module]:
 
 
 def _assigned(model: nn.Module, modules: tuple[nn.Module, ...]) -> dict[Tensor, int]:
-    """Give each parameter, in order of registration, the innermost unit around all modules that have it."""
+    """Give each parameter the innermost unit around all modules that have it, in order of registration."""
     number_of = {module: number for number, module in enumerate(modules)}
     around: dict[Tensor, tuple[int, ...]] = {}
 

@@ -1,10 +1,16 @@
-"""How the parameters of a model come to be those of units: who keeps them, and how they get there.
+"""How the parameters of a model become those of units: who keeps them, and how they get there.
+
+Note [Which comes first]
+    The optimizer makes the buckets of units; until it comes, one that never steps stands in for it. Rows are
+    filled by `RowBucket.take_in` in both cases, but not in one order. An optimizer that comes first may have
+    masters and state, made of whole values, and its class may refuse the new rows. So values are sent before
+    it plans anew, and are freed when nothing can be refused any more. Where it comes later, no values need
+    ever be whole (the meta device), and a stand-in refuses nothing: units are filled module by module.
 
 Note [Optimizers that know nothing of units]
-    An optimizer of PyTorch's may be built over freed parameters by mistake. Most steps would raise, as a
-    freed parameter cannot be written to. A fused one would write to memory that is not the parameter's. So as
-    long as there are fully sharded models, a hook of PyTorch's looks at every optimizer before it steps: at
-    the first and the last parameter of each group, which takes some microseconds.
+    An optimizer of PyTorch's may be built over freed parameters by mistake. Most steps would raise; a fused
+    one would write to memory that is not the parameter's. So while there are fully sharded models, a hook of
+    PyTorch's looks, before each step of any optimizer, at the first and the last parameter of each group.
 """
 
 import weakref
@@ -15,7 +21,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -38,9 +44,9 @@ from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.ddp.wrapper_checks import (
     REFUSED,
     check_arguments,
-    check_group,
     check_module,
     check_optimizer,
+    seen_params,
 )
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.keeping import Offload, keeping_for
@@ -88,9 +94,10 @@ class Arguments:
     offload: Offload | Literal["cpu"] | None
     precision: PrecisionPolicy | object | None
     accumulate: str
+    process_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
     device: torch.device | str | None
     init: Init | None
-    mesh: DeviceMesh | None
 
     @property
     def num_kept(self) -> int | None:
@@ -106,9 +113,9 @@ class Arguments:
 
 
 class UnitConstruction:
-    """The units of a model, until buckets hold their parameters. Checks the arguments, and chooses them.
+    """The units of a model, from the choice of them until buckets hold their parameters.
 
-    Parameters of ``choice`` are in the place of those on the meta device. ``taken_over`` is called with an
+    ``choice`` has new parameters in the place of those on the meta device. ``taken_over`` is called with an
     optimizer that comes later.
     """
 
@@ -139,8 +146,8 @@ class UnitConstruction:
         weakref.finalize(self.registration, hook.remove).atexit = False
 
     def take(self, optimizer: ZeroRedundancyOptimizer | None) -> None:
-        """Take the parameters that an optimizer has, None for all, for their units; does not communicate."""
-        names = self._names()
+        """Store the parameters that an optimizer has, None for all; does not communicate."""
+        names = {param: name for name, param in seen_params(self.module)}
         owned = set(names) if optimizer is None else set(optimizer.pieces())
         units = {param: number for param, number in self.choice.unit_of.items() if param in owned}
         sharded = {param: name for param, name in names.items() if param in units}
@@ -148,15 +155,8 @@ class UnitConstruction:
         self.policy.check(sharded, sparse_names(self.module), self._arguments.accumulate)
         self.registration.store = Store(units, self.policy.compute_dtypes(sharded), keeping)
 
-    def _names(self) -> dict[Tensor, str]:
-        ignored = ignored_names(self.module)
-        return {param: name for name, param in self.module.named_parameters() if name not in ignored}
-
     def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
-        """Make an optimizer that is never stepped, and keeps all parameters until one comes for them.
-
-        All ranks call, and it communicates.
-        """
+        """Build an optimizer that never steps, to hold the rows until one comes; all ranks call."""
         self.stands_in = True
         self.registration.mark()
         limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
@@ -169,7 +169,7 @@ class UnitConstruction:
     def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup, *, syncs: bool) -> None:
         """Have each rank keep its rows, of rank 0's values if it `syncs`, and free the parameters.
 
-        All ranks call, and it communicates.
+        All ranks call, and it communicates. See Note [Which comes first].
         """
         group = everyone.during("agree")
         if self.stands_in:
@@ -180,7 +180,7 @@ class UnitConstruction:
             optimizer.core.owned.leaves.keep(optimizer.core.sharding.row_buckets)
             return
         if syncs:
-            take_values_of_first(group, self._names())
+            take_values_of_first(group, [param for _, param in seen_params(self.module)])
         with failing_together(everyone):  # it fails on all ranks of a replica alike
             optimizer.wait_for_gathers()
             rows = shard_parameters(optimizer.core, self.registration.store)
@@ -190,7 +190,7 @@ class UnitConstruction:
             self.registration.place(rows, optimizer.ranks)
 
     def give_up(self) -> None:
-        """Leave the model as it was, if it was not filled yet; does not communicate."""
+        """Leave the model as it was, if it was not filled; does not communicate."""
         if not self._is_filled:
             self.registration.unmark([*self.registration.params])
             back_to_meta(self.module, self._replaced)
@@ -200,57 +200,52 @@ def construct(
     wrapper: type,
     module: nn.Module,
     optimizer: ZeroRedundancyOptimizer | None,
-    process_group: dist.ProcessGroup | None,
     arguments: Arguments,
     options: Mapping[str, object],
     taken_over: Callable[[ZeroRedundancyOptimizer], None],
+    at_exit: ExitStack,
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
     """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
 
-    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh.
+    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh. Units that
+    are not filled ``at_exit`` leave the model as it was.
     """
-    known = mesh = built = None
+    known, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:
         mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
         known = optimizer.ranks if mesh is None else mesh.everyone
     ranks = RanksToBe(arguments.mesh, process_group, known)
-    try:
+    with ranks.failing_together():
+        check_arguments(wrapper, arguments.accumulate, options, OF_PYTORCH)
+        check_module(module)
+        if optimizer is not None:
+            check_optimizer(module, optimizer, process_group)
+            if has_meta(module):
+                raise ValueError(
+                    "a part of the model is on the meta device: wrap it without an optimizer, then build "
+                    "the optimizer with wrapped.parameters()"
+                )
+        built = UnitConstruction(module, arguments, taken_over)
+        at_exit.callback(built.give_up)
+        built.take(optimizer)
+    items = [
+        f"accumulate={arguments.accumulate!r}",
+        f"mixed_precision: {built.policy.describe()}",
+        f"offload={built.registration.store.keeping.description}",
+    ]
+    ranks.agree(items, f"the arguments of {wrapper.__name__}")
+    if optimizer is None:
         with ranks.failing_together():
-            check_arguments(wrapper, arguments.accumulate, options, OF_PYTORCH)
-            check_module(module)
-            if optimizer is not None:
-                check_group(optimizer, process_group)
-                check_optimizer(module, optimizer)
-                if has_meta(module):
-                    raise ValueError(
-                        "a part of the model is on the meta device: wrap it without an optimizer, then build "
-                        "the optimizer with wrapped.parameters()"
-                    )
-            built = UnitConstruction(module, arguments, taken_over)
-            built.take(optimizer)
-        offload, precision = built.registration.store.keeping.description, built.policy.describe()
-        items = [
-            f"accumulate={arguments.accumulate!r}",
-            f"mixed_precision: {precision}",
-            f"offload={offload}",
-        ]
-        ranks.agree(items, f"the arguments of {wrapper.__name__}")
-        if optimizer is None:
-            with ranks.failing_together():
-                optimizer = built.stand_in(ranks.process_group, options)
-            mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
-    except BaseException:
-        if built is not None:
-            built.give_up()
-        raise
+            optimizer = built.stand_in(ranks.process_group, options)
+        mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
     return built, optimizer, mesh
 
 
 class RanksToBe:
-    """The ranks that a wrapper is to have: those that are known, or before it has an optimizer to tell them.
+    """The ranks of a wrapper, also before there is an optimizer that has them.
 
-    What is no mesh is taken for none: `RankMesh.of` refuses it later. Without a process group the mesh's row
-    has the state, and without a mesh the default group.
+    What is no mesh counts as none: `RankMesh.of` refuses it later. Without a process group the mesh's row has
+    the state, and without a mesh the default group.
     """
 
     def __init__(self, mesh: object, process_group: object, known: RankGroup | None = None) -> None:
@@ -271,27 +266,20 @@ class RanksToBe:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run the body, then raise on all ranks if it raised on any: in rows of a mesh, then columns."""
+        """Raise on all ranks if the body raised on any: in rows of a mesh, then columns."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(failing_together(group))
             yield
 
     def agree(self, items: Sequence[str], what: str) -> None:
-        """Check that all ranks have the same items, and the same mesh; raises RankMismatchError on all."""
+        """Check that all ranks have the same items and mesh; RankMismatchError on all."""
         for group in self.groups:
             with self.failing_together():
                 agree(group, [self._mesh, *items], what)
 
 
-def ignored_names(module: nn.Module) -> Sequence[str]:
-    """Return the names of parameters and buffers that PyTorch's DDP was told to leave alone."""
-    names: Sequence[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return names
-
-
 def _refuse_others(optimizer: Optimizer, *_: object) -> None:
-    """Refuse a step, see Note [Optimizers that know nothing of units]."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return
     name = type(optimizer).__name__

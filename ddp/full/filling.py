@@ -3,9 +3,9 @@
 Note [Filled module by module]
     The buckets of units begin without memory. A *portion* is a unit, or in the outermost unit a module with
     parameters, with all below it that belongs to the same unit. When it has its values (the model's, or first
-    ones for a model on the meta device), the ranks take those of rank 0, each copies the rows that it keeps,
-    and the memory of the portion is released. Where all values are there, the portion with the largest
-    parameter comes last: whoever owns the whole of it has it twice while it is copied.
+    ones for a model on the meta device), the ranks take those of rank 0, each copies its rows, and the
+    portion's memory is released. Where all values are there, the portion with the largest parameter comes
+    last: its owner has it twice while it is copied.
 
     Modules are initialized after those below them, in the order of registration. As a rule that is the order
     of their constructors, so the same seed gives the same bits as a model that is made whole.
@@ -32,7 +32,7 @@ _AT_ONCE = 16  # broadcasts under way
 
 @torch.no_grad()
 def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
-    """Give tensors the values that they have on rank 0, in place; all ranks call, and it communicates."""
+    """Give tensors the values of rank 0, in place; all ranks call, and it communicates."""
     dense = [tensor.detach() for tensor in tensors if tensor.numel() and group.size > 1]
     for start in range(0, len(dense), _AT_ONCE):
         some = dense[start : start + _AT_ONCE]
@@ -48,7 +48,7 @@ def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """List the parameters and buffers of a module alone, each with the dict that it is in and its name."""
+    """List a module's own parameters and buffers, each with the dict that has it and its name."""
     for held in (module._parameters, module._buffers):
         for name, tensor in held.items():
             if tensor is not None:
@@ -61,7 +61,7 @@ def has_meta(model: nn.Module) -> bool:
 
 
 def check_init(model: nn.Module, init: Init | None) -> None:
-    """Refuse a model on the meta device whose modules nobody can initialize, or a useless ``init``."""
+    """Refuse a model on the meta device that nobody can initialize, or a useless ``init``."""
     if init is not None and not callable(init):
         raise TypeError(f"expected init to be a function of a module, got {init!r}")
     if init is not None and not has_meta(model):
@@ -86,7 +86,7 @@ def _reset_of(module: nn.Module, name: str) -> Callable[[], object]:
 def leave_meta(model: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
     """Replace parameters on the meta device by some that show NaN, as freed ones do; return the new ones.
 
-    Modules that had one parameter in common have it in common again.
+    Modules that shared a parameter share the new one.
     """
     new: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -112,7 +112,7 @@ def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
 def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
     """Make memory for a parameter or a buffer, which shows where nobody has written.
 
-    It has the dtype that owners keep: random numbers give other values in another dtype.
+    In the dtype that owners keep: random numbers give other values in another dtype.
     """
     new = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=kept_dtype(tensor), device=device)
     return new.fill_(float("nan")) if new.is_floating_point() or new.is_complex() else new.zero_()
@@ -122,10 +122,10 @@ def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class UnitFiller:
-    """Fills the empty buckets of the units of a model; all ranks do. See Note [Filled module by module].
+    """Fills the empty buckets of a model's units: Note [Filled module by module].
 
-    The parameters `unfilled` have no values: `init` gives them some, or the modules' own
-    ``reset_parameters()``. If it `syncs`, every rank takes rank 0's values.
+    `init`, or the modules' own ``reset_parameters()``, gives values to the parameters `unfilled`. If it
+    `syncs`, every rank takes rank 0's values.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class UnitFiller:
         self._waiting: list[list[Tensor]] | None = None  # portions that have their values; None: none waits
 
     def fill(self, model: nn.Module) -> None:
-        """Fill all of them; the parameters are freed then. All ranks call, and it communicates."""
+        """Fill all of them, and free the parameters; all ranks call, and it communicates."""
         if not self._unfilled and not has_meta(model):
             self._waiting = []
         self._visit(model, None)
@@ -160,7 +160,7 @@ class UnitFiller:
             bucket.let_go()
 
     def _visit(self, module: nn.Module, outer: list[Tensor] | None) -> None:
-        """Fill what is below a module, then the module; `outer` is the portion of the unit around it."""
+        """Fill a module behind those below it; `outer` is the portion of the unit around it."""
         if module in self._seen:
             return
         self._seen.add(module)
@@ -196,7 +196,7 @@ class UnitFiller:
     def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:
         """Give what has no values yet its first ones.
 
-        A parameter that another module has initialized gets other memory for that time, then what it had.
+        A parameter that another module has initialized gets other memory meanwhile.
         """
         new = {param for param in own if param in self._unfilled}
         device = next(iter(new or own or self._bucket_of)).device

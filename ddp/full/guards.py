@@ -1,11 +1,11 @@
 """Conversions of a model, and new parameters in the place of its own, raise: owners would not see them.
 
 Note [How conversions are seen]
-    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children: PyTorch
+    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children; PyTorch
     has no hook for it. So the modules of units have an attribute of this name, which calls the class's own
     method with a function that leaves parameters of units alone. What the function does to a parameter is
-    tried on a small tensor of its dtype and device. A function that changes nothing passes: frameworks move a
-    model to where it is.
+    tried on a small tensor of its dtype and device. If that stays as it is, the conversion passes: frameworks
+    move a model to where it is.
 
 Note [Parameters in the place of others]
     ``weight_norm`` and ``parametrize`` take a parameter out of its module, and compute it from new ones. Done
@@ -32,7 +32,7 @@ _SHAPES = ((1,), (1, 2, 2, 2), (1, 2, 2, 2, 2))  # memory formats are of 4 and 5
 
 
 def refuse_conversions(model: nn.Module, units: Collection[Tensor]) -> None:
-    """Have conversions of a model raise, and of its modules that have some parameters of units themselves."""
+    """Have conversions of a model raise, and of its modules with own parameters of units."""
     for module in model.modules():
         if module is model or any(param in units for param in module.parameters(recurse=False)):
             vars(module)["_apply"] = _Apply(module, units)
@@ -51,7 +51,7 @@ class _ButUnits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Apply(Uncopied):
-    """What stands in the place of a module's ``_apply``; see Note [How conversions are seen]."""
+    """Stands for a module's ``_apply``: Note [How conversions are seen]."""
 
     module: nn.Module
     units: Collection[Tensor]
@@ -114,7 +114,7 @@ class UnitMembers:
         ]
 
     def check(self) -> None:
-        """Raise RuntimeError if a module has new parameters in the place of what it had."""
+        """Raise RuntimeError if a module has new parameters in the place of old ones."""
         for number, (name, reference, had) in enumerate(self._of_modules):
             module = reference()
             if module is None:

@@ -1,33 +1,34 @@
 """The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
 
 Note [When a unit is whole]
-    Buckets are gathered, waited for and freed as their `Schedule` says. A unit is gathered when one of its
-    modules is called, and freed when the outermost call of them returns. The outermost unit of a training
-    step stays, as the backward pass begins with it. In the backward pass a unit is gathered when the gradient
-    of its output is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit
-    with some also waits for the gradients of its module's inputs. At the end of the pass everything is freed.
-    While activations are computed again (checkpointing) nothing is freed when a call returns, as the backward
-    pass needs it next.
+    Buckets are gathered, waited for and freed as their `Schedule` says: a unit when one of its modules is
+    called, and freed when the outermost call of them returns. The outermost unit of a training step stays, as
+    the backward pass begins with it. In the backward pass a unit is gathered when the gradient of its output
+    is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit with some also
+    waits for the gradients of its module's inputs. At the end of the pass everything is freed. Where a
+    backward pass computes activations again, nothing is freed when a call returns, as that pass needs it
+    next.
 
-    What autograd saved may be views of a unit's storage, so the backward pass must not begin with a unit
-    before it is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in`
-    sees, its unit stays whole after the forward pass.
+    What autograd saved may be views of a unit's storage, so the backward pass must not reach a unit before it
+    is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in` sees, its
+    unit stays whole after the forward pass.
 
 Note [The next unit]
-    The order in which units were needed in the pass before tells which one is needed next. Its gather starts
-    when the one before is whole. There is an order for each outermost module that is called, and one for
-    backward passes. It is the same on every rank if the ranks call the same modules, as they must.
+    The order in which the pass before needed units tells which one is needed next. Its gather starts when the
+    one before is whole. There is an order for each outermost module that is called, and one for backward
+    passes. It is the same on every rank if the ranks call the same modules, as they must.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import in_backward
+from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.saved_reads import SavedReads
 from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder
 from zero_optim.ddp.reducer.graph import tensors_in
@@ -38,9 +39,6 @@ from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
 from zero_optim.shard.row_gathers import UnitGathers
 
-if TYPE_CHECKING:
-    from zero_optim.ddp.full.launch_places import LaunchPlaces
-
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
     "parameters that are freed by then. Use ShardedDataParallel"
@@ -48,8 +46,6 @@ _SECOND = (
 
 
 class _Call(NamedTuple):
-    """A call under way of a module of a unit."""
-
     number: int  # of the unit
     guards: bool  # it has begun to watch what autograd saves
     passage: Passage | None  # what a backward pass will go through, where somebody waits for that
@@ -75,11 +71,10 @@ class UnitsInUse(Uncopied):
                 self._waiting.setdefault(index, []).append(unit)
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []
-        self.places: LaunchPlaces | None = None  # until there is a reducer
 
-    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps) -> None:
-        """Gather for this optimizer from now on; one that comes later has the same ranks."""
-        self.group, self.gathers, self.stamps = group, gathers, stamps
+    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps, places: LaunchPlaces) -> None:
+        """Gather for this optimizer from now on; its ranks are the same as before."""
+        self.group, self.gathers, self._stamps, self._places = group, gathers, stamps, places
 
     @property
     def buckets(self) -> list[RowBucket]:
@@ -87,12 +82,17 @@ class UnitsInUse(Uncopied):
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     @property
+    def is_called(self) -> bool:
+        """Whether a call is under way, or was when a Ctrl-C ended it."""
+        return bool(self._calls)
+
+    @property
     def is_outermost_call(self) -> bool:
         """Whether one call is under way, which lies in no other."""
         return len(self._calls) == 1
 
     def nbytes_live(self) -> int:
-        """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
+        """Bytes of the flat tensors that are there now, beside what this rank keeps for good."""
         return sum(bucket.nbytes_live for bucket in self.buckets)
 
     # ------------------------------------------------------------------ operations
@@ -100,7 +100,6 @@ class UnitsInUse(Uncopied):
     def _at(
         self, moment: Moment, unit: Unit, purpose: Purpose, tells: bool = False, schedule: Schedule = ZERO3
     ) -> None:
-        """Do with a unit what a schedule says; with stamps if it `tells` of steps."""
         operations: dict[Operation, Callable[[Unit, Purpose, bool], None]] = {
             Operation.GATHER: self._gather,
             Operation.WAIT: self._wait,
@@ -109,19 +108,18 @@ class UnitsInUse(Uncopied):
         schedule.at(moment, operations, unit, purpose, tells)
 
     def _gather(self, unit: Unit, purpose: Purpose, tells: bool) -> None:
-        """Start the gather of a unit that is not whole."""
-        stamps = self.stamps if tells else None
+        stamps = self._stamps if tells else None
         for bucket in unit.buckets:
             if not bucket.is_whole and not bucket.gathers.is_unclaimed:
                 bucket.gathers.start(partial(self.gathers.start, bucket, stamps, purpose))
 
     def _wait(self, unit: Unit, _: object, tells: bool) -> None:
-        """Wait until a unit is whole; RankMismatchError, and it is freed, if a rank gathered another."""
+        """Wait until a unit is whole; frees it, and RankMismatchError, if a rank gathered another."""
         with self._forgetting(unit):
             unit.arrive()
             self.gathers.check()
         if tells:
-            self.stamps.look()
+            self._stamps.look()
 
     def _free(self, unit: Unit, *_: object) -> None:
         with self._forgetting(unit):
@@ -130,7 +128,7 @@ class UnitsInUse(Uncopied):
 
     @contextmanager
     def _forgetting(self, unit: Unit) -> Iterator[None]:
-        """Where ranks gather different parts, free a unit and forget other gathers: they may never come."""
+        """Where ranks gather different units, free this one and forget other gathers: they may never come."""
         try:
             yield
         except RankMismatchError:
@@ -142,12 +140,11 @@ class UnitsInUse(Uncopied):
             raise
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
-        """Start the gather of the unit that comes next, if it is known: Note [The next unit]."""
         if number is not None:
             self._gather(self.units[number], purpose, tells)
 
     def _free_unused(self, units: Iterable[Unit] | None = None) -> None:
-        """Free those of some units, by default of all, that nobody is using, in or after a backward pass."""
+        """Free units that nobody is using, by default all, in or after a backward pass."""
         for unit in self.units if units is None else units:
             if not unit.depth:
                 self._at(Moment.AFTER_BACKWARD, unit, Purpose.BACKWARD)
@@ -155,7 +152,7 @@ class UnitsInUse(Uncopied):
     # ------------------------------------------------------------------ forward
 
     def forget_calls(self) -> None:
-        """Take note that no call is under way: PyTorch runs no hook when a Ctrl-C ends one."""
+        """Forget calls and passes that an exception has ended without a hook, as a Ctrl-C does."""
         while self.unfinished:
             self.unfinished[-1]()
         if self._backward.is_under_way and not in_backward():
@@ -169,7 +166,7 @@ class UnitsInUse(Uncopied):
             unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
 
     def enter(self, unit: Unit, inputs: object) -> None:
-        """Make a unit whole for a call with some inputs; also if it raises, `leave` has to be called."""
+        """Make a unit whole for a call; `leave` has to be called also if it raises."""
         passage = self._watch_inputs(unit, inputs) if unit.has_frozen and not unit.depth else None
         self._calls.append(_Call(unit.number, self._reads.begin(), passage))
         unit.depth += 1
@@ -181,10 +178,9 @@ class UnitsInUse(Uncopied):
             return
         is_outermost = self.is_outermost_call
         if is_outermost:
-            self.stamps.begin_pass()
+            self._stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
-        if self.places is not None:
-            self.places.called(unit.number, is_outermost=is_outermost)
+        self._places.called(unit.number, is_outermost=is_outermost)
         self._at(Moment.BEFORE_FORWARD, unit, purpose, tells=True)
         order = self._forward.setdefault(self._calls[0].number, UnitOrder())
         if is_outermost:
@@ -215,7 +211,7 @@ class UnitsInUse(Uncopied):
                     self._free(other)
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
-        """Have it known when all inputs of a call have their gradients."""
+        """Return a passage that ends when all inputs of a call have their gradients."""
         if not torch.is_grad_enabled() or (in_backward() and unit.passages):
             return None
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
@@ -228,11 +224,11 @@ class UnitsInUse(Uncopied):
         return passage
 
     def _watch(self, unit: Unit, output: object, passage: Passage | None) -> bool:
-        """Have a unit made whole before the backward pass comes to it; tell whether it stays until then."""
+        """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
         tensors = list(tensors_in(output))
         if not in_backward():
             reached = weakly(self._output_reached)
-            place = None if self.places is None else self.places.returned()
+            place = self._places.returned()
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     untyped: Any = tensor
@@ -245,7 +241,7 @@ class UnitsInUse(Uncopied):
     # ------------------------------------------------------------------ backward
 
     def _output_reached(self, number: int, place: int | None = None, passage: Passage | None = None) -> None:
-        """Make a unit whole, as the gradient of its output is there; RuntimeError with create_graph."""
+        """Make a unit whole when its output has a gradient; RuntimeError with create_graph."""
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND)
         self._need_in_backward(number, place)
@@ -256,7 +252,6 @@ class UnitsInUse(Uncopied):
             passages[passage] = passage.num_inputs
 
     def _input_reached(self, number: int, passage: Passage) -> None:
-        """Take note that an input has its gradient; called by its hook."""
         unit = self.units[number]
         if passage not in unit.passages:
             return
@@ -266,24 +261,20 @@ class UnitsInUse(Uncopied):
             self._free_if_done(unit)
 
     def _need_in_backward(self, number: int, place: int | None = None) -> None:
-        """Make a unit whole in a backward pass, and fetch the next one."""
         if not self._backward.is_under_way:
             self._backward.begin()
-            if self.places is not None:
-                self.places.begin()
+            self._places.begin()
             self._num_backwards += 1
             broke_off = partial(weakly(self._break_off), self._num_backwards)
             when_backward_ends(weakly(self._end_backward), broke_off)
         self._at(Moment.BEFORE_BACKWARD, self.units[number], Purpose.BACKWARD)
-        if self.places is not None:
-            self.places.reached(number, place)
+        self._places.reached(number, place)
         following = self._backward.reached(number)
         self._fetch(following, Purpose.BACKWARD)
-        if self.places is not None:
-            self.places.gathered(following)
+        self._places.gathered(following)
 
     def gradient_came(self, index: int) -> None:
-        """Take note that a parameter has its gradient; called by its hook."""
+        """Note that a parameter has its gradient."""
         for unit in self._waiting.get(index, ()):
             unit.arrived.add(index)
             self._free_if_done(unit)
@@ -298,14 +289,13 @@ class UnitsInUse(Uncopied):
         self._free_unused()
 
     def _break_off(self, number: int | None = None) -> None:
-        """End the backward pass with a number, or the present one, after an exception; waits for nothing."""
+        """End a backward pass, by default the present one, after an exception; waits for nothing."""
         if number in (None, self._num_backwards) and self._backward.is_under_way:
             self._end_order(broke_off=True)
 
     def _end_order(self, *, broke_off: bool = False) -> None:
         self._backward.end(broke_off=broke_off)
-        if self.places is not None:
-            self.places.end()
+        self._places.end()
         for unit in self.units:
             unit.arrived.clear()
             unit.passages.clear()
@@ -318,7 +308,7 @@ class UnitsInUse(Uncopied):
             bucket.check_unpinned()
 
     def gather_as_kept(self, unit: Unit) -> list[WideBucket]:
-        """Gather a unit as its owners keep it, beside the parameters; RuntimeError if somebody needs them."""
+        """Gather a unit as its owners keep it, beside the parameters; RuntimeError if they are pinned."""
         self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
         wide = [WideBucket(bucket) for bucket in unit.buckets]
         for pending in [self.gathers.start(bucket, None, Purpose.AS_KEPT) for bucket in wide]:
@@ -342,7 +332,7 @@ class UnitsInUse(Uncopied):
         units = [self.units[number] for number in numbers]
         tells = not self._calls
         if tells:
-            self.stamps.begin_pass()
+            self._stamps.begin_pass()
         for unit in units:
             self._gather(unit, Purpose.REQUEST, tells)
         for unit in units:
@@ -352,7 +342,7 @@ class UnitsInUse(Uncopied):
         guards = self._reads.begin()
         try:
             if tells:
-                self.stamps.look()
+                self._stamps.look()
             yield
         finally:
             if guards:
@@ -367,7 +357,6 @@ class UnitsInUse(Uncopied):
 
 
 def _pin(unit: Unit, more: int) -> None:
-    """Count one more, or one fewer, that needs a unit whole."""
     unit.depth += more
     for bucket in unit.buckets:
         bucket.num_pins += more

@@ -10,27 +10,28 @@ Note [Places of launches]
     gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward pass.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from math import inf
 
 import torch
+from torch import Tensor
 
 from zero_optim.ddp.full.unit import Unit
+from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 
 
 class LaunchPlaces:
-    """Holds buckets back, and has them launched: Note [Places of launches]. No communication of its own.
+    """Holds buckets back, and has them launched: Note [Places of launches].
 
-    ``unit_of``: by bucket, the number of its unit. ``running`` returns the running backward pass.
+    ``unit_of``: the number of each parameter's unit. It does not keep the reducer alive.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], unit_of: Sequence[int], running: Callable[[], BackwardPass | None]
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], unit_of: Mapping[Tensor, int], reducer: OwnerReducer) -> None:
         self._units = units
-        self._unit_of = unit_of
-        self._running = running
+        self._unit_of = [unit_of[bucket.params[0]] for bucket in reducer.assignment.buckets]
+        self._reducer = weakref.ref(reducer)
         self._clock = 0  # counts where calls begin and end
         self._since = 0  # when the first forward pass behind the last backward pass began
         self._first: dict[int, int] = {}  # by unit, when it was first called since then
@@ -57,8 +58,12 @@ class LaunchPlaces:
         self._clock += 1
         return self._clock
 
+    def _running(self) -> BackwardPass | None:
+        reducer = self._reducer()
+        return None if reducer is None else reducer.running
+
     def begin(self) -> bool:
-        """Note that a backward pass begins, or has begun; returns whether to hold its buckets."""
+        """Note that a backward pass begins or began; return whether to hold its buckets."""
         if self._left is None:
             self._freed = frozenset(number for number in self._first if not self._units[number].is_whole)
             self._left = set(self._freed)
@@ -67,7 +72,7 @@ class LaunchPlaces:
     def reached(self, number: int, place: int | None) -> None:
         """Note that a unit is whole in the backward pass, before the next one is fetched.
 
-        The place is that of its call, whose output was reached; None if something else needs the unit.
+        The place is that of its call; None if no output of it was reached.
         """
         self.gathered(number)
         current = self._running()

@@ -1,4 +1,12 @@
-"""Hooks on modules that make units whole when they are called; `unsharded` does on request."""
+"""Hooks on modules that make units whole when they are called; `unsharded` does on request.
+
+Note [A call inside a call]
+    A module may call itself, and only the outermost call is a forward pass. `UnitsInUse` counts calls. But
+    PyTorch runs no hook when a Ctrl-C ends a call, and the user calls a module that is sharded in place, so
+    no frame of ours could catch that. An object that dies with the call would not do: a notebook keeps the
+    traceback of a Ctrl-C, and with it the frames. Only the interpreter knows which calls are running. So the
+    stack is searched, but only where the count says that a call lies in another.
+"""
 
 import inspect
 import weakref
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CallHooks:
-    """The hooks in front of a call of a module of a unit, and behind it."""
+    """The hooks before and after a call of a module of a unit."""
 
     units: UnitsInUse
     unit: Unit
@@ -44,7 +52,7 @@ class _CallHooks:
     def after(self, _: nn.Module, __: object, output: object) -> object:
         """Free the unit, unless it is used on; also after a call that raised.
 
-        A view of a parameter that is returned would die with the unit, so a copy is handed on.
+        A returned view of a parameter would die with the unit, so a copy is handed on.
         """
         unit, still = self.unit, False
         if unit.depth == 1 and any(map(unit.shares_memory, tensors_in(output))):
@@ -63,7 +71,7 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
     """Register the hooks of all modules that are units, or have parameters in one.
 
     Calls are hooked of units, and of modules with parameters of the outermost one, so that a model's other
-    methods may call them. Inside other units calls are not hooked: that would break up their compiled graphs.
+    methods may call them. Hooks inside other units would break up their compiled graphs.
     """
     in_units = {param for unit in units.units for param in unit.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
@@ -80,11 +88,9 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
 
 
 class PassHooks(Uncopied):
-    """What a wrapper does before and after a forward pass of its module, by hooks of the module.
+    """Hooks of a module that call its wrapper before and after a forward pass.
 
-    A module may call itself, and only the outermost call counts. It is found on the stack: a counter would
-    be wrong for ever after a Ctrl-C, for which PyTorch calls no hook. The wrapper is kept alive only if it is
-    set as `kept`.
+    The wrapper is kept alive only if it is set as `kept`.
     """
 
     def __init__(self, wrapper: "FullyShardedDataParallel") -> None:
@@ -105,18 +111,24 @@ class PassHooks(Uncopied):
     @eager
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Prepare the inputs, and send buffers."""
-        wrapper = self._wrapper()
-        return None if wrapper is None or _num_calls(module) > 1 else wrapper.before_forward(args, kwargs)
+        wrapper = self._wrapper_of_pass(module)
+        return None if wrapper is None else wrapper.before_forward(args, kwargs)
 
     @eager
     def after(self, module: nn.Module, _: object, output: object) -> object:
         """Prepare for the backward pass; not called if the module has raised."""
+        wrapper = self._wrapper_of_pass(module)
+        return output if wrapper is None else wrapper.after_forward(output)
+
+    def _wrapper_of_pass(self, module: nn.Module) -> "FullyShardedDataParallel | None":
+        """Return the wrapper, unless it is gone or the call lies in another."""
         wrapper = self._wrapper()
-        return output if wrapper is None or _num_calls(module) > 1 else wrapper.after_forward(output)
+        is_inner = wrapper is not None and wrapper.units.is_called and _num_calls(module) > 1
+        return None if is_inner else wrapper
 
 
 def _num_calls(module: nn.Module) -> int:
-    """Count the calls of a module that are under way in this thread, this one included."""
+    """Count the running calls of a module in this thread: Note [A call inside a call]."""
     count, frame = 0, inspect.currentframe()
     while frame is not None:
         count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
@@ -125,7 +137,7 @@ def _num_calls(module: nn.Module) -> int:
 
 
 def units_of(model: nn.Module) -> UnitsInUse | None:
-    """Return the units that a model, or a module of one, was divided into; None if there are none."""
+    """Return the units of a model, or of one that a module is in; None if there are none."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             owner = getattr(hook, "__self__", None)
@@ -137,9 +149,7 @@ def units_of(model: nn.Module) -> UnitsInUse | None:
 def units_in(module: object, hint: str) -> UnitsInUse:
     """Return the units of a module of a fully sharded model.
 
-    Raises:
-        TypeError: it is no module.
-        ValueError: it is not fully sharded, or lies inside a unit, where nobody looks after it alone.
+    TypeError if it is no module; ValueError if it is not fully sharded, or lies inside a unit.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a fully sharded model, or a module of one, got {type(module).__name__}")
@@ -154,29 +164,32 @@ def units_in(module: object, hint: str) -> UnitsInUse:
     raise ValueError(hint.format(name=type(module).__name__))
 
 
+def units_in_together(module: object, hint: str) -> UnitsInUse:
+    """Return `units_in`; all ranks call, and all raise if one does."""
+    try:
+        return units_in(module, hint)
+    except (TypeError, ValueError) as error:
+        raise_together(error)  # the others wait
+
+
 @contextmanager
 def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
     """Make the parameters of a module whole for the time of a ``with``; all ranks enter and leave it.
 
     Communicates: one broadcast for each owner, unit and dtype. Inside, parameters can be read, and written
-    under ``torch.no_grad()``. When it ends, each owner takes over what was written on its own rank to
-    its rows; what other ranks wrote there is dropped.
+    under ``torch.no_grad()``. When it ends, each owner takes over what was written on its own rank to its
+    rows; what other ranks wrote there is dropped.
 
     Args:
         module: of a fully sharded model, or the wrapper itself.
         writes: False spares the owners the copy, where nothing was written.
 
     Raises:
-        TypeError: it is no module. This and what follows is told to the other ranks, which raise too.
-        ValueError: no module in it is fully sharded.
+        TypeError: on every rank: it is no module on any.
+        ValueError: likewise: no module in it is fully sharded.
     """
-    try:
-        units = units_in(
-            module,
-            "no parameter of this {name} is sharded: wrap the model in FullyShardedDataParallel first",
-        )
-    except (TypeError, ValueError) as error:
-        raise_together(error)  # the others wait
+    hint = "no parameter of this {name} is sharded: wrap the model in FullyShardedDataParallel first"
+    units = units_in_together(module, hint)
     params = set[Tensor](module.parameters())
     numbers = [unit.number for unit in units.units if not params.isdisjoint(unit.params)]
     with units.whole(numbers, writes=writes):

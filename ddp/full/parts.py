@@ -1,7 +1,6 @@
 """The parts of a fully sharded model: its units, what gathers them, and the reducer of its gradients."""
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +10,21 @@ from torch import Tensor, nn
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat import private
-from zero_optim.ddp.full.construction import UnitConstruction, ignored_names
-from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.launch_places import LaunchPlaces
+from zero_optim.ddp.full.construction import UnitConstruction
 from zero_optim.ddp.full.unit import OUTERMOST, Unit
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.precision.precision import sparse_names
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.wrapper_checks import ignored_names, seen_params
 from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers, labels_of
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
 
 def make_units(built: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]:
-    """Make the units, by number; `trained` are the parameters whose gradients come, in order."""
+    """Make the units, by number; `trained` are the parameters with gradients, in order."""
     choice, index_of = built.choice, {param: index for index, param in enumerate(trained)}
     units = []
     for number, (name, some) in enumerate(zip(choice.names, built.registration.buckets, strict=True)):
@@ -39,30 +36,17 @@ def make_units(built: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]
     return units
 
 
-def _reduced(module: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
-    """List the parameters whose gradients are reduced, with names; and the names of those that are sparse."""
-    ignored, sparse = ignored_names(module), sparse_names(module)
-    named: Iterable[tuple[str, Tensor]] = module.named_parameters()
-    pairs = [(name, param) for name, param in named if param.requires_grad and name not in ignored]
-    return pairs, [name for name, _ in pairs if name in sparse]
-
-
-def check_sparse(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
-    """Refuse sparse gradients that the optimizer does not bear."""
-    pairs, sparse = _reduced(module)
-    optimizer.core.check_sparse(param for name, param in pairs if name in sparse)
-
-
 def make_reducer(
     built: UnitConstruction,
     optimizer: ZeroRedundancyOptimizer,
     mesh: RankMesh | None,
     options: Mapping[str, Any],
-    wanted: Callable[[bool], bool],
+    wanted: Callable[[bool], bool | None],
 ) -> OwnerReducer:
-    """Make the reducer, with these options of the wrapper; all ranks call, and it communicates."""
-    pairs, sparse = _reduced(built.module)
-    reducer = OwnerReducer(
+    """Make the reducer, with the wrapper's options; all ranks call, and it communicates."""
+    pairs, with_sparse = seen_params(built.module), sparse_names(built.module)
+    pairs = [(name, param) for name, param in pairs if param.requires_grad]
+    return OwnerReducer(
         pairs,
         optimizer,
         ReducerOptions(
@@ -73,25 +57,11 @@ def make_reducer(
             timeout=options.get("timeout"),
             on_stall=options.get("on_stall", "raise"),
         ),
-        sparse=sparse,
+        sparse=[name for name, _ in pairs if name in with_sparse],
         wanted=wanted,
         mesh=mesh,
         outermost={param for param, number in built.choice.unit_of.items() if not number},
     )
-    reducer.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
-    return reducer
-
-
-def make_places(units: UnitsInUse, unit_of: Mapping[Tensor, int], reducer: OwnerReducer) -> LaunchPlaces:
-    """Make what holds buckets of gradients back; it does not keep the reducer."""
-    reference = weakref.ref(reducer)
-
-    def running() -> BackwardPass | None:
-        reducer = reference()
-        return None if reducer is None else reducer.running
-
-    buckets = reducer.assignment.buckets
-    return LaunchPlaces(units.units, [unit_of[bucket.params[0]] for bucket in buckets], running)
 
 
 def make_gathers(
@@ -106,24 +76,25 @@ def make_gathers(
     names = [f"unit {name}" if name else OUTERMOST for name in built.choice.names]
     units = list(zip(names, built.registration.buckets, strict=True))
     if mesh is None or not mesh.splits_state:
-        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(units, ranks))
+        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(labels_of(units), ranks))
     parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
     inner, across = (lanes_for_rows(part, params) for part in parts)
-    reference = weakref.ref(reducer)
+    history, keeping = reducer.history, optimizer.core.inputs.store.keeping
+    return GathersInReplicas(
+        mesh, inner, across, units, stamps, reducer.params, lambda: history.num_passes, keeping
+    )
 
-    def num_reduced() -> int:
-        reducer = reference()
-        return 0 if reducer is None else reducer.history.num_passes
 
-    keeping = optimizer.core.inputs.store.keeping
-    return GathersInReplicas(mesh, inner, across, units, stamps, reducer.params, num_reduced, keeping)
+def seen_buffers(module: nn.Module) -> list[Tensor]:
+    """List the buffers of a module without ignored ones."""
+    ignored = ignored_names(module)
+    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
 
 
 @torch.no_grad()
 def send_buffers(module: nn.Module, reducer: OwnerReducer) -> None:
     """Give every rank the buffers of the first; all ranks call."""
-    ignored = ignored_names(module)
-    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+    buffers = seen_buffers(module)
     if not buffers:
         return
     work = reducer.group.during("buffers").begin_work()

@@ -1,12 +1,12 @@
 """What autograd saves while units are in use, and reads after they were freed.
 
 Note [Reads that no output announces]
-    A hook on a unit's output makes it whole before the backward pass comes to it. But a module may keep a
-    tensor aside, in an attribute, and the loss may use that one; or the backward pass reads a parameter after
-    all gradients of the unit have come, as for ``linear(x, weight.detach())``. It would read an empty
-    storage: a crash, on the CPU as well. So each tensor that autograd saves in a forward pass gets a hook of
-    ``torch.autograd.graph``: if it lies in a unit that is not whole, the unit is gathered before it is read.
-    It costs about 2 µs of the CPU for each saved tensor: 46 µs for a block of a transformer, which saves 24.
+    A hook on a unit's output makes it whole before the backward pass comes to it. But the loss may use a
+    tensor that a module kept aside, or the backward pass reads a parameter after all gradients of the unit
+    have come, as for ``linear(x, weight.detach())``. It would read an empty storage: a crash, on the CPU as
+    well. So each tensor that autograd saves in a forward pass gets a hook of ``torch.autograd.graph``: if it
+    lies in a unit that is not whole, the unit is gathered before it is read. It costs about 2 µs of the CPU
+    for each saved tensor: 46 µs for a block of a transformer, which saves 24.
 
     Autograd does not look at versions of tensors with hooks, so that is done here. Hooks of others, such as
     of checkpointing, are left alone: what is computed again calls the units again. PyTorch raises for
@@ -54,7 +54,7 @@ class SavedReads:
         self._unit_of: dict[int, Unit] = {}  # by the address of the storage's object, which stays
 
     def begin(self) -> bool:
-        """Have hooks from here on, if autograd will save anything and nobody else has some; tell whether."""
+        """Set the hooks if autograd saves anything and nobody else has some; return whether."""
         if not self._is_on or not torch.is_grad_enabled() or in_backward() or has_saved_tensors_hooks():
             return False
         self._unit_of = {bucket.storage_id: unit for unit in self._units for bucket in unit.buckets}

@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_optim.comm.agreement import agree, failing_together, raise_together
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.module_hooks import units_in
+from zero_optim.ddp.full.module_hooks import units_in, units_in_together
 from zero_optim.ddp.full.state_hooks import values_of
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.row_bucket import left_freed
 
 ROWS, WHOLE = "rows", "whole"
+_HINT = "this {name} is not fully sharded: take its state_dict()"
 
 
 def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[str, Any] | None:
@@ -33,16 +34,16 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
     Raises:
         TypeError: on every rank: the model is no module on any.
         ValueError: likewise: the model is not fully sharded, or ``ranks`` are none of the group.
-        RankMismatchError: likewise, ranks were given others.
+        RankMismatchError: likewise: ``ranks`` differ.
     """
-    module, units = _asked_of(model)
+    units = units_in_together(model, _HINT)
     group = units.group
     with failing_together(group):
         if not ranks or not set(ranks) <= set(range(group.size)):
             raise ValueError(f"expected ranks from 0 to {group.size - 1}, got {ranks!r}")
     agree(group, [f"ranks={sorted(set(ranks))}"], "the arguments of full_state_dict()")
     is_asked = group.rank in ranks
-    names, state = _freed_state(module, units)
+    names, state = _freed_state(_inner(model), units)
     copies: dict[Tensor, Tensor] = {}
     for unit in units.units:
         with values_of(units, unit) as values:
@@ -68,15 +69,15 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         Under "rows", by the name of each parameter of which this rank owns rows: ``first``, the number of the
         first of them, ``shape``, that of the whole parameter, and ``values``, the rows, in the dtype that
         owners keep. Under "whole" what every rank has: buffers, extra state, parameters that are not sharded.
-        The tensors share the model's memory, as those of ``state_dict()`` do: clone what is to stay as it is.
+        The tensors share the model's memory, as those of ``state_dict()`` do.
 
     Raises:
         ValueError: the model is not fully sharded.
         RuntimeError: parameters are whole for somebody to read or write.
     """
-    module, units = _module_and_units(model)
+    units = units_in(model, _HINT)
     units.check_unpinned()
-    _, rows, rest = _own_state(module, units)
+    _, rows, rest = _own_state(_inner(model), units)
     return {ROWS: rows, WHOLE: rest}
 
 
@@ -98,8 +99,8 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         RuntimeError: parameters are whole for somebody to read or write.
         Exception: a module refuses its extra state; buffers have changed then.
     """
-    module, units = _asked_of(model)
-    group = units.group
+    units = units_in_together(model, _HINT)
+    module, group = _inner(model), units.group
     with failing_together(group):
         units.check_unpinned()
         params, rows, rest = _own_state(module, units)
@@ -111,22 +112,12 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         bucket.load(values)
 
 
-def _module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
-    """Return the module of a fully sharded model, and its units; raises TypeError or ValueError."""
-    units = units_in(model, "this {name} is not fully sharded: take its state_dict()")
-    return model.module if isinstance(model, FullyShardedDataParallel) else model, units
-
-
-def _asked_of(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
-    """Do as `_module_and_units`; all ranks call, and it communicates if it raises: the others wait."""
-    try:
-        return _module_and_units(model)
-    except (TypeError, ValueError) as error:
-        raise_together(error)
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
 def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Take the state dict without communication; return the parameters of units by name, and all of it."""
+    """Return the parameters of units by name, and the state dict; no communication."""
     with left_freed(units.buckets):
         state = dict(module.state_dict())
     params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
@@ -144,7 +135,7 @@ def _copied(tensor: Tensor) -> Tensor:
 def _own_state(
     module: nn.Module, units: UnitsInUse
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return by name: the parameters of units, the rows of them that this rank owns, what every rank has."""
+    """Return by name: the parameters of units, this rank's rows of them, what every rank has."""
     own: dict[Tensor, dict[str, Any]] = {}
     for bucket in units.buckets:
         for index, first, rows in bucket.places():
@@ -156,13 +147,11 @@ def _own_state(
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[int, int, tuple[int, ...]]:
-    """Return the first row, the number of rows, and the shape of the whole."""
     first, shape, values = entry["first"], tuple(entry["shape"]), entry["values"]
     return first, values.shape[0] if shape else 1, shape
 
 
 def _check(state: object, own: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any]) -> None:
-    """Check that a dict has what this rank owns, and what every rank has."""
     if not isinstance(state, Mapping) or {*state} != {ROWS, WHOLE}:
         raise StateMismatchError("expected a dict that sharded_state_dict() returned on this rank")
     places, wanted = ({name: _place(entry) for name, entry in each.items()} for each in (state[ROWS], own))

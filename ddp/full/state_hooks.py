@@ -3,7 +3,7 @@
 Note [Loads that replace parameters]
     PyTorch has three ways to load a parameter: it copies into the one that is there; it puts the tensor of
     the state dict in its place (``assign=True``); or it swaps what both are
-    (``torch.__future__.set_swap_module_params_on_conversion``). With the last two neither the optimizer nor
+    (``torch.__future__.set_swap_module_params_on_conversion``). After the last two neither the optimizer nor
     the unit would see what was loaded. So for that time a module finds stand-ins, and afterwards its own
     parameters again. What has replaced a stand-in is copied. The stand-ins have the memory of the whole
     parameters; or, where owners keep another dtype, values that were gathered in that dtype, so that nothing
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class UnitValues:
-    """The values of a unit while modules make their part of a state dict, or load. Communicates."""
+    """The values of a unit while modules save or load their state. Communicates."""
 
     def __init__(self, units: UnitsInUse, unit: Unit) -> None:
         self.unit = unit
@@ -50,7 +50,7 @@ class UnitValues:
         self._visits.append(visit)
 
     def leave(self, *, written: bool = False) -> None:
-        """Let go of the values when the outermost visit ends; owners keep what was written to them."""
+        """Let go of the values when the outermost visit ends; owners keep written ones."""
         self._visits.pop()
         self._is_written |= written
         if not self._visits:
@@ -70,7 +70,7 @@ class UnitValues:
             self._units.release(self.unit)
 
     def break_off(self) -> None:
-        """End the walk over modules that an exception has broken off: what was loaded is dropped."""
+        """End a walk over modules that an exception broke off: loaded values are dropped."""
         if self._visits:
             for visit in self._visits:
                 visit.restore(written=False)
@@ -80,14 +80,14 @@ class UnitValues:
 
 @dataclass(slots=True, eq=False)
 class _Visit:
-    """The hooks of one module: it finds stand-ins in the place of its parameters of a unit."""
+    """The hooks of one module, which finds stand-ins in the place of its parameters of a unit."""
 
     values: UnitValues
     own: dict[str, Any] | None = None  # the module's parameters, while it finds stand-ins
     hidden: tuple[tuple[str, Tensor, Tensor], ...] = ()  # name, parameter, memory of its stand-in
 
     def begin(self, module: nn.Module, *_: object) -> None:
-        """Put the stand-ins, unless state dicts are to show the parameters as they are."""
+        """Put the stand-ins, unless state dicts show the parameters as they are."""
         if self.own is not None:  # an exception has ended the walk that began it
             self.values.break_off()
         if any(bucket.is_left for bucket in self.values.unit.buckets):
@@ -102,7 +102,7 @@ class _Visit:
 
     @torch.no_grad()
     def restore(self, *, written: bool) -> None:
-        """Have the module find its own parameters again; values that were loaded are in the places then."""
+        """Put the module's own parameters back; loaded values are in their places then."""
         own, self.own = self.own, None
         assert own is not None  # the visit has begun
         for name, param, place in self.hidden:
@@ -141,7 +141,7 @@ def hook_states(module: nn.Module, values: UnitValues) -> None:
 
 @contextmanager
 def values_of(units: UnitsInUse, unit: Unit) -> Iterator[Mapping[Tensor, Tensor]]:
-    """Give the values of a unit as its owners keep them; all ranks enter and leave it. Communicates."""
+    """Yield the values of a unit as its owners keep them; all ranks call. Communicates."""
     if unit.is_rounded:
         wide = units.gather_as_kept(unit)
         yield {param: value for each in wide for param, value in each.values.items()}

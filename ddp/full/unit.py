@@ -11,7 +11,7 @@ OUTERMOST = "the outermost unit"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passage:
-    """A call of a unit, as a backward pass goes through it; `is_again`: it computes activations again."""
+    """A call of a unit, for the backward pass through it; `is_again`: it computes activations again."""
 
     num_inputs: int  # that require a gradient
     is_again: bool
@@ -46,7 +46,7 @@ class Unit:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether owners keep some of its parameters in another dtype than these have."""
+        """Whether owners keep some of its parameters in another dtype."""
         return any(bucket.is_rounded for bucket in self.buckets)
 
     @property
@@ -70,7 +70,7 @@ class Unit:
 
 
 class UnitOrder:
-    """The order in which passes of one kind need units: `before`, and in the one under way."""
+    """The order in which passes of one kind need units: `before`, and now."""
 
     def __init__(self) -> None:
         self.before: list[int] = []
@@ -91,7 +91,7 @@ class UnitOrder:
         return None
 
     def end(self, *, broke_off: bool = False) -> None:
-        """End a pass; where an exception did, the order of the one before holds."""
+        """End a pass; if an exception did, the former order holds."""
         if not broke_off:
             self.before = self._now
         self._now, self.is_under_way = [], False

@@ -6,14 +6,14 @@ Note [Memory of sharded gradients]
     first gradient comes into it, and dropped when it was sent; two are pending at a time, and the bucket
     before keeps pace with the one that fills. So beside its own rows, G / W where these are even, and the
     gradient that autograd has just made, a rank holds at most (1 + 4 / c) T, or 3 T with one portion. On the
-    CPU c makes that 2 B at most. On an accelerator, and without lanes (`zero_optim.comm.lanes`), there is one
-    portion, and a bucket is sent when the one before is summed, so that all ranks start collectives in one
-    order: less than 3 B. If rows are uneven, put B in the place of T. On top come `BATCH_NBYTES` of small
-    gradients, and the sums of this pass where gradients of earlier ones are kept.
+    CPU c makes that 2 B at most. On an accelerator, and without lanes, there is one portion, and a bucket is
+    sent when the one before is summed, so that all ranks start collectives in one order: less than 3 B. If
+    rows are uneven, put B in the place of T. On top come `BATCH_NBYTES` of small gradients, and this pass's
+    sums where earlier ones are kept.
 
 Note [Sums apart]
     A pass may turn out bad when all its buckets but the last have been summed. On the CPU sums stay apart
-    until ranks know, and a bad pass leaves what earlier passes have added up as it was, bit for bit. On an
+    until ranks know, and a bad pass leaves the sums of earlier ones as they were, bit for bit. On an
     accelerator gradients are handed out before anybody knows (Note [Late reports] in `report`), so each sum
     is added at once: behind a pass that failed call ``zero_grad()``.
 
@@ -57,8 +57,6 @@ class BucketOwners:
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """What a bucket holds in one backward pass."""
-
     earlier: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
     pace: Callable[[float], None] | None = None
     adds_at_once: bool = False
@@ -73,8 +71,8 @@ class _Filling:
 class OwnerBucket(ReducerBucket):
     """Gradients that go to their owners together, in portions. Does not communicate.
 
-    In the last bucket each row has one more element, the word of a failure: every rank reads only its own
-    row, and may own nothing here. A sparse gradient is summed on every rank, and kept by its owners alone.
+    In the last bucket each row ends with an element more, the word of a failure, as a rank reads only its own
+    row. A sparse gradient is summed on every rank, and kept by its owners alone.
     """
 
     schedule = ZERO2
@@ -140,8 +138,8 @@ class OwnerBucket(ReducerBucket):
     ) -> None:
         """Begin a backward pass; ``earlier`` has the gradients of earlier ones, by slot.
 
-        ``pace`` is called before copies, with the filled part, from 0 to 1. ``adds_at_once``: add sums to
-        earlier gradients before the pass is known to be good: Note [Sums apart].
+        ``pace`` is called before copies, with the filled part, from 0 to 1. ``adds_at_once``: Note [Sums
+        apart].
         """
         self._filling = _Filling(dict(earlier), pace, adds_at_once, is_open=True)
 
@@ -152,7 +150,7 @@ class OwnerBucket(ReducerBucket):
     # ------------------------------------------------------------------ gradients come
 
     def take_one(self, slot: int, divisor: float) -> None:
-        """Copy one gradient into the rows, divided, or zeros if there is none, and drop it."""
+        """Copy one gradient into the rows, divided, or zeros, and drop it."""
         if self.is_sparse:
             super().take_one(slot, divisor)
         else:
@@ -191,7 +189,6 @@ class OwnerBucket(ReducerBucket):
     def _places(
         self, rows: OwnerRows, slot: int, gradient: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield views of the rows where a gradient goes, each with that part of it."""
         cells, (shape, strides) = self._cells[slot], self._forms[slot]
         if len(cells) == 1:
             owner, number, extent = cells[0]
@@ -214,7 +211,7 @@ class OwnerBucket(ReducerBucket):
     # ------------------------------------------------------------------ gradients go
 
     def rows(self) -> OwnerRows:
-        """Return the rows to be sent, zeros if nothing was copied; behind the last one, a word of failure."""
+        """Return the rows to be sent, zeros if nothing was copied, with the word of a failure."""
         rows = self._filling.rows or self._new_rows(zeros=True)
         if self._carries_word:
             for owner in range(self._owners.size):
@@ -227,7 +224,7 @@ class OwnerBucket(ReducerBucket):
         self._filling.rows = None
 
     def take_over(self, total: Tensor) -> Tensor:
-        """Keep the sum of this rank's row; return the word of a failure, one element, or none."""
+        """Keep the sum of this rank's row; return the word of a failure, or nothing."""
         filling, owners = self._filling, self._owners
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
@@ -247,7 +244,6 @@ class OwnerBucket(ReducerBucket):
         return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it
 
     def _copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
-        """Copy sums of this rank's rows to where they are kept, each in a dtype."""
         return self._owners.keeping.copies(tensor.to(dtype) for tensor, dtype in sums)
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
@@ -279,8 +275,7 @@ class OwnerBucket(ReducerBucket):
     def _shown(self, slot: int, earlier: Tensor | None, reduced: Tensor | None) -> Tensor:
         """Return ``param.grad``: the gradient on the owner of the whole, else a partial one.
 
-        ``earlier``, the gradient of earlier passes, gets ``reduced`` added in place. It may be whole:
-        Note [Gradients set by hand].
+        Adds ``reduced`` in place to ``earlier``, which may be whole: Note [Gradients set by hand].
         """
         owners = self._owners
         if earlier is None:
@@ -296,7 +291,7 @@ class OwnerBucket(ReducerBucket):
         return earlier if isinstance(earlier, PartialGradient) else owned(earlier, owners.agree)
 
     def _keeps_another(self, slot: int) -> bool:
-        """Whether reduced gradients have another dtype or place, so that the parameter cannot show them."""
+        """Whether owners keep gradients in a dtype or place that ``param.grad`` does not take."""
         owners = self._owners
         return owners.dtype not in (None, self.params[slot].dtype) or isinstance(owners.keeping, HostKeeping)
 

@@ -1,11 +1,11 @@
 """Buckets on their way to the owners of their gradients, one after the other.
 
 Note [Sums across replicas]
-    In a mesh (`zero_optim.comm.mesh`) gradients are added up in the order of ranks inside a replica, by the
-    owner; then its row over the owners of the same rows in all replicas, by the backend, in place. The second
+    In a mesh (`zero_optim.comm.mesh`) the owner adds gradients up in the order of ranks inside a replica;
+    then the backend adds its row up over the owners of the same rows in all replicas, in place. The second
     sum is waited for before that of the next bucket starts. In bf16 and fp16 the sum of a replica is rounded.
-    The word of a failure is summed with its row. All ranks start sums in one order, that of the buckets, as
-    NCCL wants it.
+    The word of a failure is summed with its row. All ranks start sums in the order of buckets, as NCCL wants
+    it.
 
 Note [Sums inside, then across]
     With state over all ranks of a mesh each rank owns a row. Inside a replica of S ranks, rank s receives the
@@ -41,7 +41,7 @@ _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumRoute:
-    """How the rows of buckets get to their owners: inside a replica, then perhaps across replicas."""
+    """How rows get to their owners: inside a replica, then perhaps across replicas."""
 
     inner: RankGroup  # the ranks of this replica
     lanes: Lease  # for exchanges among them
@@ -62,11 +62,10 @@ class OwnerSum:
 
 
 class OwnerLine:
-    """The buckets of one pass, one after the other: the first portion of one while the last of another ends.
+    """The buckets of one pass: the first portion of one is sent while the last of another is summed.
 
     So the network has work while sums are made; see Note [Memory of sharded gradients] in `owner_bucket`.
-    Unless lanes are apart, on process groups of their own, a bucket is launched when the one before is
-    summed.
+    Unless lanes are apart, a bucket is launched when the one before is summed.
     """
 
     def __init__(self, route: SumRoute, everyone: RankGroup, *, is_apart: bool = True) -> None:
@@ -79,7 +78,7 @@ class OwnerLine:
         self._before: OwnerSum | None = None  # the one before: its last portion is pending
 
     def keep_pace(self, fraction: float) -> None:
-        """Bring what is pending as far as the bucket that fills is, from 0 to 1, but for the last portion."""
+        """Bring pending portions, but for the last, as far as the bucket that fills, from 0 to 1."""
         self._end()
         last = self._last
         if last is not None:
@@ -87,7 +86,7 @@ class OwnerLine:
             self._advance(last, min(int(fraction * count), count - 1))
 
     def launch(self, bucket: ReducerBucket) -> Wait:
-        """Start a bucket; see `Launch`. The result is its word of a failure."""
+        """Start a bucket; its result is its word of a failure."""
         assert isinstance(bucket, OwnerBucket)  # see `OwnerReducer`
         self._end()
         before, self._before = self._last, self._last
@@ -109,13 +108,13 @@ class OwnerLine:
         return one.word
 
     def _end(self) -> None:
-        """Wait for the replica's sum of the bucket whose last portion is pending, if one is."""
+        """Wait for the replica's sum of the bucket whose last portion is pending."""
         before, self._before = self._before, None
         if before is not None:
             self._advance(before, before.bucket.num_portions)
 
     def _advance(self, one: OwnerSum, num_summed: int) -> None:
-        """Wait until some portions of a bucket are summed. Each wait makes room for another one."""
+        """Wait until some portions of a bucket are summed; each wait makes room for another."""
         self._fill()
         while one.num_summed < num_summed:
             with self._abandoning():
@@ -123,7 +122,6 @@ class OwnerLine:
             self._fill()
 
     def _fill(self) -> None:
-        """Have two portions pending, as far as there are any left."""
         last = self._last
         while (
             last is not None
@@ -136,7 +134,7 @@ class OwnerLine:
     # ------------------------------------------------------------------ one portion
 
     def _start_next(self, one: OwnerSum) -> Then:
-        """Start the sums of a portion inside the replica, in place in the rows of this rank or column."""
+        """Start the sums of a portion inside the replica, in place."""
         route, count = self._route, one.bucket.num_portions
         assert one.rows is not None  # until all were summed
         rows = one.rows.pop(one.num_started)
@@ -156,7 +154,7 @@ class OwnerLine:
         return Then(sums, partial(self._summed, one, label))
 
     def _summed(self, one: OwnerSum, label: str, totals: list[Tensor]) -> None:
-        """Start the sum of a portion, or of all of them, across replicas; without any the bucket has it."""
+        """Start the sum across replicas, of a portion or of all; without any the bucket has it."""
         one.num_summed += 1
         route, count = self._route, one.bucket.num_portions
         is_whole = one.num_summed == count

@@ -1,14 +1,15 @@
 """`OwnerReducer`: our reducer, with buckets that go to the owners of their parameters."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Literal
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
+from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
-from zero_optim.comm.mesh import RankMesh
+from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
 from zero_optim.ddp.owners.owner_line import OwnerLine, SumRoute
@@ -28,38 +29,40 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
 
-Accumulate = Literal["owner", "local"]
-
 
 class OwnerReducer(Reducer):
     """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
 
-    Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has
-    yet to be reduced. So a pass has to begin before autograd adds its first gradient. Not every pass goes
-    through an output of the forward pass, nor through that first: a parameter may be used by the loss alone.
+    Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has yet
+    to be reduced. So a pass has to begin before autograd adds its first gradient, also where it goes through
+    no output of the forward pass.
 
     Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
     train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
-    units. ``holds`` is called when a pass begins, if ranks may use different parameters: whether full buckets
-    wait for a caller to launch them.
+    units.
     """
 
     checks_first = True
 
     def __init__(
         self,
-        params: Iterable[tuple[str, Tensor]],
+        params: Sequence[tuple[str, Tensor]],
         optimizer: ZeroRedundancyOptimizer,
         options: ReducerOptions,
         *,
         sparse: Sequence[str],
-        wanted: Callable[[bool], bool],
+        wanted: Callable[[bool], bool | None],
         mesh: RankMesh | None = None,
         outermost: Collection[Tensor] | None = None,
     ) -> None:
+        everyone = optimizer.ranks if mesh is None else mesh.everyone
+        with failing_together(everyone):
+            optimizer.core.check_sparse(param for name, param in params if name in sparse)
+        if mesh is not None:
+            agree_between_replicas(everyone, optimizer.core.describe())
         self._optimizer = optimizer
         self._outermost = outermost
-        self.holds: Callable[[], bool] | None = None
+        self._to_hold: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
@@ -68,7 +71,6 @@ class OwnerReducer(Reducer):
             exchanging, lanes_across = mesh.inner, lanes_for_rows(mesh.across, optimizer.owners())
         lanes = lanes_for_rows(exchanging, optimizer.owners())
         self._has_lanes = lanes.groups[0] is not exchanging
-        everyone = optimizer.ranks if mesh is None else mesh.everyone
         super().__init__(params, everyone.process_group, options, sparse=sparse, wanted=wanted, checks=False)
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)
@@ -77,10 +79,15 @@ class OwnerReducer(Reducer):
         if mesh is not None and not mesh.splits_state:
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
+        self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
 
-    def follow(self, came: Callable[[int], None]) -> None:
-        """Call `came`, made by `weakly`, with a parameter's place after each gradient."""
-        self._inbox.follower = came
+    def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
+        """Call `came`, made by `weakly`, with a parameter's place after each gradient.
+
+        If ranks may use different parameters, `holds` tells, when a pass begins, whether full buckets wait
+        for a caller to launch them.
+        """
+        self._inbox.follower, self._to_hold = came, holds
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
@@ -121,7 +128,7 @@ class OwnerReducer(Reducer):
                 optimizer.ranks.size,
                 None if own_dtype == first.dtype else own_dtype,
                 keeping,
-                optimizer.iteration.agree_on_infinity,
+                WeakMethod(optimizer.iteration.agree_on_infinity),
             )
             bucket = OwnerBucket(
                 indices,
@@ -137,7 +144,6 @@ class OwnerReducer(Reducer):
 
     @property
     def _may_differ(self) -> bool:
-        """Whether ranks may use different parameters."""
         return self.options.find_unused_parameters or self.options.static_graph
 
     @property
@@ -146,7 +152,7 @@ class OwnerReducer(Reducer):
         return self._inbox.current if self._inbox.is_running else None
 
     def _holds(self) -> bool:
-        return self.holds is not None and self._may_differ and self.holds()
+        return self._to_hold is not None and self._may_differ and self._to_hold()
 
     def set_static_graph(self) -> None:
         """See `Reducer.set_static_graph`."""
@@ -159,12 +165,10 @@ class OwnerReducer(Reducer):
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def check_finished(self, *, waits: bool = True) -> None:
-        """Raise, on every rank, what went wrong; see `Reducer.check_finished`.
+        """Do as `Reducer.check_finished`; it raises on every rank.
 
-        Raises:
-            ReductionError: see there.
-            RankMismatchError: the replicas of a mesh differ, see `ReplicaCheck`.
-            RuntimeError: inside ``Join`` the pass before had no step, for which ranks that joined wait.
+        RankMismatchError if the replicas of a mesh differ; RuntimeError if inside ``Join`` the pass before
+        had no step, for which ranks that joined wait.
         """
         num_steps, self._num_steps_before = self._num_steps_before, None
         if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant

@@ -3,9 +3,9 @@
 Note [Rows of gradients]
     Owners and pieces are those of the plan, rows and extents those of `zero_optim.plan.layout`, and reduced
     gradients are views of the owner's row. Each rank's row is laid out by itself, as gradients come: the last
-    parameter first, aligned as parameters are, so that kernels treat gradients as tensors of their own. The
-    parameter bucket's layout would not do: it has a cut parameter last in one row and first in the next, and
-    room for frozen parameters and stamps, which would be bytes on the wire.
+    parameter first, aligned as parameters are. The parameter bucket's layout would not do: it has a cut
+    parameter last in one row and first in the next, and room for frozen parameters and stamps, which would be
+    bytes on the wire.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def most_portions(size: int) -> int:
     """Return in how many portions the largest bucket is sent, so that two buckets are enough.
 
     The smallest c with ``(W - 1) / W (1 + 4 / c) <= 2``, see Note [Memory of sharded gradients], and at least
-    two, as the last one is pending while the next bucket begins. Each more is one more wait.
+    two, as the last one is pending while the next bucket begins.
     """
     return -(-4 * (size - 1) // (size + 1)) if size > 1 else 1
 
 
 def num_portions(nbytes: int, largest_nbytes: int, most: int) -> int:
-    """Return in how many portions a bucket is sent: none is larger than those of the largest bucket."""
+    """Return in how many portions a bucket is sent, none larger than the largest bucket's."""
     wanted = -(-most * nbytes // max(1, largest_nbytes))
     return max(1, min(most, wanted, nbytes // LEAST_PORTION_NBYTES))
 
@@ -38,7 +38,7 @@ class OwnerRows:
     """The rows of a bucket in one backward pass: ``own`` is that of this rank, made at once.
 
     ``edges``: by rank, where portions begin in its row, and the last one ends. Portions of other rows are
-    made when the first gradient comes, and dropped when they are popped; one portion at once, by one stream.
+    made when the first gradient comes, one portion at once, by one stream, and dropped when they are popped.
     """
 
     def __init__(self, edges: Sequence[Sequence[int]], rank: int, like: Tensor, *, zeros: bool) -> None:
@@ -66,7 +66,7 @@ class OwnerRows:
         return portion
 
     def pop(self, number: int) -> list[Tensor]:
-        """Return a portion of each row, by rank, to be sent; zeros if nothing came. Drops other ranks'."""
+        """Return a portion of each row, by rank, to be sent; drops those of other ranks."""
         rows = []
         for rank in range(len(self._edges)):
             portion = self._portions.pop((rank, number), None)

@@ -16,51 +16,59 @@ Note [Failures in one replica]
     were sent in gathers.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
-from torch import Tensor
-
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
-from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
+from zero_optim.comm.frames import ranks_text
+from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.errors import RankMismatchError, RemoteRankError, message_of
-from zero_optim.health.stamp import STAMP_NBYTES, Stamp, failed_ranks
-from zero_optim.health.stamps import shortened
+from zero_optim.health.stamp import STAMP_NBYTES, Arrival, Kind, Stamp, difference, verdict
+from zero_optim.health.stamps import Options, Replicas, options_text, shortened
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.option_values import OptionValues, Plain, differing, held_by, text_of
+from zero_optim.plan.option_values import OptionValues, differing
 
-if TYPE_CHECKING:
-    from zero_optim.comm.traffic import Waitable
-
-_EXCERPT = 192  # bytes of the message of an error
-_DRIFTED = "Parameters of replicas may differ by now: load a checkpoint on all"
+_NBYTES = STAMP_NBYTES + 192  # of a stamp with an excerpt of the error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StampGather:
-    """What this rank has sent in one pass, and the stamps of all replicas, which are on their way."""
+def _failures(failed: Mapping[int, Stamp], _: str) -> str:
+    replica, stamp = next(iter(failed.items()))
+    text = f"a step has failed in replica {replica} of the mesh: {stamp.name}"
+    if len(failed) > 1:
+        text = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
+    return f"{text}. Parameters of replicas may differ by now: load a checkpoint on all"
 
-    num_steps: int
-    options: list[dict[str, Plain]]
-    stamps: Tensor  # (replicas, STAMP_NBYTES + _EXCERPT), uint8
-    work: "Waitable"
+
+def _num_steps(replicas: Sequence[int], stamp: Stamp) -> str:
+    return f"{stamp.number} of {ranks_text(replicas, 'replica')}"
+
+
+def _option(replicas: Sequence[int], value: str) -> str:
+    return f"{value} in {ranks_text(replicas, 'replica')}"
+
+
+_STEPS = Kind(("number",), _num_steps, "steps taken: {}", _failures, separator=", ")
+
+
+# The options of this rank at the start of a pass, and a function that waits for the stamps of all replicas.
+_Gather: TypeAlias = tuple[Options, Callable[[], dict[int, Stamp]]]
 
 
 class ReplicaCheck:
-    """Compares the optimizers of the ranks that own the same rows. All of them make the same calls."""
+    """Compares the optimizers of the ranks that own the same rows, which make the same calls."""
 
     def __init__(self, across: RankGroup, optimizer: ZeroRedundancyOptimizer) -> None:
         self._across = across.during("agree")
         self._optimizer = optimizer
         self._values = OptionValues()
-        self._pending: _StampGather | None = None
-        self._sent: list[_StampGather] = []  # nobody waits for these, but they need their memory
+        self._pending: _Gather | None = None
+        self._sent: list[_Gather] = []  # nobody waits for these, but they need their memory
         self._sent_after = -1  # steps
-        optimizer.iteration.calls.tell_replicas_by(weakly(self.tell))
+        optimizer.iteration.calls.join_replicas(Replicas(weakly(self.tell), optimizer.ranks.numbers))
 
     def start(self) -> None:
-        """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""
+        """Read the last gather, and start the next, with each backward pass. Raises as `read`."""
         self.read()
         self._pending = self._start_gather(None)
         if not is_asynchronous(self._across.device):
@@ -72,57 +80,48 @@ class ReplicaCheck:
             self._sent_after = self._optimizer.num_steps
             self._sent.append(self._start_gather(error))
 
-    def _start_gather(self, error: BaseException | None) -> _StampGather:
-        values, num_steps = self._values, self._optimizer.num_steps
+    def _start_gather(self, error: BaseException | None) -> _Gather:
+        values, num_steps, text = self._values, self._optimizer.num_steps, "step()"
         values.follow(self._optimizer.param_groups, ())
-        failed = None if error is None else type(error).__name__
-        text = message_of(error) if isinstance(error, RemoteRankError) else f"{failed}: {error}"
-        excerpt = b"" if error is None else text.encode()[:_EXCERPT]
-        stamp = Stamp.of(num_steps, values.digest, "step()", failed).packed() + excerpt.ljust(_EXCERPT, b"\0")
-        mine = to_device(bytes_to_tensor(stamp), self._across.device)
-        stamps, work = self._across.start_all_gather(mine, "the options of replicas")
-        return _StampGather(num_steps, values.by_group, stamps, work)
+        if error is not None:
+            is_remote = isinstance(error, RemoteRankError)
+            text = message_of(error) if is_remote else f"{type(error).__name__}: {error}"
+        stamp = Stamp(0, error is not None, num_steps % 2**32, values.digest, text.encode())
+        mine = stamp.packed(_NBYTES)
+        row = to_device(bytes_to_tensor(mine), self._across.device)
+        rows, work = self._across.start_all_gather(row, "the options of replicas")
+
+        def stamps() -> dict[int, Stamp]:
+            work.wait()
+            return dict(Arrival(range(len(rows)), rows, mine).stamps(self._across.read))
+
+        return values.by_group, stamps
 
     def _stamps(self) -> dict[int, Stamp]:
         """Wait for the stamps; raises RemoteRankError if a step has failed in another replica."""
-        assert self._pending is not None  # asked by the caller
-        self._pending.work.wait()
-        rows = [tensor_to_bytes(row) for row in self._across.read(HostCopy(self._pending.stamps))]
-        stamps = {replica: Stamp.read(row[:STAMP_NBYTES]) for replica, row in enumerate(rows)}
-        failed = failed_ranks(stamps)
-        if not failed or len(failed) == len(stamps):  # each has raised
-            return stamps
-        self._pending = None
-        excerpt = rows[failed[0]][STAMP_NBYTES:].rstrip(b"\0").decode(errors="ignore")
-        text = f"a step has failed in replica {failed[0]} of the mesh: {excerpt}"
-        if len(failed) > 1:
-            text = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
-        raise RemoteRankError(f"{text}. {_DRIFTED}")
+        assert self._pending is not None  # checked by the caller
+        stamps = self._pending[1]()
+        error = verdict(_STEPS, stamps)
+        if isinstance(error, RemoteRankError):
+            self._pending = None
+            raise error
+        return stamps
 
     def read(self) -> None:
-        """Wait for what was begun, if there is something. The CPU waits.
+        """Wait for the pending gather, if any. The CPU waits.
 
-        Raises RankMismatchError if replicas have taken different steps or have different options, and
-        RemoteRankError if a step has failed in another one.
+        RankMismatchError if replicas took different steps or have different options; RemoteRankError if a
+        step has failed in another one.
         """
-        gather = self._pending
-        if gather is None:
+        if self._pending is None:
             return
-        stamps, self._pending = self._stamps(), None
-        if len({(stamp.number, stamp.digest) for stamp in stamps.values()}) == 1:
-            return
-        everyone = self._across.all_gather_json([gather.num_steps, gather.options])
-        counts, options = ([of_rank[at] for of_rank in everyone] for at in range(2))
-        wrong = []
-        if len(set(counts)) > 1:
-            taken = (f"{number} of replica {replica}" for replica, number in enumerate(counts))
-            wrong.append(f"steps taken: {', '.join(taken)}")
-        for key in differing(options):
-            parts = [
-                f"{text_of(value)} in replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-                for value, numbers in held_by(options, key)
-            ]
-            wrong.append(f"{key[1]} of group {key[0]}: {', '.join(parts)}")
+        mine, stamps = self._pending[0], self._stamps()
+        self._pending = None
+        steps = difference(_STEPS, stamps)
+        wrong = [steps] if steps else []
+        if len({stamp.digest for stamp in stamps.values()}) > 1:
+            options = self._across.all_gather_json(mine)
+            wrong += options_text(options, differing(options), _option, ", ")
         if wrong:
             raise RankMismatchError(
                 f"the replicas of the mesh differ: {shortened(wrong)}. Parameters may differ by now: load a "

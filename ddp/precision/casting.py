@@ -4,7 +4,7 @@ Note [Casts in the place of parameters]
     During a forward pass modules see casts in the place of their parameters. Autograd made them, so gradients
     reach the parameters in their dtype, by the same hooks. Checkpointed activations are computed again in the
     backward pass: casts are put back when it reaches the forward pass's output, until it ends. PyTorch's DDP
-    replaces each parameter's data; a forward without a backward pass then leaves the model narrow.
+    replaces each parameter's data; a forward without a backward pass leaves the model narrow there.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,14 +23,14 @@ _RNN_LISTS = ("_flat_weights", "_flat_weight_refs")
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:
-    """Cast a model's floating-point buffers for good, as PyTorch's DDP does; None leaves them alone."""
+    """Cast a model's floating-point buffers for good; None leaves them alone."""
     for name, buffer in module.named_buffers():
         if dtype is not None and name not in ignored and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)
 
 
 class Casting:
-    """Casts a model's floating-point parameters to a dtype, None for none, but for ignored names.
+    """Casts a model's floating-point parameters, but for ignored names, to a dtype; None for none.
 
     ``sparse``: those with sparse gradients. Does not communicate.
     """
@@ -79,10 +79,7 @@ class _SparseCast(torch.autograd.Function):
 
 
 class Casts:
-    """Casts for one forward pass, and for the backward passes through it: see the Note of this module.
-
-    They are made from the parameters as they are now.
-    """
+    """Casts for one forward pass, and for the backward passes through it, from the present parameters."""
 
     def __init__(self, casting: Casting) -> None:
         wait_for_gathers(casting.module)
@@ -125,10 +122,7 @@ class Casts:
             known.update(lists)
 
     def return_in_backward(self, output: object) -> None:
-        """Put the casts back in place while a backward pass through an output runs, and then let go of them.
-
-        Tensors in containers and dataclasses are found.
-        """
+        """Put the casts back while a backward pass through an output runs, then drop them."""
         if not self._places or not torch.is_grad_enabled():
             return
         for tensor in tensors_in(output):
@@ -137,7 +131,6 @@ class Casts:
                 untyped.register_hook(self._reached)
 
     def _reached(self, _: Tensor) -> None:
-        """Put the casts back; called by an output's hook."""
         if self._in_backward:
             return
         with torch.enable_grad():  # a second pass through one graph finds none, and casts again

@@ -53,7 +53,6 @@ class PrecisionPolicy:
     casts_inputs: Literal["model", "units", "nowhere"] = "model"
 
     def __post_init__(self) -> None:
-        """Check the dtypes."""
         for name in ("params", "gradients", "buffers", "inputs", "outputs"):
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -66,10 +65,9 @@ class PrecisionPolicy:
 
     @classmethod
     def of(cls, policy: object, module: nn.Module) -> "PrecisionPolicy | None":
-        """Read the argument ``mixed_precision`` of `FullyShardedDataParallel`.
+        """Read the argument ``mixed_precision`` of `FullyShardedDataParallel`: a policy, or None.
 
-        That is a policy; or what PyTorch has for its own wrappers, ``MixedPrecisionPolicy``,
-        ``MixedPrecision`` or ``_MixedPrecision``, of which attributes are read; or None.
+        PyTorch's ``MixedPrecisionPolicy``, ``MixedPrecision`` and ``_MixedPrecision`` are read by attributes.
         """
         if policy is None or isinstance(policy, cls):
             return policy
@@ -104,7 +102,7 @@ class PrecisionPolicy:
 
     @classmethod
     def of_ddp(cls, arguments: Mapping[str, Any]) -> "PrecisionPolicy | None":
-        """Read ``mixed_precision`` of DDP, and check that its other arguments, by name, go with it."""
+        """Read ``mixed_precision`` of DDP, and check it with the other arguments, by name."""
         policy, module = arguments.get("mixed_precision"), arguments["module"]
         if policy is None:
             return None
@@ -137,7 +135,7 @@ class PrecisionPolicy:
         return self.params if self.gradients is None else self.gradients
 
     def check(self, names: Mapping[Tensor, str], sparse: Collection[str], accumulate: str) -> None:
-        """Refuse what makes no sense with a model, whose parameters to be sharded have names."""
+        """Refuse what does not fit a model, whose sharded parameters have ``names``."""
         if self.params is None:
             return
         wrong = [
@@ -175,14 +173,14 @@ class PrecisionPolicy:
     # ------------------------------------------------------------------ casts
 
     def cast_for_good(self, module: nn.Module, ignored: Collection[str]) -> None:
-        """Cast the buffers of a model, and parameters that no optimizer has: they are whole on every rank."""
+        """Cast the buffers of a model, and parameters that no optimizer has."""
         cast_buffers(module, self.buffers, ignored)
         for name, param in module.named_parameters():
             if self.params and self.narrows(param) and name not in ignored:
                 param.data = param.data.to(self.params)
 
     def hook_up(self, modules: Iterable[nn.Module]) -> None:
-        """Register the hooks that cast inputs and outputs of calls of units, the outermost first."""
+        """Register the hooks that cast inputs and outputs of units, the outermost first."""
         outermost, *inner = modules
         of_model = self.params if self.inputs is None else self.inputs
         if of_model is not None and self.casts_inputs != "nowhere":
@@ -195,7 +193,7 @@ class PrecisionPolicy:
 
 
 def sparse_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters whose gradients are sparse, as PyTorch's DDP finds them."""
+    """Return the names of parameters with sparse gradients, as PyTorch's DDP finds them."""
     return {
         own
         for name, module in model.named_modules()

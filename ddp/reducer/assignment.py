@@ -121,10 +121,7 @@ class ReducedParams:
 
 @dataclass(frozen=True, slots=True)
 class BucketAssignment:
-    """The place of each parameter's gradient: bucket, bucket number, slot. The same on every rank.
-
-    Buckets are in the order of reduction.
-    """
+    """The place of each parameter's gradient: bucket, number, slot. Buckets are in the order of reduction."""
 
     names: Sequence[str] = ()
     buckets: Sequence[ReducerBucket] = ()
@@ -149,7 +146,7 @@ def assign(
 ) -> BucketAssignment:
     """Make the buckets, in the order of gradients if it is known: Note [PyTorch's buckets].
 
-    A sparse gradient is alone. ``members`` are the buckets that a comm hook names: Note [Buckets in rows].
+    ``members``: the buckets that a comm hook names.
     """
     params = reduced.params
     listed = [] if members is None else indices_of_members(reduced, members, order)
@@ -183,7 +180,7 @@ def indices_of_members(
 ) -> list[list[int]]:
     """Return the parameters' places by bucket, in the order in which buckets become full.
 
-    Leaves out parameters that are not reduced. A sparse gradient has its own bucket. Without an order of
+    Leaves out parameters that are not reduced; a sparse gradient has its own bucket. Without an order of
     gradients the last parameter comes first.
     """
     listed: list[list[int]] = []

@@ -1,9 +1,9 @@
 """One backward pass: counts gradients, launches buckets, records failures.
 
 Note [Phases of a backward pass]
-    A `BackwardPass` lives from the first sign of a pass to its end. It is ``RUNNING`` while gradients come,
-    and ``ENDING`` when the engine has called. If an exception ends the pass, it is ``BROKEN_OFF`` until the
-    next forward or backward pass ends it, together with the other ranks.
+    A `BackwardPass` is ``RUNNING`` while gradients come, and ``ENDING`` when the engine has called. If an
+    exception ends the pass, it is ``BROKEN_OFF`` until the next forward or backward pass ends it, together
+    with the other ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,13 +41,14 @@ _UNCOUNTED = nullcontext()
 class BackwardPass:
     """Counts gradients and launches buckets in order, each once it and all before it are full.
 
-    What is expected is fixed when it begins. ``divisor``: of the gradients; 1 where a comm hook divides.
-    ``can_carry_word``: the last bucket can tell of a failure, see `report`; then it waits for the end.
-    ``held_up`` is entered where gradients are taken, so that the time is counted.
+    ``divisor``: of the gradients; 1 where a comm hook divides. ``can_carry_word``: the last bucket can tell
+    of a failure, see `report`; then it waits for the end. ``held_up``: counts the time in which gradients are
+    taken.
     """
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
     is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
+    is_empty = False  # this rank has no gradients for it, see `launch_zeros`
 
     def __init__(
         self,
@@ -148,7 +149,6 @@ class BackwardPass:
                 self._launch_full()
 
     def _unusual(self, index: int) -> None:
-        """Handle a gradient that was not expected."""
         bucket, number, slot = self._places[index]
         calls, expected = self.calls[index], self._expected[index]
         if self._streams is not None:
@@ -177,12 +177,11 @@ class BackwardPass:
     # ------------------------------------------------------------------ buckets go
 
     def _launch_full(self) -> None:
-        """Launch full buckets, up to the first that is not full."""
         while not self.is_held and self.num_passed < self._num_early and not self._waiting[self.num_passed]:
             self._launch_next()
 
     def launch_due(self, is_due: Callable[[int], bool]) -> None:
-        """Launch, in order, the buckets whose number is due, up to the first that expects a gradient."""
+        """Launch the buckets that are due, in order, up to the first that expects a gradient."""
         while self.num_passed < self._num_early and is_due(self.num_passed):
             bucket = self._assignment.buckets[self.num_passed]
             is_to_come = any(
@@ -215,7 +214,7 @@ class BackwardPass:
             self.note(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
         if number == self._num_early and self._failures:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
-        self.reduce_next()
+        self._reduce_next()
 
     def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
         """Copy what was not copied yet, with zeros for missing gradients."""
@@ -231,8 +230,7 @@ class BackwardPass:
         if rest:
             bucket.take(rest, self._divisor)
 
-    def reduce_next(self) -> None:
-        """Reduce the next bucket as it is, and free what its schedule frees."""
+    def _reduce_next(self) -> None:
         bucket = self._assignment.buckets[self.num_passed]
         bucket.schedule.at(
             Moment.BUCKET_FULL,
@@ -244,10 +242,28 @@ class BackwardPass:
     def _start(self, bucket: ReducerBucket) -> None:
         self._waits.append((bucket, self._launch(bucket)))
 
+    def launch_zeros(self, last_order: Sequence[int]) -> None:
+        """Launch all buckets as they are; the other ranks use what this one used in its last pass.
+
+        ReductionError if unused buckets are left out, and this rank had no pass.
+        """
+        self.is_empty, self._carried = True, [False] * len(self.calls)
+        used = frozenset(last_order)
+        if self.skips_unused and not used:
+            raise ReductionError(
+                "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
+                "parameters are used: give every rank a batch, or leave the option out inside Join"
+            )
+        for bucket in self._assignment.buckets:
+            if self.skips_unused and used.isdisjoint(bucket.indices):
+                self.num_passed += 1
+            else:
+                self._reduce_next()
+
     # ------------------------------------------------------------------ the end
 
     def end(self) -> None:
-        """Take no more gradients, and launch every other bucket; then `report` and `give` follow."""
+        """Take no more gradients, and launch the rest."""
         assert self.phase is not Phase.ENDING, "a pass ends once"
         self.phase = Phase.ENDING
         if self.kind in ("every", "learnt") and self.calls != self._expected:
@@ -265,7 +281,7 @@ class BackwardPass:
         return bucket.has_gradient(slot)
 
     def report(self, group: RankGroup) -> FailureReport:
-        """Report failures and used parameters to the other ranks, after the last bucket; all call."""
+        """Send failures and used parameters, after the last bucket; all ranks call."""
         used: list[bool] = []
         if self.asks_for_use:
             used = [
@@ -280,7 +296,7 @@ class BackwardPass:
         return len(self._waits)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        """Wait for each launched bucket, and yield it with its gradients; a report reads the last one."""
+        """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
         for bucket, wait in self._waits:
             reduced = wait()
             if report is not None and report.in_last_bucket and bucket.is_last:
@@ -293,7 +309,7 @@ class BackwardPass:
             pass
 
     def check(self, report: FailureReport) -> None:
-        """Raise ReductionError on every rank if one failed, before results are handed out; all ranks call."""
+        """Raise ReductionError on every rank if one failed; all ranks call, before `give`."""
         try:
             if report.in_last_bucket:
                 self.drain(report)
@@ -303,9 +319,10 @@ class BackwardPass:
             raise
 
     def give(self, unused: Sequence[bool], report: FailureReport) -> None:
-        """Wait for every bucket, and hand out the reduced gradients, except for unused parameters."""
+        """Wait for every bucket, and hand out the gradients of used parameters."""
         for bucket, reduced in self.results(report):
-            bucket.give(reduced, unused)
+            if not bucket.is_shadow:
+                bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
                 if unused[index] and index in self._set_aside:
                     bucket.views[slot].copy_(self._set_aside[index])
@@ -313,7 +330,7 @@ class BackwardPass:
 
 
 class PassWithGraph(BackwardPass):
-    """A backward pass with ``create_graph=True``; its own operations stay out of the graph."""
+    """A backward pass with ``create_graph=True``, which stays out of the graph."""
 
     keeps_graph = True
 

@@ -24,7 +24,7 @@ class ReducerBucket:
     """The gradients of some parameters in one flat tensor, whole on every rank. Does not communicate.
 
     The parameters have one dtype and device, indices among all, and slots here. Gradients are reduced in
-    ``dtype``, None for the parameters' own. They may become views of the flat tensor. A sparse gradient is
+    ``dtype``, None for the parameters' own, and may become views of the flat tensor. A sparse gradient is
     alone, and is the flat tensor itself.
     """
 
@@ -67,7 +67,7 @@ class ReducerBucket:
         return flat
 
     def shadow(self) -> "ReducerBucket":
-        """Return a bucket of zeros for the same parameters, for a pass without gradients of this rank."""
+        """Return a bucket of zeros, for a pass without gradients of this rank."""
         like = ReducerBucket(self.indices, self.params, is_sparse=self.is_sparse, dtype=self.dtype)
         like.number, like.is_last, like.label = self.number, self.is_last, self.label
         like.is_shadow = True
@@ -92,7 +92,7 @@ class ReducerBucket:
         return consecutive_views(flat, self.params)
 
     def has_gradient(self, slot: int) -> bool:
-        """Whether a parameter has a gradient; its hook is called for an undefined one too."""
+        """Whether a parameter has a gradient; hooks are called for undefined ones too."""
         return self.params[slot].grad is not None
 
     def is_inside(self, slot: int) -> bool:
@@ -108,20 +108,20 @@ class ReducerBucket:
     # ------------------------------------------------------------------ gradients come
 
     def take_pending(self, divisor: float) -> None:
-        """Copy gradients that have come since, divided; the divisor is 1 where a comm hook divides."""
+        """Copy gradients that have come since, divided."""
         slots, self.pending = self.pending, []
         self.take(slots, divisor)
 
     def record_use(self, slots: Iterable[int]) -> None:
-        """Keep gradients' memory until the current stream has read it; they came on other streams."""
+        """Keep gradients of other streams until the current stream has read them."""
         grads = [self.params[slot].grad for slot in slots]
         streams.record_use(*[grad for grad in grads if grad is not None])
 
     def free(self) -> None:
-        """Let go of rows to send that others own; this bucket has none."""
+        """Let go of rows to send; this bucket has none."""
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
-        """Copy gradients in, divided, or zeros where there is none; in few calls if all are alike."""
+        """Copy gradients in, divided, or zeros where there is none."""
         if len(slots) < 2:
             for slot in slots:
                 self.take_one(slot, divisor)
@@ -228,14 +228,13 @@ class ReducerBucket:
 
 
 def _no_gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a sparse gradient without entries."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
     values = param.new_empty(0, *param.shape[1:], dtype=dtype)
     return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
 
 def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> bool:
-    """Copy each to each, unless one is missing or sparse; then some may have been copied."""
+    """Copy each to each, unless one is missing or sparse; some may be copied then."""
     try:
         private.foreach_copy_(targets, sources)
     except (TypeError, RuntimeError):
@@ -246,7 +245,7 @@ def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) 
 class GradBucket:
     """The argument of a comm hook: the methods of ``torch.distributed.GradBucket``.
 
-    ``all_used``, for our own hooks: some rank is known to have used each parameter.
+    ``all_used``, for our own hooks: some rank has used each parameter.
     """
 
     __slots__ = ("_bucket", "_buffer", "all_used")

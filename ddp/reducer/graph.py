@@ -15,7 +15,7 @@ from zero_optim.compat.engine import in_distributed_autograd, runs_distributed_b
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an output: in containers of any nesting, and dataclasses; not in other objects."""
+    """Yield the tensors in an output: in nested containers and dataclasses, not in other objects."""
     seen: dict[int, object] = {}  # by id; a container may hold itself
     stack = [value]
     while stack:
@@ -35,7 +35,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as the value
-    """Replace the tensors in an output; builds dicts, lists, tuples and dataclasses anew."""
+    """Replace the tensors in an output; builds its containers anew."""
     if isinstance(value, Tensor):
         return by(value)
     if isinstance(value, dict):
@@ -72,7 +72,7 @@ def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether the running backward pass gives a leaf a gradient; call from one of its hooks."""
+    """Whether the running backward pass gives a leaf a gradient; for one of its hooks."""
     return leaf.requires_grad and will_run(get_gradient_edge(leaf).node)
 
 
@@ -113,7 +113,7 @@ class UnusedSearch:
         self._is_complete = True  # no node was written in Python: it may run a backward pass of its own
 
     def look(self, outputs: Iterable[Tensor]) -> None:
-        """Walk the graph from outputs of a forward pass to leaves. Takes about a microsecond a node."""
+        """Walk the graph from outputs of a forward pass to leaves, a microsecond a node."""
         leaves = self._leaves = self._leaves or set()
         stack: list[Node] = []
         for output in outputs:
@@ -135,7 +135,7 @@ class UnusedSearch:
                     stack.append(following)
 
     def pop_unused(self, params: Sequence[Tensor]) -> list[int]:
-        """Return the parameters without a gradient in the running pass; from one of its hooks, once."""
+        """Return the parameters without a gradient in the running pass; for its hooks, once."""
         leaves, is_complete = self._leaves, self._is_complete
         self._leaves, self._is_complete = None, True
         if leaves is None or not is_complete:

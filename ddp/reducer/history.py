@@ -38,7 +38,7 @@ class History:
         return "some" if options.find_unused_parameters else "every"
 
     def order(self) -> list[int]:
-        """Return all parameters in the order of gradients; those without one come last."""
+        """Return all parameters in the order of gradients; the last have none."""
         return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
 
     def conclude(

@@ -8,7 +8,7 @@ Note [Passes that break off]
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -20,13 +20,14 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
 from zero_optim.ddp.reducer.graph import nearest, reaches, refuse_distributed_backward
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Inbox:
     """The parameters' hooks, which keep it alive, and the current backward pass.
 
-    ``current`` is running, or has broken off and was not ended yet. ``take_first`` takes the gradient of a
-    parameter, by its place, if no pass runs; ``follower`` is called afterwards. Make both by `weakly`.
+    ``current`` runs, or has broken off and was not ended yet. ``take_first`` takes the place of a parameter
+    whose gradient came while no pass runs; ``follower`` is called afterwards. Make both by `weakly`.
     """
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
@@ -54,7 +55,7 @@ class Inbox:
             self.handles.append(untyped.register_post_accumulate_grad_hook(hook_of(index)))
 
     def announce(self, coming: Callable[[int], None]) -> None:
-        """Call ``coming``, made by `weakly`, before autograd adds or computes a pass's first gradient."""
+        """Call ``coming``, made by `weakly`, before autograd computes a pass's first gradient."""
 
         def hook_of(index: int) -> Callable[[Tensor], None]:
             def hook(_: Tensor) -> None:
@@ -68,7 +69,7 @@ class Inbox:
             self.handles.append(untyped.register_hook(hook_of(index)))
 
     def swapped(self, calls: Sequence[int]) -> list[int]:
-        """Return the places of parameters without a gradient that lost their hooks in a swap of tensors."""
+        """Return the places of parameters that lost their hooks in a swap of tensors."""
         if all(calls):
             return []
         pairs = enumerate(zip(self._params, self._tensors, calls, strict=True))
@@ -96,7 +97,7 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
 def announce_backward(
     outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
-    """Call `reached` when a backward pass goes through an output to one of the parameters, by id."""
+    """Call `reached` when a backward pass goes through an output to a parameter, by id."""
 
     def hook_of(witness: Node | None) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -138,16 +139,15 @@ def _end(token: _Token, finish: Callable[[], None]) -> None:
     finish()
 
 
-def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """Return a callable that does not keep the method's object alive, and does nothing once it is gone.
+def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
+    """Return a callable that does not keep the method's object alive, and returns None once it is gone.
 
     Parameters and outputs, which hold the hooks, may outlive the reducer.
     """
     reference = WeakMethod(method)
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
         method = reference()
-        if method is not None:
-            method(*args, **kwargs)
+        return None if method is None else method(*args, **kwargs)
 
     return call

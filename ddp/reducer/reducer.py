@@ -1,14 +1,11 @@
-"""`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass.
-
-It behaves as PyTorch's (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-VLDB 2020).
+"""`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass, as PyTorch's does.
 
 Note [One backward pass]
     A hook on the forward pass's output, or the first gradient, makes a `BackwardPass` and asks the autograd
     engine to call at the end. A full bucket is launched after all before it, so every rank launches in the
     same order. At the end the rest is launched, and the results become the parameters' gradients. An element
-    of the last bucket tells other ranks of a failure. With a comm hook, or where parameters may be unused, a
-    small sum of its own does.
+    of the last bucket tells other ranks of a failure; with a comm hook, or where parameters may be unused, a
+    small sum does.
 """
 
 import warnings
@@ -58,17 +55,6 @@ class Reducer:
             through an output given to `prepare`, or was expected (`expect`). None for always.
         checks: compare parameters and options between ranks, by a small collective.
 
-    Attributes:
-        group: the ranks.
-        names, params: of the parameters.
-        history: facts learnt from the passes so far.
-        assignment: the current buckets.
-        slot: the comm hook.
-        divisor: called when the next pass begins, to divide its gradients by; None for the number of ranks.
-        futures: waited for when the next pass ends.
-        defers_reports: read other ranks' failures one pass later, where the CPU would have to wait for the
-            device: Note [Late reports] in `report`.
-
     Raises:
         ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
         RankMismatchError: on every rank: ranks have different arguments; names the first.
@@ -83,7 +69,7 @@ class Reducer:
         options: ReducerOptions | None = None,
         *,
         sparse: Collection[str] = (),
-        wanted: Callable[[bool], bool] | None = None,
+        wanted: Callable[[bool], bool | None] | None = None,
         checks: bool = True,
     ) -> None:
         self.options = ReducerOptions() if options is None else options
@@ -96,28 +82,25 @@ class Reducer:
         if checks:
             agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
         self.names, self.params = reduced.names, reduced.params
-        self.defers_reports = is_asynchronous(self.params[0].device)
+        self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()
         self._wanted = wanted
-        self._is_expected = False  # the last forward pass was one whose backward pass is to be reduced
-        self._begin_anew()
+        self._is_expected = False
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
+        self.reset()
         if checks:  # then all ranks have got here
             learn_addresses(self.group)
 
     def reset(self) -> None:
-        """Start over: first buckets, nothing learnt. All ranks call, between iterations."""
+        """Begin anew: first buckets, nothing learnt. All ranks call, between iterations."""
         self._inbox.current = None
         self.slot.failure = None
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
         self.history = History(len(self.params))
-        self.divisor: Callable[[], float] | None = None
+        self.divisor: Callable[[], float] | None = None  # of the next pass; None for the number of ranks
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
-        self.futures: list[Future[object]] = []
+        self.futures: list[Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
 
     @property
@@ -127,7 +110,7 @@ class Reducer:
 
     @property
     def activity(self) -> Activity:
-        """This process's activity, which other ranks hear of if they miss it."""
+        """This rank's activity, for the messages of other ranks."""
         return self.group.works.log.activity
 
     @property
@@ -157,7 +140,7 @@ class Reducer:
 
     @torch.no_grad()
     def rebuild(self) -> bool:
-        """Rebuild buckets in rank 0's order of gradients, once that is known. Returns whether it did.
+        """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did.
 
         All ranks call; communicates when it is due.
         """
@@ -179,7 +162,7 @@ class Reducer:
         return True
 
     def _name_buckets(self) -> None:
-        """Take over new buckets of the hook: at once, or at the next pass if gradients have an order."""
+        """Use the hook's new buckets: at once, or at the next pass if gradients have an order."""
         if self.slot.members_changed and self.history.has_rebuilt:
             self.history.rebuild_is_due = True
         elif self.slot.members_changed:
@@ -196,12 +179,11 @@ class Reducer:
         self._name_buckets()
 
     def expect(self, is_expected: bool) -> None:
-        """Set whether backward passes are expected from now on, for ``wanted``."""
+        """Set the argument of ``wanted`` for passes from now on."""
         self._is_expected = is_expected
 
     def _is_wanted(self, *, was_prepared: bool = False) -> bool:
-        """Whether to reduce a pass that begins; ``was_prepared``: through an output given to `prepare`."""
-        return self._wanted is None or self._wanted(was_prepared or self._is_expected)
+        return self._wanted is None or bool(self._wanted(was_prepared or self._is_expected))
 
     def set_static_graph(self) -> None:
         """Expect every pass to be like the next; all ranks call, before their first backward pass."""
@@ -214,9 +196,9 @@ class Reducer:
     def prepare(self, outputs: object = ()) -> None:
         """Look at a forward pass's output before the user gets it. Optional in ordinary loops.
 
-        Needed where parameters may be unused, so that buckets need not wait for the end, and for reentrant
-        checkpointing. Every rank calls it after the same forward passes; no communication. Finds tensors in
-        containers and dataclasses. RuntimeError inside ``torch.distributed.autograd``.
+        Needed for reentrant checkpointing, and so that unused parameters hold up no bucket. Every rank calls
+        it after the same forward passes; no communication. Finds tensors in containers and dataclasses.
+        RuntimeError inside ``torch.distributed.autograd``.
         """
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -231,9 +213,8 @@ class Reducer:
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise ReductionError, on every rank, if a backward pass or comm hook failed on any; all ranks call.
 
-        On a CPU it is free if all is well. On a GPU a failure is known one pass later (Note [Late reports] in
-        `report`): call it after the last pass, or before writing a checkpoint. ``waits=False`` leaves out the
-        last pass, which may still run on the device.
+        On a GPU a failure is known one pass later: call it after the last pass, or before a checkpoint.
+        ``waits=False`` leaves out the last pass, which may still run on the device.
         """
         if self.slot.failure is not None:
             raise ReductionError(self.slot.failure)
@@ -246,7 +227,6 @@ class Reducer:
             unread.pop(0).check()
 
     def _first_arrived(self, index: int) -> None:
-        """Take a gradient that came while no backward pass ran."""
         if self._is_wanted():
             self._begin().arrived(index)
         else:
@@ -283,7 +263,7 @@ class Reducer:
         )
 
     def _open(self) -> Launch:
-        """Prepare the buckets for a pass; returns their launch function."""
+        """Prepare the buckets for a pass; return their launch function."""
         may_be_unused = self.options.find_unused_parameters or self.options.static_graph
         return self.slot.launching(self._summing, all_used=not may_be_unused)
 
@@ -309,39 +289,18 @@ class Reducer:
         current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
     def _conclude(self, current: BackwardPass) -> None:
-        asks_for_use, broke_off = current.asks_for_use, current.phase is Phase.BROKEN_OFF
+        broke_off = current.phase is Phase.BROKEN_OFF
         lost = self._inbox.swapped(current.calls)
         for index in lost:
             current.note(SWAPPED, index)
-        if not (any(current.calls) or asks_for_use or broke_off or lost):
+        if not (any(current.calls) or current.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()
         defers = self.defers_reports and not self.in_join and current.kind != "learning"
         self.divisor = None
         current.end()
-        self._await_hook(current)
-        report = current.report(self.group)
-        checks_first = not defers and (self.checks_first or asks_for_use)
-        if checks_first:
-            current.check(report)
-        unused = [not used for used in report.used()] if asks_for_use else self.history.unused
-        with self.slot.minding():
-            if broke_off and defers:  # the next iteration has begun, and nobody is told yet
-                for bucket, _ in current.results(report):
-                    bucket.clear()  # gradients that are views; others are left alone
-            else:
-                current.give(unused, report)
-        futures, self.futures = self.futures, []
-        for future in futures:
-            future.wait()
-        self.history.num_buckets_reduced = current.num_launched
-        self.history.conclude(current.calls, current.order, unused, self.options)
-        if defers:
-            report.put_off()
-            self._unread.append(report)
-        elif not checks_first:
-            report.check()
+        self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet
         if current.keeps_graph and any(current.calls):
             warnings.warn(
                 "a backward pass with create_graph=True reduces the gradients, not the graph that "
@@ -349,45 +308,48 @@ class Reducer:
                 stacklevel=2,
             )
 
-    def _await_hook(self, current: BackwardPass) -> None:
-        """Wait for the hook's collectives; on gloo PowerSGD issues some later, from other threads."""
-        if not self.slot.is_empty:
+    def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
+        """Wait for a pass that has launched everything, and hand out its gradients, or drop them."""
+        if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads
             with self.slot.minding():
                 current.drain()
+        report = current.report(self.group)
+        checks_first = current.is_empty or (not defers and (self.checks_first or current.asks_for_use))
+        if checks_first:
+            current.check(report)
+        used = report.used() if current.asks_for_use else []
+        unused = [not flag for flag in used] or self.history.unused
+        with self.slot.minding():
+            if drops:
+                for bucket, _ in current.results(report):
+                    bucket.clear()  # gradients that are views; others are left alone
+            else:
+                current.give(unused, report)
+        futures, self.futures = self.futures, []
+        for future in futures:
+            future.wait()
+        history, calls, order = self.history, current.calls, current.order
+        if current.is_empty:  # its own pass would have been like those of the others
+            calls, order = [int(flag) for flag in used], history.last_order
+        history.num_buckets_reduced = current.num_launched
+        history.conclude(calls, order, unused, self.options)
+        if defers:
+            report.put_off()
+            self._unread.append(report)
+        elif not checks_first:
+            report.check()
 
     @torch.no_grad()
     def shadow(self) -> None:
         """Join the reductions of one backward pass of the others, with zeros; for ``Join``.
 
-        ReductionError if a rank failed, or to leave unused buckets out this rank has no pass to learn from.
+        ReductionError if a rank failed, or if this rank does not know which buckets the others leave out.
         """
         self.check_finished()
         self.rebuild()
         self.divisor = None
-        last_used = frozenset(self.history.last_order)
         assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
         current = self._new_pass(assignment, self._open(), 1.0)
-        if current.skips_unused and not last_used:
-            raise ReductionError(
-                "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
-                "parameters are used: give every rank a batch, or leave the option out inside Join"
-            )
-        for bucket in assignment.buckets:  # the others use what this rank used in its last pass
-            if current.skips_unused and last_used.isdisjoint(bucket.indices):
-                current.num_passed += 1
-            else:
-                current.reduce_next()
-        self._await_hook(current)
-        none_used = [False] * len(self.params) if current.asks_for_use else []
-        report = FailureReport(self.group, None, none_used, in_last_bucket=current.has_word)
-        results = list(current.results(report))
-        report.check()
-        used = report.used()
-        # A rank that has no pass to learn from takes it that the others' is what its own would have been.
-        unused = [not flag for flag in used]
-        for bucket, reduced in results:
-            if not bucket.is_shadow:
-                bucket.give(reduced, unused or self.history.unused)
-                bucket.give_back(drops=False)
-        self.history.num_buckets_reduced = current.num_launched
-        self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)
+        current.launch_zeros(self.history.last_order)
+        self._hand_out(current, defers=False)
+        current.give_back(drops=False)

@@ -24,7 +24,7 @@ Launch: TypeAlias = Callable[[ReducerBucket], Wait]  # starts the reduction of a
 
 @runtime_checkable
 class NamesBuckets(Protocol):
-    """``hook.buckets`` of a hook that names its buckets: Note [Buckets in rows] in `assignment`."""
+    """``hook.buckets`` of a hook with its own buckets: Note [Buckets in rows] in `assignment`."""
 
     def version(self) -> object:
         """Return a value that changes when `members` does."""
@@ -34,7 +34,7 @@ class NamesBuckets(Protocol):
 
 
 def start_sum(group: RankGroup, bucket: ReducerBucket) -> Wait:
-    """Start the in-place sum of a bucket over all ranks; gradients were divided before."""
+    """Start the in-place sum of a bucket over all ranks."""
     handle, work = group.start_sum(bucket.flat, bucket.label)
 
     def wait() -> Tensor:
@@ -96,7 +96,7 @@ class HookSlot:
     def launching(self, group: RankGroup, *, all_used: bool) -> Launch:
         """Return the launch function: the comm hook, or a sum without one.
 
-        It holds a weak reference: a hook's state may hold the model, and so a pass that broke off.
+        It holds a weak reference: a hook's state may hold the model.
         """
         reference = weakref.ref(self)
 

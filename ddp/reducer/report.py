@@ -1,21 +1,20 @@
 """The ranks' report at the end of a backward pass: used parameters, and failures.
 
 Note [Two ways to tell of a failure]
-    A rank with incomplete gradients makes one element of the last bucket NaN before the sum. Ranks that read
-    NaN in the sum gather the failures; there may be none. So a pass without NaN has no further collective,
-    and the bucket no further element, which would change how ring algorithms sum. A comm hook may sum
-    anything, and where parameters may be unused the ranks count their users anyway: there the counts have one
-    more element. One way alone would cost each pass a collective.
+    A sum has no row of one rank, hence no place for its stamp. So a rank with incomplete gradients makes one
+    element of the last bucket NaN before the sum. Ranks that read NaN in the sum gather the failures; there
+    may be none. So a pass without NaN has no further collective, and the bucket no further element, which
+    would change how ring algorithms sum. A comm hook may sum anything, and where parameters may be unused the
+    ranks count their users anyway: there the counts have one more element. One way alone would cost each pass
+    a collective.
 
 Note [Late reports]
     The CPU waits to read a report, on a device with streams for the whole pass. So there it reads when the
     device has the next pass to work on. Reading may communicate, so all ranks read at the same points: when a
     forward pass begins, and with the first gradient of a backward pass, all but the last report. A failure of
-    pass n raises in forward pass n + 2; the optimizer may use its gradients before.
-    `Reducer.check_finished` and `Join` read all.
-
-    Passes in `Join`, and the first one of a static graph, put nothing off. A rank with unused parameters
-    waits in the pass for the others' use.
+    pass n raises in forward pass n + 2; the optimizer may use its gradients before. `Reducer.check_finished`
+    and `Join` read all. Passes in `Join`, and the first one of a static graph, are read at once. A rank with
+    unused parameters waits in the pass for the others' use.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import ranks_text
+from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.errors import ReductionError
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 class FailureReport:
     """The number of failed ranks, and the used parameters; all ranks make and read one.
 
-    ``in_last_bucket``: call `read_word` before reading the report. Otherwise it starts a small sum.
+    ``in_last_bucket``: `read_word` comes before reading. Otherwise it starts a small sum.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class FailureReport:
         return self._answer
 
     def used(self) -> list[bool]:
-        """Return, by parameter, whether any rank used it. The CPU waits, unless this rank used all."""
+        """Return by parameter whether any rank used it; the CPU waits, unless this rank used all."""
         if all(self._used):
             return list(self._used)
         _, *counts = self._group.read(self._read()).tolist()
@@ -86,23 +85,16 @@ class FailureReport:
         first = self._group.read(self._read())[0].item()
         if first == (first if self.in_last_bucket else 0):  # no NaN, or no rank
             return
-        failures = self._group.all_gather_json(self._failure)
-        ranks: dict[str, list[int]] = {}
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                ranks.setdefault(failure, []).append(rank)
-        if ranks:  # else a gradient was NaN
-            size = len(failures)
-            who = {
-                what: "every rank" if len(where) == size > 1 else ranks_text(where)
-                for what, where in ranks.items()
-            }
+        everyone, size = self._group.all_gather_json(self._failure), self._group.size
+        failures = {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
+        if failures:  # else a gradient was NaN
+            each = "; ".join(
+                f"{'every rank' if len(ranks) == size > 1 else ranks_text(ranks)}: {failure}"
+                for failure, ranks in ranks_by_value(failures).items()
+            )
             which = "an earlier" if self._is_late else "this"
             late = ". They were handed out: go back to a checkpoint" if self._is_late else ""
-            raise ReductionError(
-                f"the gradients of {which} backward pass cannot be used. "
-                f"{'; '.join(f'{where}: {what}' for what, where in who.items())}{late}"
-            )
+            raise ReductionError(f"the gradients of {which} backward pass cannot be used. {each}{late}")
 
 
 def names_text(names: Sequence[str], most: int = 10) -> str:

@@ -14,10 +14,7 @@ from zero_optim.compat import streams
 
 
 class StreamOrder:
-    """Makes copies and launches of a bucket wait for the streams of its gradients; one per pass.
-
-    Construct it on the stream on which the pass begins.
-    """
+    """Makes a bucket wait for the streams of its gradients. Made where the pass begins, on its stream."""
 
     def __init__(self, device: torch.device, num_buckets: int) -> None:
         self._device = device
@@ -38,7 +35,7 @@ class StreamOrder:
             self._change(number, stream)
 
     def join(self, number: int) -> bool:
-        """Make the current stream wait for others with gradients of a bucket; returns whether any did."""
+        """Make the current stream wait for the others of a bucket; return whether there were any."""
         self.came(number)
         others = self._others[number]
         if not others:

@@ -126,7 +126,6 @@ ANYWHERE: Tests = {
     **table("our DDP alone", "unused", "ordinary", "gradients as views"),
     **table("views", "tower", "Join"),
     **table("gradients", "tower", "ordinary", "mixed precision"),
-    **table("gradients", "sparse", "ordinary"),
     **table("gradients", "unused", "clipped", "momentum, averages"),
     **table("gradients", "tower", "freezing"),
     **table("gradients", "gpt", "no_sync"),
@@ -170,6 +169,9 @@ ANYWHERE: Tests = {
         for how in ("reentrant", "not reentrant")
     },
 }
+ON_GLOO: Tests = {
+    **table("gradients", "sparse", "ordinary")
+}  # NCCL sums no sparse tensors, in PyTorch's DDP either
 ON_ONE_RANK: Tests = {"parameters: save, load, evaluate": (state.test_one_rank_alone, FOLDER)}
 ON_TWO_RANKS: Tests = {
     **table("gradients", "tower", "ordinary", "cuts"),
@@ -229,6 +231,7 @@ OVERLAPPED: Tests = {
 def _cpu_tests() -> Iterator[Case]:
     for tests, setups, how in (
         (ANYWHERE, EVERYWHERE, run),
+        (ON_GLOO, (GLOO,), run),
         (ON_ONE_RANK, (NCCL,), run),
         (ON_TWO_RANKS, (GLOO, NCCL_2), run),
         (ON_MORE_RANKS, (GLOO_3, GLOO_4), run),

@@ -10,12 +10,13 @@ from gpu.setting import Figures, Here, NotHere
 from training import MATRICES, assert_same_bits, make_params, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 
+# `eps` is no zero in float16, and so no step is NaN.
 CUT: dict[str, tuple[Any, dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
-    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True, "amsgrad": True}),
-    "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-4}),
+    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-4, "foreach": True, "amsgrad": True}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-4, "fused": True}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-4}),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import ranks_text
+from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,
@@ -56,9 +56,8 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
 
 def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mapping[str, str]) -> str:
     for index in range(max(map(len, everyone))):
-        held: dict[str, list[int]] = {}
-        for rank, items in zip(group.numbers, everyone, strict=True):
-            held.setdefault(items[index] if index < len(items) else "nothing more", []).append(rank)
+        each = [items[index] if index < len(items) else "nothing more" for items in everyone]
+        held = ranks_by_value(dict(zip(group.numbers, each, strict=True)))
         if len(held) > 1:
             difference = "; ".join(f"{ranks_text(ranks)} has {item}" for item, ranks in held.items())
             hint = next((hints[word] for item in held if (word := item.partition(" ")[0]) in hints), None)

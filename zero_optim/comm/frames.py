@@ -1,6 +1,9 @@
 """Frames of short messages, and texts about ranks. No communication."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T", bound=Hashable)
 
 _ROOM = 47  # bytes: a digest, a word of a mirror
 
@@ -21,22 +24,28 @@ def unframed(frames: Sequence[bytes]) -> list[bytes] | None:
     return [frame[1 : 1 + length] for frame in frames] if {frame[0] for frame in frames} == {length} else None
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Name ranks: "rank 1", "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def ranks_text(ranks: Sequence[int], noun: str = "rank") -> str:
+    """Name ranks, or replicas: "rank 1", "ranks 0, 2"."""
+    return f"{noun}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Group ranks by their values."""
+    groups: dict[T, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
     """Describe calls that some ranks began more often, from counts by rank and name."""
-    told = []
+    texts = []
     for name in sorted(set[str]().union(*counts.values())):
-        ranks_of: dict[int, list[int]] = {}
-        for rank, of_rank in sorted(counts.items()):
-            ranks_of.setdefault(of_rank.get(name, 0), []).append(rank)
-        if len(ranks_of) > 1:
-            each = " and ".join(f"{count} on {ranks_text(ranks)}" for count, ranks in ranks_of.items())
-            told.append(f"times of {name}: {each}")
-    return told
+        groups = ranks_by_value({rank: of_rank.get(name, 0) for rank, of_rank in counts.items()})
+        if len(groups) > 1:
+            each = " and ".join(f"{count} on {ranks_text(ranks)}" for count, ranks in groups.items())
+            texts.append(f"times of {name}: {each}")
+    return texts
 
 
 def met_otherwise(told: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]) -> str:

@@ -2,12 +2,10 @@
 
 Note [Dead, stopped or slow]
     Each watchdog listens on a port. If the connection is refused or reset, the process has ended. If the
-    kernel accepts but nobody answers, the process is stopped or its host too busy. Otherwise it tells what it
-    does. So no rank must write a heartbeat.
+    kernel accepts but nobody answers, it is stopped or its host too busy. So no rank writes a heartbeat.
 
     A question carries a token from the store, so only ranks that can read the store get answers. Messages are
-    one line of JSON. The socket is bound to the interface that reaches the store, so it is no more visible
-    than the process group.
+    one line of JSON. The socket is bound to the interface that reaches the store.
 """
 
 import errno
@@ -19,10 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -51,30 +48,19 @@ class Presence(Enum):
     UNKNOWN = "could not be asked"
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address of a watchdog, and the token for questions."""
+class Address(NamedTuple):
+    """The address of a watchdog, and the token for questions; in the store as JSON."""
 
     host: str
     port: int
     token: str
     node: str
-    pid: int
-
-    def to_text(self) -> str:
-        """Return the text for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> "Address":
-        """Parse a text of `to_text`."""
-        return cls(**json.loads(text))
 
 
 class Listener:
     """Listens for questions of other ranks, at an address from `host_towards`."""
 
-    def __init__(self, host: str, pid: int) -> None:
+    def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.create_server((host, 0), family=family, backlog=128)
         self.socket.setblocking(False)
@@ -82,7 +68,7 @@ class Listener:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         port = self.socket.getsockname()[1]
-        self.address = Address(host, port, secrets.token_hex(16), socket.gethostname(), pid)
+        self.address = Address(host, port, secrets.token_hex(16), socket.gethostname())
 
     def wait(self, seconds: float) -> bool:
         """Wait for a question, a `wake`, or some seconds; True for a question."""
@@ -138,14 +124,14 @@ def ask(address: Address, question: Message) -> Message | Presence:
 
 def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:
     """Make calls in threads; returns the results of those that end within ``limit`` seconds."""
-    found: dict[int, T] = {}
+    results: dict[int, T] = {}
     over = threading.Semaphore(0)
 
     def run(numbers: Sequence[int]) -> None:
         for number in numbers:
             try:
-                found[number] = calls[number]()
-            except (OSError, RuntimeError, ValueError, TypeError):  # the store is gone, say: nothing is found
+                results[number] = calls[number]()
+            except (OSError, RuntimeError, ValueError, TypeError):  # the store is gone, say: no result
                 continue
             finally:
                 over.release()
@@ -157,7 +143,7 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
     for _ in numbers:
         if not over.acquire(timeout=max(0.0, deadline - time.monotonic())):
             break
-    return dict(found)
+    return dict(results)
 
 
 def host_towards(host: str | None, port: int) -> str:
@@ -169,10 +155,10 @@ def host_towards(host: str | None, port: int) -> str:
         family, kind, _, _, where = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)
-            found: str = probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
     except OSError:
         return "127.0.0.1"
-    return found
+    return address
 
 
 def _line(message: Message) -> bytes:
@@ -183,9 +169,7 @@ def _read(connection: socket.socket, limit: float) -> Message:
     """Read a line within ``limit`` seconds, or raise, so that a slow sender holds nobody up."""
     content, deadline = bytearray(), time.monotonic() + limit
     while not content.endswith(b"\n"):
-        connection.settimeout(
-            max(deadline - time.monotonic(), 0.001)
-        )  # 0 would not wait, and be another error
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would be another error
         piece = connection.recv(65536)
         if not piece:
             raise EOFError("no whole line came")
@@ -233,7 +217,7 @@ class Directory:
 
     def publish(self, address: Address) -> None:
         """Write this rank's address to the store."""
-        default_store().set(_key(self.rank), address.to_text())
+        default_store().set(_key(self.rank), json.dumps(address))
 
     def leave(self) -> None:
         """Record that this rank listens no more, so that nobody takes it for dead."""
@@ -246,30 +230,30 @@ class Directory:
         """Read the ranks' addresses early: the store may end first. Waits for all ranks."""
         unknown = [rank for rank in ranks if rank not in self._addresses]
         if unknown:
-            found = default_store().multi_get([_key(rank) for rank in unknown])
-            for rank, entry in zip(unknown, found, strict=True):
+            entries = default_store().multi_get([_key(rank) for rank in unknown])
+            for rank, entry in zip(unknown, entries, strict=True):
                 self._note(rank, entry.decode())
 
     def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
         """Ask all other ranks; returns answers by index in ``ranks``, after a few `ANSWER_LIMIT` at most."""
         others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
         calls = {place: partial(self._ask, rank, question) for place, rank in others.items()}
-        found = in_threads(calls, 3 * ANSWER_LIMIT)
-        return {place: found.get(place, Presence.UNKNOWN) for place in others}
+        answers = in_threads(calls, 3 * ANSWER_LIMIT)
+        return {place: answers.get(place, Presence.UNKNOWN) for place in others}
 
     def _ask(self, rank: int, question: Message) -> Message | Presence:
         if rank not in self._addresses:
             absence = self._look_up(rank)
             if absence is not None:
                 return absence
-        known = self._addresses[rank]
-        answer = ask(known, question)
+        address = self._addresses[rank]
+        answer = ask(address, question)
         if answer is not Presence.ENDED:
             return answer
         with suppress(RuntimeError, ValueError):  # the store may be gone as well
             if self._look_up(rank) is Presence.LEFT:
                 return Presence.LEFT
-            if self._addresses[rank] != known:  # it has begun to listen again
+            if self._addresses[rank] != address:  # it has begun to listen again
                 return ask(self._addresses[rank], question)
         return Presence.ENDED
 
@@ -283,7 +267,7 @@ class Directory:
     def _note(self, rank: int, entry: str) -> Presence | None:
         if entry == _LEFT:
             return Presence.LEFT
-        self._addresses[rank] = Address.from_text(entry)
+        self._addresses[rank] = Address(*json.loads(entry))
         return None
 
 

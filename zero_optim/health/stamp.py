@@ -1,157 +1,211 @@
-"""The 32-byte stamp of one rank, and the errors that the ranks' stamps amount to."""
+"""What a rank tells the others beside its rows: the stamp, its way, and the verdict on all ranks' stamps.
+
+A stamp has 4 bytes beside the rows of a unit, 32 in a row, and more between the replicas of a mesh. Each form
+is the beginning of the next; the text fills the rest.
+"""
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import tensor_to_bytes
-from zero_optim.comm.frames import ranks_text
+from zero_optim.comm.collectives import bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.compat.streams import HostCopy, copy_to, is_asynchronous
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.layout import Span
 from zero_optim.plan.option_values import DIGEST_NBYTES
 
-STAMP_NBYTES = 32
-MARK, MARK_NBYTES = 2, 2  # where the mark is in a stamp
-_FORM = struct.Struct(f"<BBHI{DIGEST_NBYTES}s16s")
-_STEP, _FAILED = 1, 1
+STAMP_NBYTES = 32  # in a row
+HEAD_NBYTES = 4
+_MARK_NBYTES, _MARKS = 2, 2**16
+Read: TypeAlias = Callable[[HostCopy], Tensor]
+_FORM = struct.Struct(f"<H?xI{DIGEST_NBYTES}s")  # before the text
 
 
 class Stamp(NamedTuple):
-    """What one rank tells in a gather.
+    """What one rank tells.
 
-    ``kind``: 1 for a call that gathers changed parameters, 0 for no stamp. ``flags``: 1 if the call raised.
     ``mark``: of a unit's gather, see `zero_optim.health.unit_stamps`. ``number``: of the call on that rank.
-    ``digest``: of the options. ``text``: the call, or the class of the exception, cut to 16 bytes.
+    ``digest``: of the options. ``text``: the call's name, empty for no call; if it ``has_failed`` the
+    exception's class, in longer stamps also its message.
     """
 
-    kind: int
-    flags: int
     mark: int
-    number: int
-    digest: bytes
-    text: bytes
-
-    @classmethod
-    def of(cls, number: int, digest: bytes, name: str, failed: str | None) -> "Stamp":
-        """Build the stamp of a call; ``failed``: the class of its exception, or None."""
-        text, flags = (name, 0) if failed is None else (failed, _FAILED)
-        return cls(_STEP, flags, 0, number % 2**32, digest, text.encode()[:16])
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the call raised on that rank."""
-        return bool(self.flags & _FAILED)
+    has_failed: bool = False
+    number: int = 0
+    digest: bytes = b""
+    text: bytes = b""
 
     @property
     def name(self) -> str:
         """The text."""
-        return self.text.rstrip(b"\0").decode(errors="replace")
+        return self.text.decode(errors="ignore")
 
     @classmethod
     def read(cls, octets: bytes) -> "Stamp":
-        """Read 32 bytes."""
-        return cls(*_FORM.unpack(octets))
+        """Read a stamp of any length."""
+        mark, has_failed, number, digest = _FORM.unpack_from(octets.ljust(_FORM.size, b"\0"))
+        return cls(mark, has_failed, number, digest, octets[_FORM.size :].rstrip(b"\0"))
 
-    def packed(self) -> bytes:
-        """Return the 32 bytes."""
-        return _FORM.pack(*self)
+    def packed(self, nbytes: int = STAMP_NBYTES) -> bytes:
+        """Return the first bytes; zeros follow a short text."""
+        octets: bytes = _FORM.pack(*self[:-1]) + self.text
+        return octets.ljust(nbytes, b"\0")[:nbytes]
 
 
-assert _FORM.size == STAMP_NBYTES
+def marked(octets: bytes, mark: int) -> bytes:
+    """Return a stamp's bytes with this mark, modulo 2**16."""
+    return (mark % _MARKS).to_bytes(_MARK_NBYTES, "little") + octets[_MARK_NBYTES:]
 
 
-def write_headers(
-    flat: Tensor, rooms: Sequence[Span], rank: int, mine: Tensor, start: int = 0
-) -> list[Tensor]:
-    """Write this rank's bytes into its header space from ``start``; returns all ranks' places for them."""
-    octets, size, length = flat.view(torch.uint8), flat.element_size(), mine.numel()
+def send_stamp(
+    flat: Tensor, rooms: Sequence[Span], rank: int, mine: bytes, take: Callable[["Arrival"], None]
+) -> Callable[[], None] | None:
+    """Write this rank's stamp into its header space of a flat tensor, if there is some; no wait.
+
+    Returns a function that hands all ranks' stamps to ``take``, to be called after the gather.
+    """
+    if not rooms:
+        return None
+    places = write_headers(flat, rooms, rank, mine)
+    return lambda: take(Arrival([room.owner for room in rooms], torch.cat(places), mine))
+
+
+def write_headers(flat: Tensor, rooms: Sequence[Span], rank: int, mine: bytes) -> list[Tensor]:
+    """Write this rank's stamp into its header space of a flat tensor; returns all ranks' places for it."""
+    octets, size = flat.view(torch.uint8), flat.element_size()
     places = []
     for room in rooms:
-        begin = room.start * size + start
-        places.append(octets[begin : begin + length])
+        begin = room.start * size
+        places.append(octets[begin : begin + len(mine)])
         if room.owner == rank:
-            copy_to(places[-1], mine)
+            copy_to(places[-1], bytes_to_tensor(mine))
     return places
 
 
 class Arrival:
-    """The header spaces of one gather, copied to the CPU."""
+    """All ranks' stamps of one gather, on their way to the CPU, and this rank's own.
 
-    def __init__(self, rooms: Sequence[Span], places: Sequence[Tensor]) -> None:
-        self._owners = [room.owner for room in rooms]
-        self._octets: list[bytes] | None = None
-        if not is_asynchronous(places[0].device):
-            self._octets = list(map(tensor_to_bytes, places))
-        else:
-            self._copy = HostCopy(torch.stack(list(places)))
+    ``rows``: the stamps of some ranks, one after the other, uint8.
+    """
+
+    def __init__(self, ranks: Sequence[int], rows: Tensor, mine: bytes) -> None:
+        self.mine = mine
+        self._ranks = ranks
+        self._copy = HostCopy(rows) if is_asynchronous(rows.device) else None
+        self._octets = tensor_to_bytes(rows) if self._copy is None else b""
 
     @property
     def is_here(self) -> bool:
         """Whether the CPU would not wait."""
-        return self._octets is not None or self._copy.is_here
+        return self._copy is None or self._copy.is_here
 
-    def read(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> list[tuple[int, bytes]]:
-        """Return each owner and its bytes; ``read`` waits."""
-        if self._octets is None:
-            self._octets = list(map(tensor_to_bytes, read(self._copy)))
-        return list(zip(self._owners, self._octets, strict=True))
+    def is_uniform(self, read: Read) -> bool:
+        """Whether each rank sent the same as this one; ``read`` waits."""
+        return self._read(read) == self.mine * len(self._ranks)
 
+    def stamps(self, read: Read) -> list[tuple[int, Stamp]]:
+        """Return ranks with their stamps; ``read`` waits."""
+        octets, length = self._read(read), len(self.mine)
+        each = (octets[start : start + length] for start in range(0, len(octets), length))
+        return list(zip(self._ranks, map(Stamp.read, each), strict=True))
 
-def failed_ranks(stamps: Mapping[int, Stamp]) -> list[int]:
-    """Return the ranks whose call raised."""
-    return [rank for rank, stamp in sorted(stamps.items()) if stamp.has_failed]
-
-
-def failure_elsewhere(call: str, stamps: Mapping[int, Stamp]) -> RemoteRankError:
-    """Build the error for ranks that did not fail, where others did."""
-    told = "; ".join(f"rank {rank} failed with {stamps[rank].name}" for rank in failed_ranks(stamps))
-    return RemoteRankError(f"{told} in {call}; its own output has more")
+    def _read(self, read: Read) -> bytes:
+        if self._copy is not None:
+            self._octets, self._copy = tensor_to_bytes(read(self._copy)), None
+        return self._octets
 
 
-def _by_call(stamps: Mapping[int, Stamp]) -> list[tuple[tuple[int, int, str], list[int]]]:
-    """Group ranks by kind, number and name of their call, largest group first."""
-    calls: dict[tuple[int, int, str], list[int]] = {}
-    for rank, stamp in sorted(stamps.items()):
-        calls.setdefault((stamp.kind, stamp.number, stamp.name), []).append(rank)
-    return sorted(calls.items(), key=lambda pair: -len(pair[1]))
+def stamps_in(arrivals: Iterable[Arrival], read: Read) -> dict[int, Stamp]:
+    """Return each rank's last stamp, or one with a failure; ``read`` waits."""
+    stamps: dict[int, Stamp] = {}
+    for arrival in arrivals:
+        for rank, stamp in arrival.stamps(read):
+            if rank not in stamps or not stamps[rank].has_failed:
+                stamps[rank] = stamp
+    return stamps
 
 
-def different_calls(stamps: Mapping[int, Stamp]) -> RankMismatchError | None:
-    """Build the error for ranks in different calls; None if they are in one."""
-    calls = _by_call(stamps)
-    if len(calls) < 2:
-        return None
-    told = "; ".join(
-        f"{ranks_text(ranks)} in {f'{name}, call {number} there' if kind else 'a gather that is no step'}"
-        for (kind, number, name), ranks in calls
-    )
-    only_numbers = len({(kind, name) for (kind, _, name), _ in calls}) == 1
-    return RankMismatchError(
-        f"ranks are in different calls of the optimizer: {told}. All ranks must make the same calls"
-        f"{_SKIPPED_HERE if only_numbers else ''}"
-    )
+class Kind(NamedTuple):
+    """A kind of stamp: the fields that must be equal on all ranks, and the errors where they are not.
+
+    ``each``: what ranks with one stamp did. ``difference``: the message, with all of that. ``failures``: the
+    message for ranks that failed, if they count, with the name of the others' call. ``hint``: more, if only
+    numbers differ.
+    """
+
+    fields: tuple[str, ...]
+    each: Callable[[Sequence[int], Stamp], str]
+    difference: str
+    failures: Callable[[Mapping[int, Stamp], str], str] | None = None
+    hint: str = ""
+    separator: str = "; "
 
 
-_SKIPPED_HERE = (
-    ". A GradScaler's step counts even if it is skipped: one found an infinity on some ranks alone. Reduce "
-    "gradients before the scaler looks at them, as DDP does, or use "
-    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, with the process group"
+def verdict(
+    kind: Kind, stamps: Mapping[int, Stamp], numbers: Sequence[int] = ()
+) -> RankMismatchError | RemoteRankError | None:
+    """Compare all ranks' stamps; return the error that names the cause and the ranks, None without one.
+
+    A failure comes before a difference, unless every rank has raised its own. ``numbers``: of group ranks in
+    messages. No communication.
+    """
+    named = {numbers[rank] if numbers else rank: stamp for rank, stamp in sorted(stamps.items())}
+    failed = {rank: stamp for rank, stamp in named.items() if stamp.has_failed}
+    if failed and kind.failures is not None:
+        call = next((stamp.name for stamp in named.values() if not stamp.has_failed), None)
+        return None if call is None else RemoteRankError(kind.failures(failed, call))
+    text = difference(kind, named)
+    return RankMismatchError(text) if text else None
+
+
+def difference(kind: Kind, stamps: Mapping[int, Stamp]) -> str:
+    """Describe what groups of ranks did, the largest first; empty if they did the same."""
+    groups = ranks_by_value({rank: _key(stamp, kind.fields) for rank, stamp in stamps.items()})
+    if len(groups) < 2:
+        return ""
+    largest_first = sorted(groups.values(), key=lambda ranks: -len(ranks))
+    each = kind.separator.join(kind.each(ranks, stamps[ranks[0]]) for ranks in largest_first)
+    others = [name for name in kind.fields if name != "number"]
+    only_numbers = len({_key(stamp, others) for stamp in stamps.values()}) == 1
+    return kind.difference.format(each) + (kind.hint if only_numbers else "")
+
+
+def _key(stamp: Stamp, fields: Sequence[str]) -> tuple[object, ...]:
+    return tuple(getattr(stamp, name) for name in fields)
+
+
+def _failures(failed: Mapping[int, Stamp], call: str) -> str:
+    each = "; ".join(f"rank {rank} failed with {stamp.name}" for rank, stamp in failed.items())
+    return f"{each} in {call}; its own output has more"
+
+
+def _present_call(ranks: Sequence[int], stamp: Stamp) -> str:
+    call = f"{stamp.name}, call {stamp.number} there" if stamp.text else "a gather that is no step"
+    return f"{ranks_text(ranks)} in {call}"
+
+
+def _last_call(ranks: Sequence[int], stamp: Stamp) -> str:
+    last = f", the last one {stamp.name}" if stamp.number else ""
+    return f"{ranks_text(ranks)} made {stamp.number}{last}"
+
+
+# In the gathers of a call, and of the last call in later gathers.
+PRESENT_CALL = Kind(
+    ("number", "text"),
+    _present_call,
+    "ranks are in different calls of the optimizer: {}. All ranks must make the same calls",
+    _failures,
+    ". A GradScaler's step counts even if it is skipped: one found an infinity on some ranks alone. "
+    "Reduce gradients before the scaler looks at them, as DDP does, or use "
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, with the process group",
 )
-
-
-def different_numbers(stamps: Mapping[int, Stamp]) -> RankMismatchError | None:
-    """Build the error for ranks with different numbers of calls; None if they agree."""
-    calls = _by_call(stamps)
-    if len(calls) < 2:
-        return None
-    made = "; ".join(
-        f"{ranks_text(ranks)} made {number}" + (f", the last one {name}" if number else "")
-        for (_, number, name), ranks in calls
-    )
-    return RankMismatchError(
-        f"ranks have made different calls of the optimizer: {made}. All ranks must make the same"
-    )
+LAST_CALL = Kind(
+    ("number", "text"),
+    _last_call,
+    "ranks have made different calls of the optimizer: {}. All ranks must make the same",
+    _failures,
+)

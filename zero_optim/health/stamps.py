@@ -1,4 +1,4 @@
-"""Stamps in a step's gathers, by which ranks fail together and name the cause.
+"""Stamps of one optimizer's calls, by which ranks fail together and name the cause.
 
 Each owner writes a stamp into the header space of its row. All ranks read all stamps and conclude the same,
 so they may communicate about it. If all agree, a step has no further collective.
@@ -10,126 +10,121 @@ Note [When stamps are read]
     pass reads the stamps of a step in the backward pass.
 
 Note [What may differ]
-    If digests differ, ranks exchange all options and who wrote them. An option that differs is an error
-    unless a class wrote it in a step on some rank, or every rank has the class's default: some classes count
-    in their groups. It leaves the digest, so a right run pays one exchange at most.
+    If digests differ, ranks exchange all options and who wrote them. A difference is an error unless a class
+    wrote the option in a step on some rank, or every rank has the class's default: some classes count in
+    their groups. The option leaves the digest, so a right run pays one exchange at most.
 
 Note [What a count cannot tell]
     Ranks whose gathers meet have counted alike. A step left out shows when the next collective meets another,
     by the watchdog, or in the next forward pass: Note [Stamps of units] in `unit_stamps`. Counts of backward
-    passes may differ in right runs. But a ``GradScaler`` calls the optimizer at each step, even one it leaves
-    out, so these calls are counted: otherwise rows of two iterations would meet.
+    passes may differ in right runs. But a ``GradScaler`` calls the optimizer at each step, even one that it
+    skips, so these calls are counted: otherwise rows of two iterations would meet.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_text
 from zero_optim.compat.streams import HostCopy
-from zero_optim.errors import RankMismatchError
+from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.health.stamp import (
+    LAST_CALL,
+    PRESENT_CALL,
     Arrival,
+    Kind,
+    Read,
     Stamp,
-    different_calls,
-    different_numbers,
-    failed_ranks,
-    failure_elsewhere,
-    write_headers,
+    send_stamp,
+    stamps_in,
+    verdict,
 )
 from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.layout import Layout
 from zero_optim.plan.option_values import OptionKey, OptionValues, Plain, differing, held_by, text_of
 
 _SHOWN = 4  # options in a message
+Options: TypeAlias = Sequence[Mapping[str, Plain]]  # by group
+# Of the options of a call: those with the class's defaults, and those that it changed in a step here.
+Origins: TypeAlias = Callable[[Options], tuple[Collection[OptionKey], Collection[OptionKey]]]
 
 
-class Origins(NamedTuple):
-    """Options that have the class's defaults, and options that it changed in a step, on this rank."""
+class Replicas(NamedTuple):
+    """The other replicas of a mesh, as one replica sees them.
 
-    made: Collection[OptionKey]
-    written: Collection[OptionKey]
+    ``tell`` sends them an error that all ranks of this replica raise. ``numbers``: see `RankGroup.numbers`.
+    """
+
+    tell: Callable[[BaseException], None]
+    numbers: Sequence[int]
 
 
 class Call(NamedTuple):
     """A call that changes and gathers parameters, such as ``step()``, and its exception on this rank.
 
-    ``origins`` returns who wrote the options; called only if ranks differ.
+    ``origins`` tells who wrote the options; called only if ranks differ.
     """
 
     name: str
-    origins: Callable[[Sequence[Mapping[str, Plain]]], Origins]
+    origins: Origins
     failure: BaseException | None = None
+    replicas: Replicas | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
     """One call and the stamps that arrived. Keeps no exception and no optimizer.
 
-    ``came``: the stamps of each gather. ``is_told``: this rank has raised or will, after
-    another's failure. ``failure``: class and message of this rank's exception.
+    ``is_raised``: this rank has raised another's failure. ``failure``: class and message of this rank's
+    exception.
     """
 
     number: int
     name: str
     digest: bytes
-    options: Sequence[Mapping[str, Plain]]
-    came: list[Arrival] = field(default_factory=list)
-    is_told: bool = False
+    options: Options
+    replicas: Replicas | None = None
+    arrivals: list[Arrival] = field(default_factory=list)
+    is_raised: bool = False
     failure: Failure | None = None
-    _packed: bytes = b""
-    _mine: Tensor | None = None
+    _octets: bytes = b""
 
-    def stamp(self) -> Tensor:
-        if self._mine is None:
-            failed = None if self.failure is None else self.failure[0]
-            self._packed = Stamp.of(self.number, self.digest, self.name, failed).packed()
-            self._mine = bytes_to_tensor(self._packed)
-        return self._mine
+    def octets(self) -> bytes:
+        """Return this rank's stamp."""
+        if not self._octets:
+            text = self.name if self.failure is None else self.failure[0]
+            stamp = Stamp(0, self.failure is not None, self.number % 2**32, self.digest, text.encode())
+            self._octets = stamp.packed()
+        return self._octets
 
-    def are_alike(self, read: Callable[[HostCopy], Tensor]) -> bool:
+    def is_uniform(self, read: Read) -> bool:
         """Whether this rank went on well, and all that arrived is its own stamp."""
-        mine = self._packed
-        return self.failure is None and all(
-            octets == mine for arrival in self.came for _, octets in arrival.read(read)
-        )
+        return self.failure is None and all(arrival.is_uniform(read) for arrival in self.arrivals)
 
     def fail(self, failure: BaseException) -> None:
         if self.failure is None:
             more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
-            self.failure, self._mine = failure_of(failure, more), None
+            self.failure, self._octets = failure_of(failure, more), b""
 
-    def stamps(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> dict[int, Stamp]:
-        """Return each rank's last stamp, or one that tells of a failure."""
-        stamps: dict[int, Stamp] = {}
-        for arrival in self.came:
-            for owner, octets in arrival.read(read):
-                if owner not in stamps or not stamps[owner].has_failed:
-                    stamps[owner] = Stamp.read(octets)
-        return stamps
+    def stamps(self, read: Read) -> dict[int, Stamp]:
+        return stamps_in(self.arrivals, read)
 
 
 class Stamps:
-    """Writes and reads the stamps of one optimizer's steps, in a group of several ranks.
-
-    ``tell``: called with what `check_failures` will raise. ``numbers``: see `RankGroup.numbers`; empty for
-    group ranks. ``asked``: calls of a scaler since the last step, see Note [What a count cannot tell].
-    """
+    """Writes and reads the stamps of one optimizer's calls, in a group of several ranks."""
 
     def __init__(self, own_options: Collection[str] = ()) -> None:
         self._own_options = frozenset(own_options)
         self._values = OptionValues()
         self._left_out: set[OptionKey] = set()  # the same on every rank
-        self.asked = 0
+        self._num_skipped = 0  # calls of a scaler since the last step: Note [What a count cannot tell]
         self._step = _Step(0, "construction", self._values.digest, ())  # the last call; it gathers nothing
-        self._unread: list[_Step] = []  # calls that were not looked at; the last one is `_step`
-        self._told: frozenset[Stamp] = frozenset()  # by an error, the last ones; the same on every rank
-        self.tell: Callable[[BaseException], None] = _tell_nobody
-        self.numbers: Sequence[int] = ()
+        self._unread: list[_Step] = []  # calls that were not compared; the last one is `_step`
+        self._reported: frozenset[Stamp] = frozenset()  # in the last comparison; the same on every rank
 
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         return Stamps, (self._own_options,)
@@ -144,45 +139,49 @@ class Stamps:
             for name in self._own_options.intersection(group)
         }
         self._values.follow(groups, self._left_out | own if own else self._left_out)
-        number = self._step.number + 1 + self.asked
-        self.asked = 0
-        self._step = _Step(number, call.name, self._values.digest, self._values.by_group)
+        number, values = self._step.number + 1 + self._num_skipped, self._values
+        self._num_skipped = 0
+        self._step = _Step(number, call.name, values.digest, values.by_group, call.replicas)
         if call.failure is not None:
             self._step.fail(call.failure)
         self._unread.append(self._step)
+
+    def skip(self) -> None:
+        """Count a step that a scaler leaves out."""
+        self._num_skipped += 1
 
     def fail(self, failure: BaseException) -> None:
         """Put a failure into the gathers to come."""
         if self._step.number:
             self._step.fail(failure)
 
-    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
-        """Write this rank's stamp into its row of a flat tensor, if there is space; no wait.
+    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None] | None:
+        """Send this rank's stamp with a gather of its call, as `send_stamp`."""
+        step = self._step
+        if not step.number:
+            return None
+        return send_stamp(flat, layout.rooms, rank, step.octets(), step.arrivals.append)
 
-        Returns a function that takes all stamps out of ``flat``, to be called after the gather.
-        """
-        step, rooms = self._step, layout.rooms
-        if not step.number or not rooms:
-            return nothing
-        places = self.write(flat, rooms, rank)
-        return lambda: step.came.append(Arrival(rooms, places))
-
-    def write(self, flat: Tensor, rooms: Sequence[Span], rank: int) -> list[Tensor]:
-        """Write this rank's last stamp into its header space; returns all header spaces as bytes."""
-        return write_headers(flat, rooms, rank, self._step.stamp())
+    @property
+    def last(self) -> bytes:
+        """This rank's stamp of the last call."""
+        return self._step.octets()
 
     # ------------------------------------------------------------------ when they have come
 
     def check_failures(self) -> None:
         """Raise RemoteRankError if only other ranks failed in the last call, and their stamps are here."""
         for step in self._unread:
-            if not step.is_told and step.failure is None and all(arrival.is_here for arrival in step.came):
-                stamps = step.stamps()
-                if failed_ranks(stamps):
-                    step.is_told = True
-                    error = failure_elsewhere(step.name, self._numbered(stamps))
-                    self.tell(error)
-                    raise error
+            is_here = all(arrival.is_here for arrival in step.arrivals)
+            if step.is_raised or step.failure is not None or not is_here or step.is_uniform(HostCopy.read):
+                continue
+            replicas = step.replicas
+            error = verdict(PRESENT_CALL, step.stamps(HostCopy.read), replicas.numbers if replicas else ())
+            if isinstance(error, RemoteRankError):
+                step.is_raised = True
+                if replicas is not None:
+                    replicas.tell(error)
+                raise error
 
     def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Compare the calls not compared yet; all ranks call, at the same point of their programs.
@@ -191,97 +190,89 @@ class Stamps:
         failed; raises nothing if ``call`` failed here. ``with_last``: the last call too, whose gathers are
         over with all ranks still in it.
         """
-        error: Exception | None = None
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
-            if step.are_alike(group.read):  # as nearly always
+            if step.is_uniform(group.read):  # as nearly always
                 continue
             stamps = step.stamps(group.read)
-            has_failed = bool(failed_ranks(stamps))
-            if has_failed:
-                if step is self._step and with_last and len({stamp.number for stamp in stamps.values()}) == 1:
-                    told = failure_of_others(group, step.failure)
-                    error = None if step.is_told else told
-                elif step.failure is None and not step.is_told:
-                    error = failure_elsewhere(step.name, self._numbered(stamps))
-                step.is_told = True
-            else:
-                error = different_calls(self._numbered(stamps))
-                if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
-                    error = self._compared(group, step, call.origins(step.options))
-            if has_failed or error is not None:
-                self._told = frozenset(stamps.values())
+            asks = with_last and step is self._step and len({each.number for each in stamps.values()}) == 1
+            error = self._verdict(PRESENT_CALL, group, step, stamps, call.origins, asks=asks)
+            if error is not None:
+                self._reported = frozenset(stamps.values())
+                if call.failure is None and step.failure is None and not step.is_raised:
+                    raise error
                 break  # as on every rank
-        if error is not None and call.failure is None:
-            raise error
 
-    def difference(
-        self,
-        group: RankGroup,
-        stamps: Mapping[int, Stamp],
-        origins: Callable[[Sequence[Mapping[str, Plain]]], Origins],
-    ) -> Exception | None:
-        """Return the error for every rank, or None; all ranks call, with the same stamps.
+    def compare_last(self, group: RankGroup, call: Call, stamps: Mapping[int, Stamp]) -> Exception | None:
+        """Compare stamps of last calls that differ; return the error for every rank, if it is new.
 
-        Communicates if the ranks' last calls differ. Reports nothing twice.
+        All ranks call, with the same stamps. Communicates if options differ or a rank failed.
         """
-        step, new = self._step, frozenset(stamps.values())
-        failed = failed_ranks(stamps)
-        if new <= self._told or len(failed) == len(stamps):  # what each rank has raised need not be told
-            return None
-        self._told = new
-        if failed:
-            told = failure_of_others(group, step.failure)
-            return failure_elsewhere(step.name, self._numbered(stamps)) if told is None else told
-        differ = different_numbers(self._numbered(stamps))
-        return self._compared(group, step, origins(step.options)) if differ is None else differ
+        if not self._reported.issuperset(stamps.values()):
+            self._reported = frozenset(stamps.values())
+            return self._verdict(LAST_CALL, group, self._step, stamps, call.origins, asks=True)
+        return None
 
-    def _numbered(self, stamps: Mapping[int, Stamp]) -> dict[int, Stamp]:
-        return dict(zip(_called(stamps, self.numbers), stamps.values(), strict=True))
+    def _verdict(
+        self,
+        kind: Kind,
+        group: RankGroup,
+        step: _Step,
+        stamps: Mapping[int, Stamp],
+        origins: Origins,
+        *,
+        asks: bool,
+    ) -> Exception | None:
+        """Return the error for every rank; all call. ``asks``: for the class of another rank's failure."""
+        error: Exception | None = verdict(kind, stamps, group.numbers)
+        if isinstance(error, RemoteRankError) and asks:
+            return failure_of_others(group, step.failure) or error
+        is_well = not any(stamp.has_failed for stamp in stamps.values())
+        if error is None and is_well and len({stamp.digest for stamp in stamps.values()}) > 1:
+            return self._different_options(group, step, origins)
+        return error
 
-    def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
+    def _different_options(self, group: RankGroup, step: _Step, origins: Origins) -> Exception | None:
         """Exchange the options of a call; return an error for those that must not differ."""
-        everyone = group.all_gather_json([step.options, sorted(mine.written), sorted(mine.made)])
+        by_default, by_class = origins(step.options)
+        everyone = group.all_gather_json([step.options, sorted(by_class), sorted(by_default)])
         options = [of_rank[0] for of_rank in everyone]
-        written = {tuple(key) for of_rank in everyone for key in of_rank[1]}
-        made = set.intersection(*({tuple(key) for key in of_rank[2]} for of_rank in everyone))
+        changed = {tuple(key) for of_rank in everyone for key in of_rank[1]}
+        default = set.intersection(*({tuple(key) for key in of_rank[2]} for of_rank in everyone))
         differ = [key for key in differing(options) if key[1] not in self._own_options]
-        self._left_out.update(key for key in differ if key in written or key in made)
+        self._left_out.update(key for key in differ if key in changed or key in default)
         wrong = [key for key in differ if key not in self._left_out]
         if not wrong:
             return None
-        shown = shortened([_difference(options, key, self.numbers) for key in wrong])
+
+        def each(ranks: Sequence[int], value: str) -> str:
+            numbers = [group.numbers[rank] for rank in ranks]
+            return f"{ranks_text(numbers)} {'have' if len(ranks) > 1 else 'has'} {value}"
+
         names = tuple(dict.fromkeys(name for _, name in wrong))
         return RankMismatchError(
-            f"ranks have different options in {step.name}: {shown}. The step was taken, and each "
-            "owner stepped with its own. Give every rank the same: run schedulers on all ranks alike, and "
-            f"load the same state on all. If they are meant to differ, build it with own_options={names!r}"
+            f"ranks have different options in {step.name}: {shortened(options_text(options, wrong, each))}. "
+            "The step was taken, and each owner stepped with its own. Give every rank the same: run "
+            "schedulers on all ranks alike, and load the same state on all. If they are meant to differ, "
+            f"build it with own_options={names!r}"
         )
+
+
+def options_text(
+    options: Sequence[Options],
+    keys: Sequence[OptionKey],
+    each: Callable[[Sequence[int], str], str],
+    separator: str = "; ",
+) -> list[str]:
+    """Describe each option by the values that some ranks have; ``options``: by rank."""
+    return [
+        f"{name} of group {number}: "
+        + separator.join(each(ranks, text_of(value)) for value, ranks in held_by(options, (number, name)))
+        for number, name in keys
+    ]
 
 
 def shortened(differences: Sequence[str]) -> str:
     """Format the first differences, and how many more there are."""
     more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     return "; ".join(differences[:_SHOWN]) + more
-
-
-def _difference(
-    options: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey, numbers: Sequence[int]
-) -> str:
-    held = [(value, _called(ranks, numbers)) for value, ranks in held_by(options, key)]
-    told = "; ".join(
-        f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text_of(value)}" for value, ranks in held
-    )
-    return f"{key[1]} of group {key[0]}: {told}"
-
-
-def _called(ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
-    return [numbers[rank] if numbers else rank for rank in ranks]
-
-
-def _tell_nobody(_: BaseException) -> None:
-    """Do nothing: there are no replicas."""
-
-
-def nothing() -> None:
-    """Do nothing: there are no stamps."""

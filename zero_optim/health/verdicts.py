@@ -1,13 +1,13 @@
 """Verdicts: after a wait that is too long, ranks find who is missing and give up together.
 
 Note [Giving up together]
-    The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It makes
-    a verdict, tells all, and breaks its connections; so do they: waits raise, and no work begins. A wait that
-    fails early, as gloo saw a closed connection, also asks, and decides if ranks have ended.
+    The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It sends
+    them a verdict and breaks its connections; so do they: waits raise, and no work begins. A wait that fails
+    early, as gloo saw a closed connection, also asks, and decides if ranks have ended.
 
     Several ranks may decide at once. So a verdict first goes to the lowest rank that answers, which keeps the
-    first. A rank that answered before is asked again for some seconds. If the lowest answers only one of two
-    in the same second, reasons differ, and nobody hangs. The store would often be on the silent rank.
+    first. It is asked again for some seconds if it answered before. If it answers only one of two in the same
+    second, reasons differ, and nobody hangs. The store would often be on the silent rank.
 """
 
 import logging
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -23,7 +23,7 @@ from zero_optim.comm.backends import tells_of_closed_connection, tells_of_late_r
 from zero_optim.comm.records import Verdict
 from zero_optim.comm.threads import start_thread
 from zero_optim.comm.works import GroupWorks, Work, WorkLog
-from zero_optim.health.diagnosis import Seen, Status, closed, gone, judge
+from zero_optim.health.diagnosis import Reports, Status, ended_ranks, judge, without_absent
 from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
@@ -72,10 +72,10 @@ class Verdicts:
         ranks = tuple(map(int, question["ranks"]))
         if "verdict" in question:
             message, missing = question["verdict"]
-            told = Verdict(str(message), tuple(map(int, missing)))
+            verdict = Verdict(str(message), tuple(map(int, missing)))
             if ranks not in self._log.verdicts:
-                self._log.give_up(ranks, told)
-                _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
+                self._log.give_up(ranks, verdict)
+                _beside(lambda: self._act(ranks, verdict, is_first="is_first" in question))
         return asdict(self._status(ranks))
 
     def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
@@ -85,60 +85,60 @@ class Verdicts:
         verdict, deciding = self._log.verdicts.get(ranks), ranks in self._deciding
         return Status.of(waits, self._log.activity, verdict, is_deciding=deciding)
 
-    def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
-        found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
-        seen = {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in found.items()}
-        return seen | {self._rank_in(works): own}
+    def _ask_all(self, work: Work) -> Reports:
+        works = work.group
+        answers = self._directory.ask_all(works.whole, {"ranks": works.whole})
+        return _reports(answers) | {self._rank_in(works): self._status(works.whole, work)}
 
     def _rank_in(self, works: GroupWorks) -> int:
         return works.whole.index(self._directory.rank)
 
     def _warn(self, work: Work, seconds: float) -> None:
         works = work.group
-        seen = self._ask_all(works, self._status(works.whole, work), {})
+        reports = self._ask_all(work)
         if work.waiting_since is not None or works.outstanding is not None:
-            told = _judged(works, seen, self._rank_in(works), seconds).message.partition(". ")[0]
-            logger.warning("%s. All ranks give up after %g s", told, work.timeout)
+            reason = _judge(works, reports, self._rank_in(works), seconds).message.partition(". ")[0]
+            logger.warning("%s. All ranks give up after %g s", reason, work.timeout)
 
-    def _decide(self, work: Work, seconds: float | None, seen: Seen | None = None) -> Verdict:
+    def _decide(self, work: Work, seconds: float | None, reports: Reports | None = None) -> Verdict:
         """Find the missing ranks, and give up with all others. See Note [Giving up together]."""
         works = work.group
         me, tells = self._rank_in(works), False
         self._deciding.add(works.whole)
         try:
-            if seen is None:
-                seen = self._ask_all(works, self._status(works.whole, work), {})
-            found = _verdict_in(seen)
-            lower = (what for rank, what in seen.items() if rank < me)
-            if found is None and any(isinstance(what, Status) and what.is_deciding for what in lower):
-                found = _verdict_within(works, 2 * ANSWER_LIMIT)
-            if found is None:
-                found, tells = self._kept(works, _judged(works, seen, me, seconds), seen), True
-            verdict = self._log.give_up(works.whole, found)
+            if reports is None:
+                reports = self._ask_all(work)
+            verdict = _verdict_in(reports)
+            lower = (what for rank, what in reports.items() if rank < me)
+            if verdict is None and any(isinstance(what, Status) and what.is_deciding for what in lower):
+                verdict = _verdict_within(works, 2 * ANSWER_LIMIT)
+            if verdict is None:
+                verdict, tells = self._first_of(works, _judge(works, reports, me, seconds), reports), True
+            verdict = self._log.give_up(works.whole, verdict)
         finally:
             self._deciding.discard(works.whole)
         if tells:
-            self._tell(works.whole, verdict, seen)
+            self._tell(works.whole, verdict, reports)
         self._act(works.whole, verdict)
         return verdict
 
-    def _kept(self, works: GroupWorks, verdict: Verdict, seen: Seen) -> Verdict:
-        """Tell the lowest rank that answers; returns the verdict that it keeps."""
-        question = {**_telling(works.whole, verdict), "is_first": True}
+    def _first_of(self, works: GroupWorks, verdict: Verdict, reports: Reports) -> Verdict:
+        """Tell the lowest rank that answers; returns the first verdict that it heard."""
+        question = {**_announcement(works.whole, verdict), "is_first": True}
         deadline = time.monotonic() + _LONGEST_END
         for place, rank in enumerate(works.whole[: self._rank_in(works)]):
-            is_busy = isinstance(seen[place], Status)
+            is_busy = isinstance(reports[place], Status)
             while is_busy and works.verdict is None:
-                told = self._directory.ask_all([rank], question)[0]
-                if not isinstance(told, Presence):
-                    return _verdict_in({place: Status(**told)}) or verdict
-                is_busy = told in _MUTE and time.monotonic() < deadline
+                report = _reports(self._directory.ask_all([rank], question))[0]
+                if isinstance(report, Status):
+                    return _verdict_in({place: report}) or verdict
+                is_busy = report in _MUTE and time.monotonic() < deadline
         return works.verdict or verdict
 
-    def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
+    def _tell(self, ranks: tuple[int, ...], verdict: Verdict, reports: Reports) -> None:
         """Tell all ranks; silent ones on a thread, unless this process must end."""
-        question = _telling(ranks, verdict)
-        mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
+        question = _announcement(ranks, verdict)
+        mute = [rank for place, rank in enumerate(ranks) if isinstance(reports[place], Presence)]
         if mute and not self.exits:
             _beside(lambda: self._directory.ask_all(mute, question))
             ranks = tuple(rank for rank in ranks if rank not in mute)
@@ -148,13 +148,13 @@ class Verdicts:
         """Carry out a verdict: end this process or its waits. The rank that ``is_first`` tells others."""
         logger.error("%s", verdict.message)
         if is_first and self.exits:
-            self._directory.ask_all(ranks, _telling(ranks, verdict))
-        self._exit_if_asked()
+            self._directory.ask_all(ranks, _announcement(ranks, verdict))
+        self._exit_if_due()
         for works in list(self._log.groups.values()):
             if works.whole == ranks:
                 works.cut()
 
-    def _exit_if_asked(self) -> None:
+    def _exit_if_due(self) -> None:
         if self.exits:
             flushing = _beside(_flush)
             flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
@@ -169,14 +169,14 @@ class Verdicts:
             if works.whole in self._deciding:
                 _verdict_within(works, 0.1)
                 continue
-            seen: Seen = self._ask_all(works, self._status(works.whole, work), {})
-            mute = [what for what in seen.values() if what in _MUTE]
+            reports = self._ask_all(work)
+            mute = [what for what in reports.values() if what in _MUTE]
             is_over = time.monotonic() - began > (_LONGEST_END if mute else ANSWER_LIMIT)
             if is_closed and is_over:
-                seen = closed(seen)
+                reports = without_absent(reports)
             is_silent = is_closed and is_over and any(what is not Presence.UNKNOWN for what in mute)
-            if is_late or gone(seen) or is_silent or _verdict_in(seen) is not None:
-                return self._decide(work, None, seen).error()
+            if is_late or ended_ranks(reports) or is_silent or _verdict_in(reports) is not None:
+                return self._decide(work, None, reports).error()
             if not is_closed or is_over:
                 return None
             # The process that closed the connection may be about to end. On a busy host that takes long: some
@@ -184,18 +184,18 @@ class Verdicts:
             time.sleep(0.05)
         if works.verdict is None:
             return None
-        self._exit_if_asked()
+        self._exit_if_due()
         return works.verdict.error()
 
 
-def _judged(works: GroupWorks, seen: Seen, own: int, seconds: float | None) -> Verdict:
+def _judge(works: GroupWorks, reports: Reports, own: int, seconds: float | None) -> Verdict:
     """Find the missing ranks of the group, then of the mesh around it."""
-    part = {place: what for place, what in seen.items() if works.whole[place] in works.ranks}
-    if len(part) < len(seen) and not gone(seen):
+    part = {place: what for place, what in reports.items() if works.whole[place] in works.ranks}
+    if len(part) < len(reports) and not ended_ranks(reports):
         verdict = judge(part, own, seconds)
         if verdict.missing:
             return verdict
-    return judge(seen, own, seconds)
+    return judge(reports, own, seconds)
 
 
 def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
@@ -205,13 +205,17 @@ def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
     return works.verdict
 
 
-def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
+def _reports(answers: Mapping[int, Message | Presence]) -> dict[int, Status | Presence]:
+    return {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in answers.items()}
+
+
+def _announcement(ranks: tuple[int, ...], verdict: Verdict) -> Message:
     return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
 
 
-def _verdict_in(seen: Seen) -> Verdict | None:
-    told = (what.verdict for what in seen.values() if isinstance(what, Status))
-    return next((Verdict(each[0], tuple(each[1])) for each in told if each is not None), None)
+def _verdict_in(reports: Reports) -> Verdict | None:
+    verdicts = (what.verdict for what in reports.values() if isinstance(what, Status))
+    return next((Verdict(each[0], tuple(each[1])) for each in verdicts if each is not None), None)
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread:

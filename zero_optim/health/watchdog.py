@@ -11,8 +11,8 @@ Note [Watching NCCL]
 
 Note [Time asleep]
     A process may stand still for hours (SIGSTOP, a paused virtual machine, a laptop asleep), and all waits
-    look long. If the thread wakes much later than planned, it did not run, and that time does not count. A
-    busy machine's delay is less than `PUNCTUAL`, and counts.
+    look long. If the thread wakes much later than planned, it did not run: that time does not count. A busy
+    machine's delay is less than `PUNCTUAL`, and counts.
 """
 
 import atexit
@@ -65,21 +65,20 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
     world = dist.group.WORLD
     if group.size == 1 or world is None:
         return
-    found = _WATCHDOGS.get(world)
-    if found is None or not found.add(user, group, on_stall):
-        if found is not None:
-            found.wait_until_left()
-        if not Directory.can_be_kept():
-            return
-        found = _WATCHDOGS[world] = Watchdog(log_of(world), world)
-        found.add(user, group, on_stall)
-        found.start()
+    watchdog = _WATCHDOGS.get(world)
+    if watchdog is not None and not watchdog.add(user, group, on_stall):
+        watchdog.wait_until_left()
+        watchdog = None
+    if watchdog is None and Directory.can_be_kept():
+        watchdog = _WATCHDOGS[world] = Watchdog(log_of(world), world)
+        watchdog.add(user, group, on_stall)
+        watchdog.start()
 
 
 def unwatch(user: object) -> None:
     """Drop a user that released its process group."""
-    for found in list(_WATCHDOGS.values()):
-        found.drop(user)
+    for watchdog in list(_WATCHDOGS.values()):
+        watchdog.drop(user)
 
 
 @contextmanager
@@ -97,9 +96,9 @@ class _User:
 def learn_addresses(group: RankGroup) -> None:
     """Read all watchdogs' addresses from the store, once, when all are known to exist."""
     world = dist.group.WORLD
-    found = None if world is None else _WATCHDOGS.get(world)
-    if found is not None and 1 < group.size <= _GROUP_FOR_ALL:
-        found.learn(group)
+    watchdog = None if world is None else _WATCHDOGS.get(world)
+    if watchdog is not None and 1 < group.size <= _GROUP_FOR_ALL:
+        watchdog.learn(group)
 
 
 class AwakeTime:
@@ -138,7 +137,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._is_over = False
         self._has_left = threading.Event()
-        self._listener = Listener(self._directory.own_host(), os.getpid())
+        self._listener = Listener(self._directory.own_host())
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
     def start(self) -> None:

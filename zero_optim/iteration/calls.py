@@ -1,14 +1,14 @@
 """Calls that change parameters: prepare, step own rows, gather even after an error; all ranks call."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
-from zero_optim.health.stamps import Call, Origins
+from zero_optim.health.stamps import Call, Options, Replicas
 from zero_optim.health.unit_stamps import UnitStamps
-from zero_optim.plan.option_values import Plain
+from zero_optim.plan.option_values import OptionKey
 from zero_optim.state.core import Core
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Calls:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._tell_replicas: Callable[[BaseException], None] | None = None
+        self._replicas: Replicas | None = None
 
     def make(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
         """Prepare, change this rank's parameters in ``work``, then gather, and wait as the schedules say.
@@ -71,7 +71,7 @@ class Calls:
 
     def whatever_happens(self, name: str, end: Callable[[Call], None]) -> _AtEnd:
         """Return a context that calls ``end``, also after an error: the other ranks wait for it."""
-        return _AtEnd(lambda error: end(Call(name, self._origins, error)))
+        return _AtEnd(lambda error: end(Call(name, self._origins, error, self._replicas)))
 
     def mirrored(self) -> _AtEnd:
         """Return a context that mirrors the state, also after an error, which other ranks may not have."""
@@ -81,45 +81,35 @@ class Calls:
         with suppress(*() if error is None else (RuntimeError,)):  # the first error tells more
             self._core.mirror_state()
 
-    def _origins(self, options: Sequence[Mapping[str, Plain]]) -> Origins:
-        return Origins(*self._core.owned.local.origins(options))
+    def _origins(self, options: Options) -> tuple[Collection[OptionKey], Collection[OptionKey]]:
+        return self._core.owned.local.origins(options)
 
     # ------------------------------------------------------------------ replicas of a mesh, and units
 
     def let_go(self) -> None:
         """Forget the replicas."""
-        self._tell_replicas = None
+        self._replicas = None
 
-    def tell_replicas_by(self, tell: Callable[[BaseException], None]) -> None:
-        """Set ``tell``, called with a failed step's error for the other replicas of a mesh.
-
-        ``tell`` must not hold the optimizer.
-        """
-        self._tell_replicas = tell
-        stamps = self._core.sharding.gathers.stamps
-        if stamps is not None:
-            stamps.tell = tell
-            stamps.numbers = self._core.group.numbers
+    def join_replicas(self, replicas: Replicas) -> None:
+        """Send errors of failed steps to the other replicas of a mesh, which hold no optimizer."""
+        self._replicas = replicas
 
     def telling_replicas(self) -> _AtEnd:
         """Return a context that sends an exception, which all ranks here raise, to the other replicas."""
         return _AtEnd(self._tell)
 
     def _tell(self, error: BaseException | None) -> None:
-        if error is not None and self._tell_replicas is not None:
-            self._tell_replicas(error)
+        if error is not None and self._replicas is not None:
+            self._replicas.tell(error)
 
     def unit_stamps(self) -> UnitStamps:
         """Return the stamps that unit gathers send. No communication. Holds weak references only."""
-        gathers, reference = self._core.sharding.gathers, weakref.ref(self)
+        reference = weakref.ref(self)
 
-        def origins(options: Sequence[Mapping[str, Plain]]) -> Origins:
+        def call() -> Call:
             calls = reference()
-            return Origins((), ()) if calls is None else calls._origins(options)
+            if calls is None:
+                return Call("", lambda _: ((), ()))
+            return Call("", calls._origins, replicas=calls._replicas)
 
-        def tell(error: Exception) -> None:
-            calls = reference()
-            if calls is not None:
-                calls._tell(error)
-
-        return UnitStamps(lambda: gathers.stamps, self._core.group, origins, tell)
+        return UnitStamps(self._core.sharding.gathers.stamps, self._core.group, call)

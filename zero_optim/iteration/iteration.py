@@ -172,7 +172,7 @@ class Iteration:
             return True
         stamps = self._core.sharding.gathers.stamps
         if stamps is not None:
-            stamps.asked += 1
+            stamps.skip()
         return False
 
     def agree_on_infinity(self, found_inf: Tensor) -> None:

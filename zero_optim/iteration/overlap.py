@@ -236,8 +236,9 @@ class Overlap:
             gathers, changed = sharding.gathers, frozenset(gradients)  # the pass still reads frozen ones
             if gathers.stamps is not None and errors:
                 gathers.stamps.fail(errors[0])
+            send = None if gathers.stamps is None else gathers.stamps.send
             for bucket in buckets:
-                begin = partial(start_gather, self.lanes.groups, bucket, gathers.stamps, changed=changed)
+                begin = partial(start_gather, self.lanes.groups, bucket, send, changed=changed)
                 gathers.under_way.start(begin, keys=bucket.params)
 
         def wait() -> None:

@@ -22,7 +22,7 @@ Note [Step, then gather]
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -42,12 +42,8 @@ NUM_FLAT_TENSORS = 4
 LANES_FROM_NBYTES = 2**20
 
 
-class _Sender(Protocol):
-    """Sends stamps with a gather, as `Stamps.send`."""
-
-    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]: ...
-
-
+# As `Stamps.send`.
+Send: TypeAlias = Callable[[Tensor, Layout, int], Callable[[], None] | None]
 # As `start_broadcasts`.
 StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor]], str], list[Waitable]]
 
@@ -55,17 +51,17 @@ StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor
 def start_gather(
     lanes: Sequence[RankGroup],
     bucket: Bucket,
-    stamps: _Sender | None = None,
+    send: Send | None = None,
     start_rows: StartRows | None = None,
     changed: Collection[Tensor] | None = None,
 ) -> Pending:
     """Start the gather of one bucket: a broadcast for each owner, in one launch where the backend can.
 
-    Owner r uses lane r modulo their number. Nothing may write to the parameters before ``wait()``. For
-    autograd the other parameters than those that ``changed`` stay as they are.
+    Owner r uses lane r modulo their number. ``send`` writes a stamp. Nothing may write to the parameters
+    before ``wait()``. For autograd the other parameters than those that ``changed`` stay as they are.
     """
     flat = bucket.fill()
-    take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
+    take = None if send is None else send(flat, bucket.layout, lanes[0].rank)
     return gather_into(flat, bucket, lanes, bucket.rows(flat), take, start_rows=start_rows, changed=changed)
 
 
@@ -148,11 +144,11 @@ class Gathers:
 
         As many run at once as memory allows, so an owner of short rows need not wait for the others.
         """
-        stamps = self.stamps if in_step else None
+        send = self.stamps.send if in_step and self.stamps is not None else None
         awaited = Flow(NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0))
         with self._lent(group, buckets) as lanes:
             for bucket, schedule in zip(buckets, self.schedules_of(buckets), strict=True):
-                begin = partial(start_gather, _lanes_for(bucket, group, lanes), bucket, stamps)
+                begin = partial(start_gather, _lanes_for(bucket, group, lanes), bucket, send)
                 if in_step and Operation.WAIT not in schedule[Moment.STEP]:
                     self.under_way.start(begin, keys=bucket.params)
                 else:

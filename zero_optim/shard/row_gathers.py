@@ -61,10 +61,11 @@ class GathersFromOwners:
     def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
         """See `UnitGathers.start`."""
         lanes = [lane.during("gather") for lane in self.lanes.groups or (self.group,)]
-        mark = self.marks.mark_of(bucket, purpose)
+        mark = self.marks.mark_of(bucket.params[0], purpose)
         if self.group.transport(bucket.device).waits_on_host:
-            return start_gather(lanes, bucket, stamps, partial(self.marks.start_rows, mark))
-        return start_gather(lanes, bucket, self.marks.sender(mark, stamps))
+            send = None if stamps is None else stamps.send
+            return start_gather(lanes, bucket, send, partial(self.marks.start_rows, mark))
+        return start_gather(lanes, bucket, partial(self.marks.send, mark, stamps))
 
     def check(self) -> None:
         """See `UnitGathers.check`."""
@@ -140,6 +141,11 @@ class _Column:
         return flat
 
 
+def labels_of(units: Sequence[tuple[str, Sequence[RowBucket]]]) -> dict[Tensor, str]:
+    """Return the name of the unit of each bucket, by the bucket's first parameter."""
+    return {bucket.params[0]: name for name, buckets in units for bucket in buckets}
+
+
 class GathersInReplicas:
     """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
 
@@ -159,8 +165,8 @@ class GathersInReplicas:
         keeping: RowKeeping,
     ) -> None:
         buckets = [bucket for _, of_unit in units for bucket in of_unit]
-        self._marks = UnitMarks(units, mesh.inner)
-        marks = UnitMarks(units, mesh.everyone)
+        labels = labels_of(units)
+        self._marks, marks = UnitMarks(labels, mesh.inner), UnitMarks(labels, mesh.everyone)
         self._from_owners = GathersFromOwners(mesh.everyone, Lease.of(mesh.everyone), marks)
         self._mesh = mesh
         self._inner = inner
@@ -203,7 +209,7 @@ class GathersInReplicas:
         rows = [(places[span.owner][1], flat[span.start : span.stop]) for span in bucket.layout.spans()]
         start_rows = None
         if self._mesh.inner.transport(bucket.device).waits_on_host:
-            start_rows = partial(self._marks.start_rows, self._marks.mark_of(bucket, purpose))
+            start_rows = partial(self._marks.start_rows, self._marks.mark_of(bucket.params[0], purpose))
         return gather_into(flat, bucket, self._lanes(self._inner), rows, take, start_rows=start_rows)
 
     def _renew(self) -> None:

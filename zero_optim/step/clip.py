@@ -32,7 +32,7 @@ from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.keeping import FileKeeping, gradients_in_portions
-from zero_optim.step.partial import PartialGradient, is_on_host
+from zero_optim.step.partial import PartialGradient, is_on_host, rows_here
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
 
@@ -112,7 +112,7 @@ def clip_together(
         )
     on_host, beside = list[Tensor](), list[Tensor]()  # of device parameters, and all others
     for param in params:
-        rows = param.grad.piece if isinstance(param.grad, PartialGradient) else param.grad
+        rows = rows_here(param)
         if rows is not None:
             (on_host if is_on_host(param.grad) else beside).append(rows)
     if on_host:
@@ -150,8 +150,9 @@ def _global_norm(
             owned[piece.owner].append(index)
     grads: list[Tensor | None] = []  # those whose norm this rank takes
     for index in owned[group.rank]:
-        grad, is_first = params[index].grad, pieces[index][0].owner == group.rank
-        grads.append(grad.piece if isinstance(grad, PartialGradient) else grad if is_first else None)
+        is_first = pieces[index][0].owner == group.rank
+        has_own = is_first or isinstance(params[index].grad, PartialGradient)
+        grads.append(rows_here(params[index]) if has_own else None)
     heading, norms, failure = b"\1", None, None
     try:
         order, present = asked.check(), [grad for grad in grads if grad is not None]

@@ -25,7 +25,7 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
-Agree: TypeAlias = Callable[[Tensor], None]  # a bound method; its object is not kept
+Agree: TypeAlias = weakref.WeakMethod[Callable[[Tensor], None]]  # one for all gradients of a reducer
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -81,7 +81,7 @@ class PartialGradient(Tensor):
         comes: Callable[[], None] | None = None,
         agree: Agree | None = None,
     ) -> None:
-        self.agree = None if agree is None else weakref.WeakMethod(agree)
+        self.agree = agree
         self._rows = piece
         self._comes = comes
         self._dtype = param.dtype if dtype is None else dtype
@@ -214,7 +214,7 @@ class OwnedGradient(Tensor):
     See Note [Infinities in sharded gradients].
     """
 
-    agree: "weakref.WeakMethod[Agree]"
+    agree: Agree
     has_any: ClassVar[bool] = False  # whether this process has made one, as most have not
 
     @classmethod
@@ -247,7 +247,7 @@ def owned(grad: Tensor, agree: Agree | None) -> Tensor:
     """Turn a whole gradient into an `OwnedGradient`, in place; nothing without ``agree``."""
     if agree is not None:
         grad.__class__, OwnedGradient.has_any = OwnedGradient, True
-        grad.agree = weakref.WeakMethod(agree)  # type: ignore[attr-defined] # it is one now
+        grad.agree = agree  # type: ignore[attr-defined] # it is one now
     return grad
 
 
@@ -257,6 +257,17 @@ def make_plain(params: Iterable[Tensor]) -> None:
         grad: Any = param.grad
         if type(grad) is OwnedGradient:
             grad.__class__ = Tensor  # type: ignore[assignment] # mypy sees the class that it had
+
+
+def rows_here(param: Tensor) -> Tensor | None:
+    """Return the rows of the gradient that this rank has, as an ordinary tensor, or None."""
+    grad = param.grad
+    if isinstance(grad, PartialGradient):
+        return grad.piece
+    if type(grad) is OwnedGradient:
+        with private.DisableTorchFunctionSubclass():  # one operator for a list takes ordinary tensors alone
+            return grad if grad.is_sparse else grad.detach()
+    return grad
 
 
 def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:

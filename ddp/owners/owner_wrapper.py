@@ -1,0 +1,64 @@
+"""`OwnerWrapper`: what wrappers have in common whose gradients go to their owners."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn
+
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import RankMesh
+from zero_optim.ddp.reducer.report import names_text
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
+
+Accumulate = Literal["owner", "local"]
+
+
+class OwnerWrapper:
+    """A part of `ShardedDataParallel` and `FullyShardedDataParallel`."""
+
+    require_backward_grad_sync: bool
+    _optimizer: ZeroRedundancyOptimizer
+    _mesh: RankMesh | None
+    _accumulate: Accumulate
+    _frozen: FrozenParams
+
+    @property
+    def _everyone(self) -> RankGroup:
+        """All ranks that train the model: those of the optimizer, or of the mesh."""
+        return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
+
+    def _check_frozen(self) -> None:
+        """Raise RuntimeError if a parameter trains that was frozen when it was wrapped."""
+        names = [name for name, _ in self._frozen.unfrozen()]
+        if names:
+            raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
+        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
+        return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
+
+    def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
+        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
+        if self._accumulate == "owner":
+            raise RuntimeError(
+                'accumulate="owner" adds several backward passes up in the rows of the owners, without '
+                f'no_sync(): leave it out, or build {type(self).__name__} with accumulate="local"'
+            )
+        return self._without_sync()
+
+    @contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
+        """Refuse a comm hook with a RuntimeError: gradients are reduced to owners here."""
+        raise RuntimeError(
+            f"{type(self).__name__} reduces gradients to their owners, and takes no comm hook: use "
+            "zero_optim.ddp.DistributedDataParallel with it"
+        )
