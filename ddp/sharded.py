@@ -56,8 +56,8 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
         module: the model to train. The optimizer has all of its parameters that require a gradient.
         optimizer: steps them.
         accumulate: what several backward passes before a step do. "owner" reduces each, and owners add up: it
-            sends each time, needs on the CPU the memory of its own gradients once more, and refuses
-            ``no_sync()``. "local" adds up whole gradients on each rank under ``no_sync()``, and the next pass
+            sends each time, also under ``no_sync()``, and needs on the CPU the memory of its own gradients
+            once more. "local" adds up whole gradients on each rank under ``no_sync()``, and the next pass
             outside of it reduces the sums. The bits differ: "owner" adds over ranks first, "local" over
             passes first.
         process_group: that of the optimizer; optional.

@@ -1,5 +1,6 @@
 """Several backward passes before a step: which bits each way of adding up gives, and what is refused."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
+from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import ShardedDataParallel
+from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.step.gradients import owned_gradient, rows_of
 from zero_optim.step.partial import PartialGradient
 
@@ -130,13 +132,48 @@ def test_two_losses_of_one_forward_pass_add_up(accumulate: str) -> None:
     other.step()
 
 
+class Normed(nn.Module):
+    """With buffers that each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(18, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x.flatten(1))
+        return out
+
+
+def steps_of_passes(kind: Any, way: str) -> list[Tensor]:
+    """Train with several passes a step, as loops for DDP do; gradients, weights and buffers of each step."""
+    model, results = Normed(), list[Tensor]()
+    optimizer = adamw(model)
+    wrapped = kind(model, optimizer)
+    wrapped.metrics()
+    for step in range(2):
+        optimizer.zero_grad()
+        for number in range(NUM_PASSES):
+            syncs = number == NUM_PASSES - 1 or way == "plain"
+            with nullcontext() if syncs or way == "around backward" else wrapped.no_sync():
+                loss = loss_of(wrapped, NUM_PASSES * step + number)
+                with nullcontext() if syncs else wrapped.no_sync():
+                    loss.backward()
+        grads = (param.grad for param in model.parameters())
+        results += [grad.clone() for grad in grads if not isinstance(grad, PartialGradient | None)]
+        optimizer.step()
+        wrapped.check_finished()
+        results += [value.clone() for value in wrapped.state_dict().values()]
+    assert wrapped.metrics()["passes"] == 2 * NUM_PASSES  # each is reduced
+    return results
+
+
 @on_ranks(2)
-def test_owners_that_add_up_refuse_no_sync() -> None:
-    wrapped, optimizer = Setting().sharded()
-    with pytest.raises(RuntimeError, match=r'accumulate="owner" adds several .* build .* accumulate="local"'):
-        wrapped.no_sync()
-    loss_of(wrapped, 0).backward()
-    optimizer.step()
+@pytest.mark.parametrize("kind", [ShardedDataParallel, FullyShardedDataParallel])
+def test_loops_for_ddp_accumulate_on_owners_with_the_bits_of_a_loop_without_no_sync(kind: Any) -> None:
+    expected = steps_of_passes(kind, "plain")
+    for way in ("around all", "around backward"):
+        assert_same_bits(steps_of_passes(kind, way), expected)
 
 
 @on_ranks(2)

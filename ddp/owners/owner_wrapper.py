@@ -1,7 +1,7 @@
 """`OwnerWrapper`: what wrappers have in common whose gradients go to their owners."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -40,13 +40,13 @@ class OwnerWrapper:
         return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
-        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
-        if self._accumulate == "owner":
-            raise RuntimeError(
-                'accumulate="owner" adds several backward passes up in the rows of the owners, without '
-                f'no_sync(): leave it out, or build {type(self).__name__} with accumulate="local"'
-            )
-        return self._without_sync()
+        """Accumulate the passes in this context, as loops for ``DistributedDataParallel`` do.
+
+        With ``accumulate="owner"`` it changes nothing: owners add up the passes with or without it, each pass
+        communicates, and all ranks run as many. With "local" gradients are added up on each rank without
+        communication, and the next pass outside reduces the sums.
+        """
+        return nullcontext() if self._accumulate == "owner" else self._without_sync()
 
     @contextmanager
     def _without_sync(self) -> Iterator[None]:

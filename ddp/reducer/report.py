@@ -110,7 +110,7 @@ NO_GRADIENT = (
     "computing the loss. If that is meant, pass find_unused_parameters=True, or static_graph=True where "
     "the same ones are unused each time; or set requires_grad=False on them before wrapping. If several "
     "losses of one forward pass are backpropagated one by one, put all but the last backward() under "
-    "no_sync()"
+    'no_sync(), which takes accumulate="local" where gradients are sharded'
 )
 SWAPPED = (
     "{} became another tensor after the model was wrapped, so nobody saw its gradient. "
