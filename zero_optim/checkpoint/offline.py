@@ -5,6 +5,7 @@ Tensors are mapped from files: the system reads their pages when they are used, 
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime, timezone
@@ -239,16 +240,16 @@ def _from_file(path: Path) -> _Source:
 
 def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
     """Choose a rank for each key as an optimizer does by default: by size, group by group."""
-    about = source.values.get(OPTIMIZER, {"groups": []})
-
-    def cost(name: str) -> float:
-        """Return the number of elements of a parameter; if its shape is unknown, the bytes of its state."""
-        known, prefix = about["params"].get(name), f"{STATE}/{key_of(name)}/"
-        if known:
-            return float(math.prod(known[1]))
-        return sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
-
-    owners = assign_owners([[cost(name) for name in group["names"]] for group in about["groups"]], world_size)
+    about = source.values.get(OPTIMIZER, {"groups": [], "params": {}})
+    costs = defaultdict[str, float](float)  # elements of a parameter, or if unknown the bytes of its state
+    for key, box in source.boxes.items():
+        name, slash, _ = key.removeprefix(STATE + "/").partition("/")
+        if slash and key.startswith(STATE + "/"):
+            costs[unquote(name)] += box.nbytes
+    costs.update({name: float(math.prod(shape)) for name, (_, shape) in about["params"].items()})
+    owners = assign_owners(
+        [[costs[name] for name in group["names"]] for group in about["groups"]], world_size
+    )
     of_name: dict[str, int] = {}
     for group, ranks in zip(about["groups"], owners, strict=True):
         of_name.update(zip(group["names"], ranks, strict=True))
