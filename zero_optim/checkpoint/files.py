@@ -8,8 +8,7 @@ Note [Locks]
     releases the lock, so a process that has locked a file checks that it is still the one in the folder.
 
     Some file systems have no locks (Lustre without ``flock``, NFS with ``nolock``). There the last save
-    counts and nothing is lost: files have names that no other save uses, and a save removes only files that
-    it replaced. The files of a killed save stay.
+    counts: files have names that no other save uses, and a save removes only files that it replaced.
 """
 
 import errno

@@ -163,9 +163,8 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
     """Write a checkpoint as that many ranks without cuts would have written it.
 
     The source is a checkpoint, or a file of ``torch.save`` with a state dict of an optimizer, of a model, or
-    of both under "optimizer" and "model"; parameters without names are known by place. CheckpointError if it
-    is incomplete or damaged, or ``out`` cannot be written; ValueError if ``world_size`` is below 1, the file
-    is no state dict, or ``out`` lies in the source or has no name of its own.
+    of both under "optimizer" and "model". CheckpointError if it is incomplete or damaged, or ``out`` cannot
+    be written; ValueError if ``world_size`` is below 1, the file is no state dict, or ``out`` is refused.
     """
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")

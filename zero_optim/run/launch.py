@@ -9,9 +9,9 @@ Note [No process left]
     Ctrl-C reaches only the caller: each rank has its own session, and starting blocks it.
 
 Note [Ctrl-C while ranks start]
-    A `KeyboardInterrupt` inside `start_processes` would lose processes. Blocking the signal is not enough:
-    the kernel signals another thread, and Python raises in the main thread all the same. So the handler only
-    records it meanwhile. The mask is for the ranks, which inherit it until they have a handler.
+    A `KeyboardInterrupt` inside `start_processes` would lose processes, and if the signal is blocked, another
+    thread gets it. So the handler only records it meanwhile. The ranks inherit the mask until they have a
+    handler.
 """
 
 import importlib.util
