@@ -13,8 +13,7 @@ Note [Versions]
 Note [A transport of its own]
     A mirror is a move to the next rank, but `moving.move` cannot send it: there both ends wait for each
     piece. A mirror travels beside the next passes, without a thread: one message, from a copy that no step
-    changes, whose length the receiver knows before. The receiver keeps the bytes as they are. Going back is a
-    `move` of the `Held` that `Mirror.held` returns.
+    changes, of a length that the receiver knows before. Going back is a `move` of what `Mirror.held` returns.
 
 Note [Forms]
     A copy is one flat tensor of bytes, all tensors one after the other. Its *form* names these tensors, and
