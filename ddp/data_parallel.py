@@ -174,9 +174,9 @@ class DistributedDataParallel(RebindableWrapper):
         return own
 
     def _caps(self) -> tuple[int, ...]:
-        listed = tuple(getattr(self, "bucket_bytes_cap_list", ()))
-        if listed:
-            return listed
+        caps = tuple(getattr(self, "bucket_bytes_cap_list", ()))
+        if caps:
+            return caps
         cap = max(1, self.bucket_bytes_cap)
         first: int = private.DEFAULT_FIRST_BUCKET_BYTES
         return (first, cap) if self.bucket_bytes_cap_default else (cap,)

@@ -3,8 +3,7 @@
 Note [No part in Join]
     A rank without inputs would have to start the other ranks' gathers in their order, which depends on the
     modules that they call. The order of the pass before may be wrong for another kind of batch, and units of
-    different sizes would meet. To send each unit's number first would cost a collective for each gather. So
-    ``Join`` is refused.
+    different sizes would meet. To send each unit's number first would cost a collective for each gather.
 """
 
 from collections.abc import Mapping
@@ -120,52 +119,54 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         self.require_backward_grad_sync = self._sends_buffers = True
         if optimizer is not None:
             require_ours(optimizer)
-        doing = nullcontext() if optimizer is None else optimizer.ranks.doing("FullyShardedDataParallel()")
+        context = nullcontext() if optimizer is None else optimizer.ranks.doing("FullyShardedDataParallel()")
         with ExitStack() as at_exit:
-            taken_over = weakly(self._change_optimizer)
-            with doing:
-                self._built, self._optimizer, self._mesh = construct(
-                    type(self), module, optimizer, arguments, options, taken_over, at_exit
+            change_optimizer = weakly(self._change_optimizer)
+            with context:
+                self._construction, self._optimizer, self._mesh = construct(
+                    type(self), module, optimizer, arguments, options, change_optimizer, at_exit
                 )
             self._fill(module)
 
     def _fill(self, module: nn.Module) -> None:
         """Send the first rank's values, keep what each rank owns, and wrap; all ranks call."""
-        built, options, everyone = self._built, self._options, self._everyone
+        construction, options, everyone = self._construction, self._options, self._everyone
         arguments = {"module": module, "process_group": everyone.process_group, **options}
         limits = options.get("timeout"), options.get("on_stall", "raise")
         agree_on_model(arguments, self, *limits, may_be_freed=True)
         syncs = bool(options.get("init_sync", True))
-        built.fill(self._optimizer, everyone, syncs=syncs)
+        construction.fill(self._optimizer, everyone, syncs=syncs)
         if syncs and options.get("broadcast_buffers") is not False:
             take_values_of_first(everyone.during("agree"), seen_buffers(module))
-        built.policy.cast_for_good(module, ignored_names(module))
+        construction.policy.cast_for_good(module, ignored_names(module))
         self.module = module
         self._frozen = FrozenParams([pair for pair in seen_params(module) if not pair[1].requires_grad])
         self._make_reducer()
         self._optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
         self._optimizer.begin_averages_anew()  # from the weights that the ranks have by now
-        built.registration.is_open = built.stands_in
-        built.registration.everyone = None if self._mesh is None else everyone
-        refuse_conversions(module, built.registration.params)
+        construction.registration.is_open = construction.stands_in
+        construction.registration.everyone = None if self._mesh is None else everyone
+        refuse_conversions(module, construction.registration.params)
         PassHooks(self).hang_on(module)
 
     def _make_reducer(self) -> None:
         """Build the reducer and the gathers of units; all ranks call."""
-        optimizer, mesh, built = self._optimizer, self._mesh, self._built
-        self._reducer = reducer = make_reducer(built, optimizer, mesh, self._options, weakly(self._wants))
+        optimizer, mesh, construction = self._optimizer, self._mesh, self._construction
+        self._reducer = reducer = make_reducer(
+            construction, optimizer, mesh, self._options, weakly(self._wants)
+        )
         stamps = optimizer.iteration.calls.unit_stamps()
-        gathers = make_gathers(built, optimizer, mesh, reducer, stamps)
+        gathers = make_gathers(construction, optimizer, mesh, reducer, stamps)
         is_new = not hasattr(self, "units")
         if is_new:
             guards_reads = self._arguments.guards_reads
-            units = make_units(built, reducer.params)
+            units = make_units(construction, reducer.params)
             self.units = UnitsInUse(units, self._arguments.num_kept, guards_reads=guards_reads)
-        places = LaunchPlaces(self.units.units, built.choice.unit_of, reducer)
+        places = LaunchPlaces(self.units.units, construction.choice.unit_of, reducer)
         self.units.use(optimizer.ranks, gathers, stamps, places)
         if is_new:
-            hook_up(built.choice, self.units)
-            built.policy.hook_up(built.choice.modules)
+            hook_up(construction.choice, self.units)
+            construction.policy.hook_up(construction.choice.modules)
         reducer.follow(weakly(self.units.gradient_came), places.begin)
 
     def _wants(self, was_expected: bool) -> bool:
@@ -286,13 +287,13 @@ def fully_shard(
     wrapper = FullyShardedDataParallel(module, optimizer, **options)
     hooks = PassHooks.of(module)
     assert hooks is not None  # of the wrapper
-    hooks.kept = wrapper
+    hooks.keepalive = wrapper
     return module
 
 
 def fully_sharded(module: nn.Module) -> FullyShardedDataParallel:
     """Return the wrapper of a module that `fully_shard` sharded; ValueError if it did not."""
     hooks = PassHooks.of(module)
-    if hooks is None or hooks.kept is None:
+    if hooks is None or hooks.keepalive is None:
         raise ValueError(f"this {type(module).__name__} was not given to fully_shard()")
-    return hooks.kept
+    return hooks.keepalive

@@ -44,7 +44,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
         if not self._delay_all_reduce_all_params:  # else there is no reducer
             self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             works = self.reducer.own.group.works
-            works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.works`
+            works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
             unwatch(self.reducer.own)
         unwatch(self)
         self._comm_hooks = []  # PyTorch makes none where every parameter is delayed

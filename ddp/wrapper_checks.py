@@ -198,8 +198,8 @@ def check_optimizer(
             "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
             "that out"
         )
-    known = optimizer.pieces()
-    unknown = [name for name, param in seen_params(module) if param.requires_grad and param not in known]
+    pieces = optimizer.pieces()
+    unknown = [name for name, param in seen_params(module) if param.requires_grad and param not in pieces]
     if unknown:
         raise ValueError(
             f"the optimizer does not have {names_text(unknown)}, so nobody owns the gradients: add them to "

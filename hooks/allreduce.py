@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.works import explained, noted_of
+from zero_optim.comm.work_log import noted_of
+from zero_optim.comm.works import explained
 from zero_optim.compat.streams import record_use
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
 

@@ -77,8 +77,8 @@ class BucketOwnership:
 class OwnerReduction:
     """The pending reduction of one bucket to owners; all ranks construct it, in bucket order.
 
-    It divides the bucket in place. ``joined``: this rank's inputs ended, its gradients are old. ``all_used``:
-    each parameter was used on some rank, so no flags are sent.
+    It divides the bucket in place. ``joined``: this rank's inputs ended. ``all_used``: some rank used each
+    parameter, so no flags are sent.
     """
 
     def __init__(

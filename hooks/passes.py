@@ -1,23 +1,21 @@
 """One backward pass that steps the optimizer, and its buckets.
 
 Note [Buckets of the optimizer]
-    DDP's buckets decide what is reduced together, the optimizer's what is stepped and gathered together: when
-    all their trained parameters are reduced, in the same order on every rank. A bucket with a trained
-    parameter outside DDP is stepped after the backward pass.
+    DDP's buckets are reduced; the optimizer's are stepped and gathered, when all their trained parameters are
+    reduced, in one order on every rank. A bucket with a trained parameter outside DDP is stepped after the
+    backward pass.
 
 Note [Gradients that are all zero]
     Unused parameters are zeros in DDP's buckets, but an optimizer skips only those without a gradient. So a
-    bucket with an all-zero gradient waits, alike on all ranks, until `param.grad` tells at the end of
-    backward. The search takes time, on an accelerator the CPU's; it is omitted where some rank is known to
-    have used every parameter.
+    bucket with an all-zero gradient waits, on all ranks, for `param.grad` at the end of backward. The search
+    is left out where some rank is known to have used every parameter.
 
 Note [A thread or none]
-    On gloo, whose groups have own threads, a thread waits for each reduction, steps, and gathers on its own
-    groups beside the backward pass. With NCCL two threads could issue kernels in another order on another
-    rank, and deadlock. An accelerator needs no thread: each hook starts its reduction, then steps and gathers
-    the bucket before on a side stream and the optimizer's group (reduce 0, reduce 1, gather 0, reduce 2,
-    gather 1, …). gloo with accelerator tensors, and other CPU backends, have no thread either, and delay the
-    backward pass. `Overlap.takes_thread` decides; either way buckets are in one flow, `Overlap.under_way`.
+    On gloo a thread waits for each reduction, steps, and gathers on its own groups beside the backward pass.
+    With NCCL two threads could issue kernels in another order on another rank, and deadlock. There each hook
+    starts its reduction, then steps and gathers the bucket before on a side stream and the optimizer's group
+    (reduce 0, reduce 1, gather 0, reduce 2, gather 1, …). gloo with accelerator tensors, and other CPU
+    backends, have no thread either, and delay the backward pass. `Overlap.takes_thread` decides.
 
 Note [Streams of a step]
     B is the backward stream, which calls hooks; S the side stream; N that of collectives; C the caller's,
@@ -61,11 +59,11 @@ Gradients = dict[Tensor, Tensor | None]
 
 @dataclass(slots=True, eq=False)
 class SteppedPass:
-    """One backward pass that steps: made by its first bucket, dropped at its end.
+    """One backward pass that steps, from its first bucket to its end.
 
-    ``joined``: this rank's inputs ended, or it broke off before its first bucket. ``reduced`` gradients, by
-    bucket, are not stepped yet. ``unsure``: Note [Gradients that are all zero]. ``backward()`` raises
-    ``error``, the first failure, after DDP has ended the pass.
+    ``joined``: this rank's inputs ended, or it broke off before its first bucket. ``reduced``: gradients that
+    are not stepped yet, by bucket. ``unsure``: Note [Gradients that are all zero]. ``error``: the first
+    failure, which ``backward()`` raises after DDP has ended the pass.
     """
 
     overlap: Overlap

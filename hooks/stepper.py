@@ -2,9 +2,9 @@
 
 Note [Who does what]
     The hook of a full bucket starts its reduction. A thread, or the next hook, waits for it, then steps and
-    gathers the optimizer's full buckets (`passes`). Collectives have one order on every rank. The
-    first hook begins the step and takes over the user's changes, while nothing else reads parameters. DDP
-    waits for the futures at the end of backward; a callback behind DDP's does the rest.
+    gathers the optimizer's full buckets (`passes`), in one order on every rank. The first hook begins the
+    step and takes over the user's changes, while nothing else reads parameters. DDP waits for the futures at
+    the end of backward; a callback behind DDP's does the rest.
 
 Note [Backward passes within backward passes]
     Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Some DDPs
@@ -87,29 +87,39 @@ def zero_step(
     """
     require_ours(optimizer)
     with failing_together(optimizer.ranks):
-        check_flags(interleave=interleave)
-        if hook is not None and not callable(hook):
-            raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
-        if gradients not in ("everywhere", "owners"):
-            raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
-        if gradients == "owners" and hook is not None:
-            raise ValueError(
-                f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce '
-                '"everywhere"'
-            )
-        if ddp is not None:
-            _check_wrapper(ddp, interleave)
+        _check_arguments(hook, interleave, gradients, ddp)
+    all_used = _all_used_by(ddp)
+    wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
+    items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
+    agree(optimizer.ranks, [*items, f"ddp={wrapper}"], "the arguments of zero_step")
+    to_owners = gradients == "owners"
+    return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
+
+
+def _check_arguments(hook: Hook | None, interleave: bool, gradients: str, ddp: object) -> None:
+    check_flags(interleave=interleave)
+    if hook is not None and not callable(hook):
+        raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
+    if gradients not in ("everywhere", "owners"):
+        raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
+    if gradients == "owners" and hook is not None:
+        raise ValueError(
+            f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce '
+            '"everywhere"'
+        )
+    if ddp is not None:
+        _check_wrapper(ddp, interleave)
+
+
+def _all_used_by(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
+    """Return a callable that is True if each parameter is used on some rank, in each pass."""
     reference = None if ddp is None else weakref.ref(ddp)  # the wrapper holds the hook
 
-    def all_used() -> bool:  # in each pass, on some rank
+    def all_used() -> bool:
         wrapper = None if reference is None else reference()
         return wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
 
-    items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
-    items.append(f"ddp={'None' if ddp is None else f'a wrapper whose parameters are all used: {all_used()}'}")
-    agree(optimizer.ranks, items, "the arguments of zero_step")
-    to_owners = gradients == "owners"
-    return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
+    return all_used
 
 
 def hook_with_zero_step(

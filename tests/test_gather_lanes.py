@@ -50,9 +50,9 @@ def broadcasts() -> Iterator[list[tuple[str, int]]]:
     sent: list[tuple[str, int]] = []
     real = dist.broadcast
 
-    def noted(tensor: torch.Tensor, source: int, group: Any, async_op: bool) -> Any:
-        sent.append((group.group_name, source))
-        return real(tensor, source, group=group, async_op=async_op)
+    def noted(tensor: torch.Tensor, group: Any, async_op: bool, group_src: int) -> Any:
+        sent.append((group.group_name, group_src))
+        return real(tensor, group=group, async_op=async_op, group_src=group_src)
 
     with mock.patch.object(dist, "broadcast", noted):
         yield sent

@@ -14,7 +14,8 @@ import pytest
 from waiting import LIMIT, wait_until
 from zero_optim.comm.records import Verdict
 from zero_optim.comm.traffic import Phase
-from zero_optim.comm.works import GroupWorks, Work, WorkLog
+from zero_optim.comm.work_log import GroupWorks, WorkLog
+from zero_optim.comm.works import Work
 from zero_optim.health import verdicts as verdicts_module
 from zero_optim.health.peers import Message, Presence
 from zero_optim.health.verdicts import Verdicts

@@ -121,9 +121,9 @@ def test_the_rows_of_a_bucket_are_one_launch_where_the_backend_can() -> None:
     group, log = RankGroup.of(None), []
     real = dist.broadcast
 
-    def broadcast(row: Tensor, source: int, **options: Any) -> Any:
-        log.append((row.dtype, row.numel(), source))
-        return real(row, source, **options)
+    def broadcast(row: Tensor, group_src: int, **options: Any) -> Any:
+        log.append((row.dtype, row.numel(), group_src))
+        return real(row, group_src=group_src, **options)
 
     @contextmanager
     def one(process_group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:

@@ -25,9 +25,10 @@ from training import needs_muon
 from zero_optim.plan.groups import changed_in_kind
 from zero_optim.probe.comparison import same
 from zero_optim.probe.cut_rows import CutRows, like_rows, why_not_cut, why_rows_not_cut
+from zero_optim.probe.feeds import Feed
 from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.traits import Traits, refusal
-from zero_optim.probe.trials import Feed, by_rows
+from zero_optim.probe.trials import by_rows
 
 Builder = Callable[..., Optimizer]
 

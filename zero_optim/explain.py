@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from zero_optim.comm.agreement import check_flags, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
@@ -141,8 +142,18 @@ class Explanation:
         return "\n".join([*lines, *self.traits])
 
 
-def explain(core: Core) -> Explanation:
-    """Exchange what all ranks hold; all ranks call; two small collectives."""
+def explain(core: Core, *, quiet: bool) -> Explanation:
+    """Exchange what all ranks hold, and print it on rank 0; all ranks call; three small collectives."""
+    with core.group.doing("explain()"):
+        with failing_together(core.group):
+            check_flags(quiet=quiet)
+        explanation = _explained(core)
+    if core.group.rank == 0 and not quiet:
+        print(explanation)  # noqa: T201 - what it is for
+    return explanation
+
+
+def _explained(core: Core) -> Explanation:
     group, sharding, local = core.group, core.sharding, core.owned.local
     ranks = _exchange(group, core)
     active = [moves or local.moves_frozen for moves in sharding.active()]

@@ -1,9 +1,7 @@
 """`ZeroRedundancyOptimizer`: any ``torch.optim`` optimizer, its state sharded over ranks."""
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -13,8 +11,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import called_by_all, check_flags, failing_together, raise_together, ranks_of
-from zero_optim.comm.backends import held
+from zero_optim.comm.agreement import called_by_all, failing_together, raise_together, ranks_of
+from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
@@ -59,18 +57,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     that communicates. An error on one rank is raised on every rank; unless the method says otherwise, nothing
     has changed then.
 
-    ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``. With
-    ``overlap_with_ddp=True`` that class does not train in the first two or three iterations; this one does,
-    so scripts must leave out iterations for warm-up.
+    ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``. Scripts must leave out
+    that class's iterations for warm-up with ``overlap_with_ddp=True``: this one trains in all of them.
 
     Args:
-        params: as for ``torch.optim``, dense, of any dtypes and shapes; the same on every rank, in the same
-            order. Ranks compare names, or without names the values of parameters that look alike, if ranks
-            start with equal ones.
+        params: as for ``torch.optim``, dense; the same on every rank, in the same order. Ranks compare names;
+            without names the values of parameters that look alike, if ranks start with equal ones.
         optimizer_class: the class, or a callable that builds one from groups. Ranks compare its code and
             arguments, so it must find out what differs between ranks when it is called.
-        process_group: ranks to shard over; None for the default group, or for the group of the fully sharded
-            model that has the parameters.
+        process_group: ranks to shard over; None for the default group, or that of the fully sharded model.
         parameters_as_bucket_view: move parameters into flat tensors, each with its own storage, where gathers
             write in place. False leaves ``param.data`` alone and copies at each step, as is always done for
             shared memory and devices without DLPack.
@@ -84,35 +79,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             are stepped: torch.float32 for bf16 and fp16. In the state: ``zero_optim.master``.
         ema_decay: factor below 1 for the past in a moving average of the weights, for `averaged_weights`;
             each rank averages what it owns. In the state: ``zero_optim.ema``.
-        gather_lazily: a model, in DDP or not, whose forward passes wait for gathers instead of `step`;
-            compile it later. A copy of the optimizer waits in `step`.
+        gather_lazily: a model, in DDP or not, for `gather_lazily`. A copy of the optimizer waits in `step`.
         assume_separable: do not try the class. Otherwise it steps small tensors, whole and in parts, for 10
             to 60 ms the first time, and is refused if the results differ.
         cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
-            same bits (`pieces` and `explain` show). False balances whole parameters over the model, not each
-            bucket. What the CPU steps in half precision is never cut. `step` and `load_state_dict` raise
-            ValueError if later options forbid existing cuts, and for a sparse gradient of a cut parameter,
-            unless trials passed (plain SGD; not SGD with momentum, nor Adagrad: use False). Also a group key.
+            same bits. What the CPU steps in half precision is never cut. `step` and `load_state_dict` raise
+            ValueError if later options forbid existing cuts, and `step` for a sparse gradient of a cut
+            parameter that the class does not bear (plain SGD does). Also a group key.
         timeout: longest wait in seconds; None for the process group's timeout. After half of it a warning is
             logged; then every rank raises `StalledError` with the missing ranks and their last calls.
         on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
             jobs, and for NCCL, where a CPU that waits for the device cannot raise.
         own_options: group options that each rank may set for itself, such as ``("lr",)``. Each step compares
             the others if they are plain values, and raises RankMismatchError if one differs.
-        mirror: after every step, copy what a rank owns (rows, state, masters, averages) to the next rank's
-            CPU memory over gloo, beside the next passes. If a rank is lost, `rebind` on the others goes
-            back to the end of the last step or the one before, without a file. Takes four times the memory of
-            what a rank owns, see `explain`, and one small collective more a step. A group of one rank warns.
+        mirror: after every step, copy what a rank owns to the next rank's CPU memory over gloo, so that
+            `rebind` can do without a lost rank. Takes four times the memory of what a rank owns, and one
+            small collective more a step. A group of one rank warns.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may have its own ``optimizer_class``, for example Muon for matrices beside AdamW. Its other
     options are then that class's arguments, and ``defaults`` do not apply.
 
     Attributes:
-        param_groups: all parameters with their options, the one truth for options.
-        state: state of the parameters this rank owns, and of no others.
         defaults: as the class itself sets them.
-        core: its parts, for other modules of this library; so is ``iteration``.
+        core, iteration: its parts, for other modules of this library.
 
     Raises:
         ValueError: no parameters, sparse ones, some that share memory, options the class refuses, a class
@@ -161,14 +151,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             own_options=own_options,
             mirror=mirror,
         )
-        params = held(params)
+        params = as_lists(params)
         if process_group is None:
             process_group = registration_in(params).process_group
-        default, given = OptimizerSpec(optimizer_class, defaults), ranks_of(process_group)
-        group = patient(RankGroup.of(given.process_group, params), timeout)
+        group = patient(ranks_of(process_group, params), timeout)
         watch(self, group, on_stall)
         with group.doing(f"{type(self).__name__}()"):
-            core, callback = build(params, default, group, options, gather_lazily)
+            spec = OptimizerSpec(optimizer_class, defaults)
+            core, callback = build(params, spec, group, options, gather_lazily)
             self._begin(core)
             if callback is not None:
                 callback(self)
@@ -200,17 +190,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if name in ("_overlap_with_ddp", "_overlap_info"):
             raise AttributeError(views.NOT_FOR_OURS)
         core = vars(self).get("core")  # none in a copy that is being made
-        found = [] if core is None or name.startswith("_") else core.owned.local.find(name)
-        if not found:
+        matches = [] if core is None or name.startswith("_") else core.owned.local.find(name)
+        if not matches:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        if not inspect.ismethod(found[0]):
-            return found[0]
-        return partial(self._call_theirs, name, found)
-
-    def _call_theirs(self, name: str, methods: list[Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        local, groups = self.core.owned.local, self.param_groups
-        work = partial(local.call, groups, methods, *args, **kwargs)
-        return self.iteration.calls.make(f"{name}()", partial(self.core.owned.run, work))
+        return self.iteration.of_class(name, matches)
 
     # ------------------------------------------------------------------ stepping
 
@@ -219,15 +202,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Communicates one broadcast for each bucket and owner. On return every rank has its new parameters; on
         CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the modules wait.
-        If the class's step raises, that rank still gathers, and the others learn of its error there.
 
         Args:
             closure: evaluates the model and returns the loss; on all ranks or none. Takes one more collective
                 of a byte: if it raises on a rank, all raise before anything is stepped, but not inside
-                ``Join`` with an overlapped step. If a closure has raised, a rank inside an all-reduce of its
-                own closure waits for that rank until the group's timeout.
-            **kwargs: for the class's own ``step``, but for the ``grad_scaler`` of some scalers, which is
-                asked for infinities.
+                ``Join`` with an overlapped step. A rank inside an all-reduce of its own closure then waits
+                until the group's timeout.
+            **kwargs: for the class's own ``step``. Some scalers pass themselves as ``grad_scaler``.
 
         Returns:
             The loss of ``closure``, None without one.
@@ -272,12 +253,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; all ranks call.
 
-        Arguments are those of ``torch.nn.utils.clip_grad_norm_``; it returns the norm before clipping, 0-d
-        and equal on all ranks. With sharded gradients the last bits of a cut parameter's norm may differ from
-        PyTorch's. Takes one small collective; the CPU waits for it and the gradients. If an accelerator's
-        group has a CPU backend too, it takes two: the CPU waits for other ranks, but for no gradient, except
-        with ``error_if_nonfinite``. Inside ``Join`` the norm is that of the active ranks, which must all
-        clip; one more collective of a byte.
+        As ``torch.nn.utils.clip_grad_norm_``; returns the norm before clipping, 0-d and equal on all ranks.
+        With sharded gradients its last bits may differ from PyTorch's if a parameter is cut. Takes one small
+        collective; the CPU waits for it and the gradients. If an accelerator's group has a CPU backend, it
+        takes two: the CPU waits for other ranks, but for no gradient, except with ``error_if_nonfinite``.
+        Inside ``Join`` all active ranks must clip, by the norm of their gradients; one more collective.
 
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
@@ -286,10 +266,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.iteration.clip(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 
     def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; returns at once if no gather is pending.
+        """Wait until every parameter has its new value on this rank; the current stream with NCCL on CUDA.
 
-        On CUDA with NCCL the current stream waits, not the CPU. After a ``backward()`` that raised, call it
-        to train on: part of the step may have been taken.
+        After a ``backward()`` that raised, call it to train on: part of the step may have been taken.
         """
         self.iteration.wait_for_steps()
         self.core.sharding.under_way.wait()
@@ -304,14 +283,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
         """Let gathers run on after `step`: forward passes of ``model`` wait for the parameters they need.
 
-        As the constructor's ``gather_lazily=model``. Each module waits for its own; with clipping, the
-        backward pass waits for the norm alone. All ranks call, before a step and before ``torch.compile``. No
-        communication. Parameters read through this optimizer or ``model.state_dict()`` also wait. Other code
-        must call `wait_for_gathers` first: ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that
-        reads the weight of a module before it calls that module.
-
-        Returns:
-            A handle; its ``remove()`` makes `step` wait again.
+        Each module waits for its own; with clipping, the backward pass waits for the norm alone. All ranks
+        call, before a step and before ``torch.compile``. No communication. Parameters read through this
+        optimizer or ``model.state_dict()`` also wait. Other code must call `wait_for_gathers` first:
+        ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module before it
+        calls that module. The handle's ``remove()`` makes `step` wait again.
 
         Raises:
             TypeError: ``model`` is no module.
@@ -321,29 +297,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return LazyGather(model, self.core.sharding)
 
     @called_by_all
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Put the averaged weights into the model inside a ``with``; all ranks enter and leave it.
 
         Needs ``ema_decay``. Communicates like a step, at both ends. Inside, a step, a load and a save of
         model and optimizer together raise.
         """
-        average, sharding = self.core.owned.average, self.core.sharding
-        with failing_together(self.core.group):
-            self.core.refresh()
-            average.check_swap_in()
-        try:
-            average.swap_in()  # now that no rank refuses
-            sharding.gather_all()
-            yield
-        finally:
-            average.swap_out()
-            sharding.gather_all()
+        return self.iteration.averaged_weights()
 
     def begin_averages_anew(self) -> None:
-        """Restart the averages (``ema_decay``) at the present weights. No communication.
+        """Restart the averages at the present weights, after code that changed them. No communication.
 
-        For code that changes weights after construction. After a step or a load it does nothing.
+        After a step or a load it does nothing.
         """
         self.core.owned.average.begin_anew()
 
@@ -359,15 +324,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
 
         Owners send directly to the targets, which get a copy in CPU memory that later steps do not change.
-        What other ranks hold stays valid.
 
         Args:
             to: group rank that receives, or several, or None for all.
 
         Raises:
             ValueError: ``to`` names a rank that is not in the group.
-            TypeError: sending some state would run its own code, or the class keeps state outside of
-                ``state``.
+            TypeError: sending some state would run its own code, or the class keeps state outside ``state``.
         """
         dicts.consolidate(self.core, to)
 
@@ -376,10 +339,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Before any step it works on every rank; after a step on the targets of `consolidate_state_dict`, until
         the next step. The plain optimizer loads it, and this one on any number of ranks. Two calls share
-        tensors, which are never written to.
-
-        Raises:
-            NotConsolidatedError: the state is not on this rank, or a step came after it was consolidated.
+        tensors, which are never written to. NotConsolidatedError without a state of the last step.
         """
         own = self.state
         # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.
@@ -405,8 +365,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             StateMismatchError: names each parameter whose state does not fit.
             ValueError: a rank has a dict although only ``src`` may, or lacks one; or the class does not bear
                 cuts with the options in the dict.
-            Exception: of the class. An error of a hook of `register_load_state_dict_post_hook` comes after
-                the load.
+            Exception: of the class, or after the load of a hook of `register_load_state_dict_post_hook`.
         """
         with self.core.group.doing("load_state_dict()"):
             self.wait_for_gathers()  # and for steps of a backward pass that broke off
@@ -432,8 +391,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
         """Load what `owned_state` returned, and each group's options, equal on every rank; all ranks call.
 
-        Tensors keep their dtypes and become the optimizer's own. (`load_state_dict` casts them to the
-        parameters' dtypes, as ``torch.optim`` does.)
+        Tensors keep their dtypes and become the optimizer's own; `load_state_dict` casts them.
         """
         self.core.check_attached()
         self.wait_for_gathers()  # and for steps of a backward pass that broke off
@@ -453,8 +411,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             wait: wait for pending gathers. If a rank died before it sent its part, its parameters may have
                 old values here until `rebind`. Use False if a rank is stopped, not dead: the wait would last
                 until the group's timeout.
-            staying: the group ranks of a smaller next group, to which the others first send their state: all
-                ranks call, with the same ranks, and it communicates. None sends nothing.
+            staying: the group ranks of a smaller next group, the same on all ranks, which all call: the
+                others first send their state to these. None sends nothing.
 
         Raises:
             RuntimeError: the optimizer is that of a fully sharded model.
@@ -463,18 +421,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self.core.ranks.is_let_go:
             return
-        if self.core.inputs.store.params:
-            raise RuntimeError(
-                "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
-                "parameters. Save a checkpoint, build model and optimizer anew, and load it"
-            )
-        self.iteration.end_overlap(waits=wait)
-        if staying is not None:
-            rebinding.hand_over(self.core, staying)
-            self.defaults = self.core.owned.local.defaults
-        else:
-            rebinding.detach(self.core, wait=wait)
-        self.iteration.let_go()
+        self.iteration.detach(wait=wait, staying=staying)
+        self.defaults = self.core.owned.local.defaults
         unwatch(self)
 
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
@@ -494,8 +442,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 `zero_optim.checkpoint.rebind` does that and loads.
 
         Returns:
-            `num_steps` of the state, equal on every rank; after going back less than before, as a rule by
-            one. The caller's data and schedulers go on from there.
+            `num_steps` of the state, equal on every rank; after going back as a rule one less than before.
 
         Raises:
             LostStateError: no rank of the group holds the state of some parameters, which are named, or a
@@ -519,17 +466,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _rebind(
         self, process_group: dist.ProcessGroup | None, *, keep_state: bool, may_lose: bool
     ) -> list[Tensor]:
-        core = self.core
-        group = rebinding.new_group(core, process_group)
-        watch(self, group, core.inputs.options.on_stall)
+        group = rebinding.new_group(self.core, process_group)
+        watch(self, group, self.core.inputs.options.on_stall)
         try:
-            lost = rebinding.rebind(core, group, keep_state=keep_state, may_lose=may_lose)
+            lost = self.iteration.rebind(group, keep_state=keep_state, may_lose=may_lose)
         finally:
-            if core.ranks.is_let_go:  # as before
+            if self.core.ranks.is_let_go:  # as before
                 unwatch(self)
-        self.defaults = core.owned.local.defaults
-        if core.inputs.options.overlap_with_ddp:
-            self.iteration.overlap()
+        self.defaults = self.core.owned.local.defaults
         learn_addresses(group)
         return lost
 
@@ -566,8 +510,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         leaves the counts alone, for a second reader.
 
         - ``exposed_seconds/PHASE``: time that callers waited for communication and late ranks, packed and
-          added up on the CPU; without a thread's work and an accelerator's waits: Note [Exposed seconds] in
-          `zero_optim.comm.traffic`.
+          added up on the CPU: Note [Exposed seconds] in `zero_optim.comm.traffic`.
         - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] there.
         - ``collectives/PHASE``, ``steps``: how many.
 
@@ -584,14 +527,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Returns the same as data, on every rank. ``quiet`` prints nothing.
         """
-        core = self.core
-        with core.group.doing("explain()"):
-            with failing_together(core.group):
-                check_flags(quiet=quiet)
-            explanation = explain(core)
-        if core.group.rank == 0 and not quiet:
-            print(explanation)  # noqa: T201 - what it is for
-        return explanation
+        return explain(self.core, quiet=quiet)
 
     # ------------------------------------------------------------------ Join
 
@@ -615,8 +551,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """This rank's local optimizer, or with several classes a view of all; only read it. No communication.
 
         PyTorch's class has it too. Its ``param_groups`` have what this rank steps: parameters, rows of cut
-        ones, or masters. Its ``state`` takes these and the model's parameters as keys. Rows of a cut
-        parameter are valid until the next step; then ask again.
+        ones, valid until the next step, or masters. Its ``state`` takes these and the model's parameters.
         """
         return views.local_view(self.core)
 

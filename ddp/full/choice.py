@@ -38,18 +38,18 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
 
     TypeError or ValueError if a unit is no module of the model, or is never called itself.
     """
-    named = {module: name for name, module in model.named_modules()}
+    name_of = {module: name for name, module in model.named_modules()}
     read_by = _read_by_others(model)
     if units == "auto":
-        chosen = _by_size(model, read_by)
+        unit_modules = _by_size(model, read_by)
     elif isinstance(units, type):
-        chosen = _listed([units], named)
+        unit_modules = _listed([units], name_of)
     elif callable(units) and not isinstance(units, nn.Module):
-        chosen = {module for module in named if units(module)}
+        unit_modules = {module for module in name_of if units(module)}
     elif isinstance(units, nn.ModuleDict):
-        chosen = set(units.values())
+        unit_modules = set(units.values())
     elif isinstance(units, Iterable):  # ModuleList and Sequential too
-        chosen = _listed(units, named)
+        unit_modules = _listed(units, name_of)
     elif isinstance(units, nn.Module):
         raise TypeError(f"expected units to be modules, got one, {type(units).__name__}: put it in a list")
     else:
@@ -57,37 +57,37 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
             'expected units to be "auto", modules of the model, or a function that tells of a module whether '
             f"it is a unit, got {units!r}"
         )
-    for module in chosen:
-        if module not in named:
+    for module in unit_modules:
+        if module not in name_of:
             raise ValueError(f"a unit, {type(module).__name__}, is no module of the model")
         if not _has_forward(module) and module is not model:
             raise ValueError(
-                f"{named[module]} is a {type(module).__name__}, which is never called itself: give the "
+                f"{name_of[module]} is a {type(module).__name__}, which is never called itself: give the "
                 "modules in it as units"
             )
         if module in read_by:
             raise ValueError(
-                f"{named[module]} is never called itself: the {type(read_by[module]).__name__} around it "
+                f"{name_of[module]} is never called itself: the {type(read_by[module]).__name__} around it "
                 "reads its parameters. Give that one as a unit"
             )
-    modules = tuple(module for module in named if module is model or module in chosen)
-    names = tuple(named[module] for module in modules)
+    modules = tuple(module for module in name_of if module is model or module in unit_modules)
+    names = tuple(name_of[module] for module in modules)
     return UnitChoice(modules, names, _assigned(model, modules))
 
 
 def _listed(units: Iterable[object], model: Iterable[nn.Module]) -> set[nn.Module]:
-    modules, chosen = [*model], set[nn.Module]()
+    modules, unit_modules = [*model], set[nn.Module]()
     for unit in units:
         if isinstance(unit, nn.Module):
-            chosen.add(unit)
+            unit_modules.add(unit)
         elif isinstance(unit, type):
             of_kind = [module for module in modules if isinstance(module, unit)]
             if not of_kind:
                 raise ValueError(f"no module of the model is a {unit.__name__}, which was given as a unit")
-            chosen.update(of_kind)
+            unit_modules.update(of_kind)
         else:
             raise TypeError(f"expected units to be modules, got {type(unit).__name__}")
-    return chosen
+    return unit_modules
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -103,7 +103,7 @@ def _read_by_others(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 def _by_size(model: nn.Module, read_by: Container[nn.Module]) -> set[nn.Module]:
     least = AUTO_PART * sum(param.nbytes for param in model.parameters())
-    chosen: set[nn.Module] = set()
+    unit_modules: set[nn.Module] = set()
     seen: set[Tensor] = set()
 
     def visit(module: nn.Module) -> int:
@@ -114,12 +114,12 @@ def _by_size(model: nn.Module, read_by: Container[nn.Module]) -> set[nn.Module]:
         nbytes += sum(visit(child) for child in module.children())
         may_be_one = module is not model and _has_forward(module) and module not in read_by
         if nbytes >= least and nbytes and may_be_one:
-            chosen.add(module)
+            unit_modules.add(module)
             return 0
         return nbytes
 
     visit(model)
-    return chosen
+    return unit_modules
 
 
 def _assigned(model: nn.Module, modules: tuple[nn.Module, ...]) -> dict[Tensor, int]:
@@ -130,8 +130,8 @@ def _assigned(model: nn.Module, modules: tuple[nn.Module, ...]) -> dict[Tensor, 
     def visit(module: nn.Module, outer: tuple[int, ...]) -> None:
         path = (*outer, number_of[module]) if module in number_of else outer
         for param in module.parameters(recurse=False):
-            known = around.get(param, path)
-            common = [one for one, other in zip(known, path, strict=False) if one == other]
+            path_before = around.get(param, path)
+            common = [one for one, other in zip(path_before, path, strict=False) if one == other]
             around[param] = tuple(common)
         for child in module.children():
             visit(child, path)

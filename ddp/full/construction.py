@@ -115,12 +115,15 @@ class Arguments:
 class UnitConstruction:
     """The units of a model, from the choice of them until buckets hold their parameters.
 
-    ``choice`` has new parameters in the place of those on the meta device. ``taken_over`` is called with an
-    optimizer that comes later.
+    ``choice`` has new parameters in the place of those on the meta device. ``change_optimizer`` is called
+    with an optimizer that comes later.
     """
 
     def __init__(
-        self, module: nn.Module, arguments: Arguments, taken_over: Callable[[ZeroRedundancyOptimizer], None]
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        change_optimizer: Callable[[ZeroRedundancyOptimizer], None],
     ) -> None:
         if units_of(module) is not None:
             raise ValueError(
@@ -139,7 +142,7 @@ class UnitConstruction:
         self._replaced = leave_meta(module, place)
         unit_of = {self._replaced.get(param, param): number for param, number in choice.unit_of.items()}
         self.choice = replace(choice, unit_of=unit_of)
-        self.registration = Registration(len(choice.modules), taken_over)
+        self.registration = Registration(len(choice.modules), change_optimizer)
         self.stands_in = self._is_filled = False
         self.module, self._arguments = module, arguments
         hook = register_optimizer_step_pre_hook(_refuse_others)
@@ -202,7 +205,7 @@ def construct(
     optimizer: ZeroRedundancyOptimizer | None,
     arguments: Arguments,
     options: Mapping[str, object],
-    taken_over: Callable[[ZeroRedundancyOptimizer], None],
+    change_optimizer: Callable[[ZeroRedundancyOptimizer], None],
     at_exit: ExitStack,
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
     """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
@@ -210,11 +213,11 @@ def construct(
     Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh. Units that
     are not filled ``at_exit`` leave the model as it was.
     """
-    known, mesh, process_group = None, None, arguments.process_group
+    group, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:
         mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
-        known = optimizer.ranks if mesh is None else mesh.everyone
-    ranks = RanksToBe(arguments.mesh, process_group, known)
+        group = optimizer.ranks if mesh is None else mesh.everyone
+    ranks = RanksToBe(arguments.mesh, process_group, group)
     with ranks.failing_together():
         check_arguments(wrapper, arguments.accumulate, options, OF_PYTORCH)
         check_module(module)
@@ -225,20 +228,20 @@ def construct(
                     "a part of the model is on the meta device: wrap it without an optimizer, then build "
                     "the optimizer with wrapped.parameters()"
                 )
-        built = UnitConstruction(module, arguments, taken_over)
-        at_exit.callback(built.give_up)
-        built.take(optimizer)
+        construction = UnitConstruction(module, arguments, change_optimizer)
+        at_exit.callback(construction.give_up)
+        construction.take(optimizer)
     items = [
         f"accumulate={arguments.accumulate!r}",
-        f"mixed_precision: {built.policy.describe()}",
-        f"offload={built.registration.store.keeping.description}",
+        f"mixed_precision: {construction.policy.describe()}",
+        f"offload={construction.registration.store.keeping.description}",
     ]
     ranks.agree(items, f"the arguments of {wrapper.__name__}")
     if optimizer is None:
         with ranks.failing_together():
-            optimizer = built.stand_in(ranks.process_group, options)
+            optimizer = construction.stand_in(ranks.process_group, options)
         mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
-    return built, optimizer, mesh
+    return construction, optimizer, mesh
 
 
 class RanksToBe:
@@ -248,11 +251,11 @@ class RanksToBe:
     the state, and without a mesh the default group.
     """
 
-    def __init__(self, mesh: object, process_group: object, known: RankGroup | None = None) -> None:
+    def __init__(self, mesh: object, process_group: object, group: RankGroup | None = None) -> None:
         self._mesh = f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}"
         self.process_group = process_group
-        if known is not None:
-            self.groups = [known]
+        if group is not None:
+            self.groups = [group]
             return
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
             self.groups = [ranks_of(process_group)]

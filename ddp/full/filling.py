@@ -7,8 +7,8 @@ Note [Filled module by module]
     portion's memory is released. Where all values are there, the portion with the largest parameter comes
     last: its owner has it twice while it is copied.
 
-    Modules are initialized after those below them, in the order of registration. As a rule that is the order
-    of their constructors, so the same seed gives the same bits as a model that is made whole.
+    A module is initialized after those below it, in the order of registration. As a rule that is the order of
+    their constructors, so the same seed gives the bits of a model that is made whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,10 +49,10 @@ def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """List a module's own parameters and buffers, each with the dict that has it and its name."""
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
+    for slots in (module._parameters, module._buffers):
+        for name, tensor in slots.items():
             if tensor is not None:
-                yield held, name, tensor
+                yield slots, name, tensor
 
 
 def has_meta(model: nn.Module) -> bool:
@@ -90,14 +90,14 @@ def leave_meta(model: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
     """
     new: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for held, name, tensor in own_tensors(module):
+        for slots, name, tensor in own_tensors(module):
             if isinstance(tensor, Parameter) and tensor.is_meta and not is_lazy(tensor):
                 if tensor not in new:
                     shown = shown_when_freed(tensor.shape, tensor.dtype, device)
                     new[tensor] = Parameter(shown, requires_grad=tensor.requires_grad)
                     vars(new[tensor]).update(vars(tensor))
                     setattr(new[tensor], STRIDES_WHEN_WHOLE, dense_strides(tensor))
-                held[name] = new[tensor]
+                slots[name] = new[tensor]
     return new
 
 
@@ -105,8 +105,8 @@ def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
     """Undo `leave_meta`, which returned the parameters that were `replaced`."""
     former = {new: old for old, new in replaced.items()}
     for module in model.modules():
-        for held, name, tensor in own_tensors(module):
-            held[name] = former.get(tensor, tensor)
+        for slots, name, tensor in own_tensors(module):
+            slots[name] = former.get(tensor, tensor)
 
 
 def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
@@ -145,7 +145,7 @@ class UnitFiller:
         self._unfilled = unfilled
         self._init = init
         self._syncs = syncs
-        self._reached: set[Tensor] = set()
+        self._seen_params: set[Tensor] = set()
         self._seen: set[nn.Module] = set()
         self._waiting: list[list[Tensor]] | None = None  # portions that have their values; None: none waits
 
@@ -173,9 +173,9 @@ class UnitFiller:
             with failing_together(self._group):
                 self._initialize(module, own)
         for param in own:
-            if param in self._bucket_of and param not in self._reached and portion is not None:
+            if param in self._bucket_of and param not in self._seen_params and portion is not None:
                 portion.append(param)
-            self._reached.add(param)
+            self._seen_params.add(param)
         if begins and portion is not None and self._waiting is not None:
             self._waiting.append(portion)
         elif begins and portion is not None:
@@ -189,7 +189,7 @@ class UnitFiller:
 
     def _needs_init(self, module: nn.Module, own: Sequence[Tensor]) -> bool:
         """Whether a module has something without values; the same on every rank."""
-        has_new = any(param in self._unfilled and param not in self._reached for param in own)
+        has_new = any(param in self._unfilled and param not in self._seen_params for param in own)
         return has_new or any(tensor.is_meta for _, _, tensor in own_tensors(module))
 
     @torch.no_grad()
@@ -200,13 +200,13 @@ class UnitFiller:
         """
         new = {param for param in own if param in self._unfilled}
         device = next(iter(new or own or self._bucket_of)).device
-        had = {param: param.data for param in new if param in self._reached}
+        before = {param: param.data for param in new if param in self._seen_params}
         for param in new:
             param.data = _new_values(param, device)
-        for held, name, tensor in own_tensors(module):
+        for slots, name, tensor in own_tensors(module):
             if tensor.is_meta:
-                held[name] = _new_values(tensor, device)
-                new.add(held[name])
+                slots[name] = _new_values(tensor, device)
+                new.add(slots[name])
         name = self._names[module]
         if self._init is None:
             _reset_of(module, name)()
@@ -219,7 +219,7 @@ class UnitFiller:
                     f"{name}{'.' if name else ''}{own_name} has no values after {what} of its module, a "
                     f"{type(module).__name__}: give an init= that sets it"
                 )
-        for param, values in had.items():
+        for param, values in before.items():
             param.data = values
 
 

@@ -3,14 +3,14 @@
 Note [How conversions are seen]
     ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children; PyTorch
     has no hook for it. So the modules of units have an attribute of this name, which calls the class's own
-    method with a function that leaves parameters of units alone. What the function does to a parameter is
-    tried on a small tensor of its dtype and device. If that stays as it is, the conversion passes: frameworks
-    move a model to where it is.
+    method with a function that leaves parameters of units alone. The function is tried on a small tensor of a
+    parameter's dtype and device. If that stays as it is, the conversion passes: frameworks move a model to
+    where it is.
 
 Note [Parameters in the place of others]
     ``weight_norm`` and ``parametrize`` take a parameter out of its module, and compute it from new ones. Done
     behind wrapping these begin with NaN, and no owner steps them. So each training pass looks whether modules
-    have other parameters than they had: 0.1 µs for each parameter. Parameters that have gone, with nothing in
+    have other parameters than before: 0.1 µs for each parameter. Parameters that have gone, with nothing in
     their place, are unused. Those that have other names, as after pruning, are still there.
 """
 
@@ -115,21 +115,21 @@ class UnitMembers:
 
     def check(self) -> None:
         """Raise RuntimeError if a module has new parameters in the place of old ones."""
-        for number, (name, reference, had) in enumerate(self._of_modules):
+        for number, (name, reference, before) in enumerate(self._of_modules):
             module = reference()
             if module is None:
                 continue
             now = module._parameters
-            if len(now) != len(had) or not all(map(is_, now.values(), had)):
-                self._compare(name, module, had)
+            if len(now) != len(before) or not all(map(is_, now.values(), before)):
+                self._compare(name, module, before)
                 self._of_modules[number] = name, reference, tuple(now.values())
 
-    def _compare(self, name: str, module: nn.Module, had: Sequence[Tensor | None]) -> None:
-        known = {id(param) for _, _, params in self._of_modules for param in params}
+    def _compare(self, name: str, module: nn.Module, before: Sequence[Tensor | None]) -> None:
+        ids = {id(param) for _, _, params in self._of_modules for param in params}
         now = dict(module.named_parameters())
         are_here = {id(param) for param in now.values()}
-        gone = [param for param in had if param is not None and id(param) not in are_here]
-        new = [f"{name}.{own}".lstrip(".") for own, param in now.items() if id(param) not in known]
+        gone = [param for param in before if param is not None and id(param) not in are_here]
+        new = [f"{name}.{own}".lstrip(".") for own, param in now.items() if id(param) not in ids]
         if gone and new:
             shapes = ", ".join(str(tuple(param.shape)) for param in gone)
             raise RuntimeError(

@@ -1,16 +1,16 @@
 """The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
 
 Note [When a unit is whole]
-    Buckets are gathered, waited for and freed as their `Schedule` says: a unit when one of its modules is
-    called, and freed when the outermost call of them returns. The outermost unit of a training step stays, as
-    the backward pass begins with it. In the backward pass a unit is gathered when the gradient of its output
-    is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit with some also
-    waits for the gradients of its module's inputs. At the end of the pass everything is freed. Where a
-    backward pass computes activations again, nothing is freed when a call returns, as that pass needs it
-    next.
+    Buckets are gathered, waited for and freed as their `Schedule` says: a unit is gathered when one of its
+    modules is called, and freed when the outermost call of them returns. The outermost unit of a training
+    step stays, as the backward pass begins with it. In the backward pass a unit is gathered when the gradient
+    of its output is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit
+    with some also waits for the gradients of its module's inputs. At the end of the pass everything is freed.
+    Where a backward pass computes activations again, nothing is freed when a call returns, as that pass needs
+    it next.
 
-    What autograd saved may be views of a unit's storage, so the backward pass must not reach a unit before it
-    is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in` sees, its
+    What autograd saved may be views of a unit's storage, so the unit must be whole before the backward pass
+    reaches it: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in` sees, its
     unit stays whole after the forward pass.
 
 Note [The next unit]
@@ -215,10 +215,10 @@ class UnitsInUse(Uncopied):
         if not torch.is_grad_enabled() or (in_backward() and unit.passages):
             return None
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        passage, reached = Passage(len(tensors), in_backward()), weakly(self._input_reached)
+        passage, on_gradient = Passage(len(tensors), in_backward()), weakly(self._input_reached)
         for tensor in tensors:
             untyped: Any = tensor
-            untyped.register_hook(lambda _: reached(unit.number, passage))
+            untyped.register_hook(lambda _: on_gradient(unit.number, passage))
         if passage.is_again:  # reentrant checkpointing goes back through what is computed now
             unit.passages[passage] = passage.num_inputs
         return passage
@@ -227,12 +227,12 @@ class UnitsInUse(Uncopied):
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
         tensors = list(tensors_in(output))
         if not in_backward():
-            reached = weakly(self._output_reached)
+            on_gradient = weakly(self._output_reached)
             place = self._places.returned()
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     untyped: Any = tensor
-                    untyped.register_hook(lambda _: reached(unit.number, place, passage))
+                    untyped.register_hook(lambda _: on_gradient(unit.number, place, passage))
         if not self._calls or not tensors or self._keeps is None:
             return True
         last = list(dict.fromkeys(reversed(self._forward[self._calls[0].number].before)))

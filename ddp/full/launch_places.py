@@ -6,8 +6,9 @@ Note [Places of launches]
     ``find_unused_parameters`` or a static graph full buckets are held, and launched where the backward pass
     reaches the output of a call whose unit it had to gather, behind that gather. By then all gradients of
     units that were called only later have come. When each unit has been gathered, buckets are launched as
-    soon as they are full. Parameters in no unit come last. Each bucket is sent as one portion, and waits for
-    gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward pass.
+    soon as they are full, those of parameters in no unit last. Each bucket is sent as one portion, and waits
+    for gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward
+    pass.
 """
 
 import weakref
@@ -37,14 +38,16 @@ class LaunchPlaces:
         self._first: dict[int, int] = {}  # by unit, when it was first called since then
         self._trains = False
         self._freed: frozenset[int] = frozenset()  # units that were not whole when the backward pass began
-        self._left: set[int] | None = None  # those of them to be gathered; None outside of backward passes
+        self._to_gather: set[int] | None = (
+            None  # those of them to be gathered; None outside of backward passes
+        )
         self._has_ended = False  # a backward pass, since the last forward pass
 
     def called(self, number: int, *, is_outermost: bool) -> None:
         """Note that a unit's call begins in a forward pass."""
         if is_outermost:
             self._trains = torch.is_grad_enabled()
-            self._left = None  # no backward pass runs
+            self._to_gather = None  # no backward pass runs
         if not self._trains:
             return
         if self._has_ended:
@@ -64,10 +67,10 @@ class LaunchPlaces:
 
     def begin(self) -> bool:
         """Note that a backward pass begins or began; return whether to hold its buckets."""
-        if self._left is None:
+        if self._to_gather is None:
             self._freed = frozenset(number for number in self._first if not self._units[number].is_whole)
-            self._left = set(self._freed)
-        return bool(self._left)
+            self._to_gather = set(self._freed)
+        return bool(self._to_gather)
 
     def reached(self, number: int, place: int | None) -> None:
         """Note that a unit is whole in the backward pass, before the next one is fetched.
@@ -85,12 +88,12 @@ class LaunchPlaces:
 
     def gathered(self, number: int | None) -> None:
         """Note that the gather of a unit was started, or is not needed; None for no unit."""
-        if self._left is not None and number in self._left:
-            self._left.remove(number)
+        if self._to_gather is not None and number in self._to_gather:
+            self._to_gather.remove(number)
             current = self._running()
-            if not self._left and current is not None:
+            if not self._to_gather and current is not None:
                 current.release()
 
     def end(self) -> None:
         """Note that the backward pass is over."""
-        self._left, self._has_ended = None, True
+        self._to_gather, self._has_ended = None, True

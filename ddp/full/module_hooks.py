@@ -78,24 +78,24 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
     values, members = [UnitValues(units, unit) for unit in units.units], UnitMembers(choice.modules[0])
     for module in choice.modules[0].modules():
         used = {choice.unit_of[param] for param in module.parameters(recurse=False) if param in in_units}
-        called = {number_of[module]} if module in number_of else used & {0}
-        for number in sorted(called):
+        numbers = {number_of[module]} if module in number_of else used & {0}
+        for number in sorted(numbers):
             hooks = _CallHooks(units, units.units[number], members)
             module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
             module.register_forward_hook(hooks.after, always_call=True)
-        for number in sorted(used | called):
+        for number in sorted(used | numbers):
             hook_states(module, values[number])
 
 
 class PassHooks(Uncopied):
     """Hooks of a module that call its wrapper before and after a forward pass.
 
-    The wrapper is kept alive only if it is set as `kept`.
+    The wrapper is kept alive only if it is set as `keepalive`.
     """
 
     def __init__(self, wrapper: "FullyShardedDataParallel") -> None:
         self._wrapper = weakref.ref(wrapper)
-        self.kept: FullyShardedDataParallel | None = None
+        self.keepalive: FullyShardedDataParallel | None = None
 
     def hang_on(self, module: nn.Module) -> None:
         """Register the hooks, in front of those of units and behind them."""

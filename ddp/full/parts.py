@@ -18,16 +18,16 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.wrapper_checks import ignored_names, seen_params
 from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers, labels_of
+from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
 
-def make_units(built: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]:
+def make_units(construction: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]:
     """Make the units, by number; `trained` are the parameters with gradients, in order."""
-    choice, index_of = built.choice, {param: index for index, param in enumerate(trained)}
+    choice, index_of = construction.choice, {param: index for index, param in enumerate(trained)}
     units = []
-    for number, (name, some) in enumerate(zip(choice.names, built.registration.buckets, strict=True)):
+    for number, (name, some) in enumerate(zip(choice.names, construction.registration.buckets, strict=True)):
         params = [param for bucket in some for param in bucket.params]
         has_frozen = any(param not in index_of for param in params)
         used = choice.modules[number].parameters() if has_frozen else params
@@ -37,14 +37,14 @@ def make_units(built: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]
 
 
 def make_reducer(
-    built: UnitConstruction,
+    construction: UnitConstruction,
     optimizer: ZeroRedundancyOptimizer,
     mesh: RankMesh | None,
     options: Mapping[str, Any],
     wanted: Callable[[bool], bool | None],
 ) -> OwnerReducer:
     """Make the reducer, with the wrapper's options; all ranks call, and it communicates."""
-    pairs, with_sparse = seen_params(built.module), sparse_names(built.module)
+    pairs, with_sparse = seen_params(construction.module), sparse_names(construction.module)
     pairs = [(name, param) for name, param in pairs if param.requires_grad]
     return OwnerReducer(
         pairs,
@@ -53,30 +53,32 @@ def make_reducer(
             bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,),
             find_unused_parameters=bool(options.get("find_unused_parameters", False)),
             static_graph=bool(options.get("static_graph", False)),
-            reduce_dtype=built.policy.reduce_dtype,
+            reduce_dtype=construction.policy.reduce_dtype,
             timeout=options.get("timeout"),
             on_stall=options.get("on_stall", "raise"),
         ),
         sparse=[name for name, _ in pairs if name in with_sparse],
         wanted=wanted,
         mesh=mesh,
-        outermost={param for param, number in built.choice.unit_of.items() if not number},
+        outermost={param for param, number in construction.choice.unit_of.items() if not number},
     )
 
 
 def make_gathers(
-    built: UnitConstruction,
+    construction: UnitConstruction,
     optimizer: ZeroRedundancyOptimizer,
     mesh: RankMesh | None,
     reducer: OwnerReducer,
     stamps: UnitStamps,
 ) -> UnitGathers:
     """Choose how units are gathered; all ranks call, and it communicates."""
-    ranks, params = optimizer.ranks, built.registration.params
-    names = [f"unit {name}" if name else OUTERMOST for name in built.choice.names]
-    units = list(zip(names, built.registration.buckets, strict=True))
+    ranks, params = optimizer.ranks, construction.registration.params
+    names = [f"unit {name}" if name else OUTERMOST for name in construction.choice.names]
+    named = zip(names, construction.registration.buckets, strict=True)
+    units = {bucket: name for name, buckets in named for bucket in buckets}
     if mesh is None or not mesh.splits_state:
-        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(labels_of(units), ranks))
+        labels = {bucket.params[0]: name for bucket, name in units.items()}
+        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(labels, ranks))
     parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
     inner, across = (lanes_for_rows(part, params) for part in parts)
     history, keeping = reducer.history, optimizer.core.inputs.store.keeping

@@ -154,14 +154,14 @@ def _place(entry: Mapping[str, Any]) -> tuple[int, int, tuple[int, ...]]:
 def _check(state: object, own: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or {*state} != {ROWS, WHOLE}:
         raise StateMismatchError("expected a dict that sharded_state_dict() returned on this rank")
-    places, wanted = ({name: _place(entry) for name, entry in each.items()} for each in (state[ROWS], own))
-    wrong = [name for name in {**places, **wanted} if places.get(name) != wanted.get(name)]
+    places, ours = ({name: _place(entry) for name, entry in each.items()} for each in (state[ROWS], own))
+    wrong = [name for name in {**places, **ours} if places.get(name) != ours.get(name)]
     wrong += [name for name in {**state[WHOLE], **rest} if not _alike(name, state[WHOLE], rest)]
     if wrong:
         name = wrong[0]
         raise StateMismatchError(
             f"the dict does not have what this rank owns of {', '.join(wrong)}. Of {name} it has "
-            f"{places.get(name)}, and this rank {wanted.get(name)} (first row, number of rows, shape of the "
+            f"{places.get(name)}, and this rank {ours.get(name)} (first row, number of rows, shape of the "
             "whole). For other ranks, units or classes save and load with zero_optim.checkpoint"
         )
 

@@ -13,9 +13,9 @@ Note [Memory of sharded gradients]
 
 Note [Sums apart]
     A pass may turn out bad when all its buckets but the last have been summed. On the CPU sums stay apart
-    until ranks know, and a bad pass leaves the sums of earlier ones as they were, bit for bit. On an
-    accelerator gradients are handed out before anybody knows (Note [Late reports] in `report`), so each sum
-    is added at once: behind a pass that failed call ``zero_grad()``.
+    until ranks know, and a bad pass leaves earlier ones as they were, bit for bit. On an accelerator
+    gradients are handed out before (Note [Late reports] in `report`), so each sum is added at once: behind a
+    pass that failed call ``zero_grad()``.
 
 Note [Gradients set by hand]
     Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows

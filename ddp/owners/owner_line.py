@@ -11,8 +11,8 @@ Note [Sums inside, then across]
     With state over all ranks of a mesh each rank owns a row. Inside a replica of S ranks, rank s receives the
     rows of its column, the ranks with its number in all R replicas, and adds up in the order of ranks. Then
     the column exchanges these sums, and each adds up its own row in the order of replicas. That sends (R - 1)
-    / (R S) of the gradients' bytes across, half of what an all-reduce takes; on two replicas it has the same
-    bits. Until then sums of the column's other rows are held, 1/S of the bucket.
+    / (R S) of the gradients' bytes across, half of an all-reduce; on two replicas it has the same bits. Until
+    then 1/S of the bucket is held: sums of the column's other rows.
 """
 
 from collections.abc import Iterator, Sequence

@@ -97,26 +97,26 @@ class OwnerReducer(Reducer):
         """Make buckets of the optimizer's, the last parameter first."""
         optimizer, reduced, params = self._optimizer, self._reduced, self.params
         pieces, keeping = optimizer.pieces(), optimizer.core.inputs.store.keeping
-        listed = indices_of_members(reduced, optimizer.core.bucket_members())
+        index_lists = indices_of_members(reduced, optimizer.core.bucket_members())
         if self._outermost is not None and self._may_differ:
             last = self._outermost
-            listed.sort(key=lambda indices: params[indices[0]] in last)
-        listed = [sorted(indices, reverse=True) for indices in listed]
-        is_sparse = [reduced.is_sparse(indices[0]) for indices in listed]
+            index_lists.sort(key=lambda indices: params[indices[0]] in last)
+        index_lists = [sorted(indices, reverse=True) for indices in index_lists]
+        is_sparse = [reduced.is_sparse(indices[0]) for indices in index_lists]
         if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
-            at = len(listed) - 1 - is_sparse[::-1].index(False)
-            listed.append(listed.pop(at))
+            at = len(index_lists) - 1 - is_sparse[::-1].index(False)
+            index_lists.append(index_lists.pop(at))
             is_sparse.append(is_sparse.pop(at))
-        firsts = [params[indices[0]] for indices in listed]
+        firsts = [params[indices[0]] for indices in index_lists]
         dtypes = [self.options.dtype_of(param) or param.dtype for param in firsts]
         sizes = [
             0 if is_alone else sum(params[i].numel() for i in indices) * dtype.itemsize
-            for indices, dtype, is_alone in zip(listed, dtypes, is_sparse, strict=True)
+            for indices, dtype, is_alone in zip(index_lists, dtypes, is_sparse, strict=True)
         ]
         most = most_portions(optimizer.ranks.size) if self._is_apart else 1
         buckets = list[OwnerBucket]()
         for indices, first, dtype, size, is_alone in zip(
-            listed, firsts, dtypes, sizes, is_sparse, strict=True
+            index_lists, firsts, dtypes, sizes, is_sparse, strict=True
         ):
             own_dtype = kept_dtype(first)
             if own_dtype != first.dtype:  # else owners keep gradients in the parameters' dtype
@@ -136,7 +136,7 @@ class OwnerReducer(Reducer):
                 owners,
                 is_sparse=is_alone,
                 dtype=dtype,
-                carries_word=indices is listed[-1] and not is_alone,
+                carries_word=indices is index_lists[-1] and not is_alone,
                 num_portions=num_portions(size, max(sizes), most),
             )
             buckets.append(bucket)

@@ -30,8 +30,8 @@ def most_portions(size: int) -> int:
 
 def num_portions(nbytes: int, largest_nbytes: int, most: int) -> int:
     """Return in how many portions a bucket is sent, none larger than the largest bucket's."""
-    wanted = -(-most * nbytes // max(1, largest_nbytes))
-    return max(1, min(most, wanted, nbytes // LEAST_PORTION_NBYTES))
+    count = -(-most * nbytes // max(1, largest_nbytes))
+    return max(1, min(most, count, nbytes // LEAST_PORTION_NBYTES))
 
 
 class OwnerRows:
@@ -51,12 +51,12 @@ class OwnerRows:
         if len(edges[rank]) == 2:
             for owner in range(len(edges)):
                 self.portion(owner, 0)
-        self._stream, self._made = streams.current_stream(like.device), streams.recorded_event(like.device)
+        self._stream, self._event = streams.current_stream(like.device), streams.recorded_event(like.device)
 
     def join(self) -> None:
         """Let the current stream write here."""
-        if self._made is not None and streams.current_stream(self._like.device) != self._stream:
-            streams.wait_for_event(self._like.device, self._made)
+        if self._event is not None and streams.current_stream(self._like.device) != self._stream:
+            streams.wait_for_event(self._like.device, self._event)
 
     def portion(self, rank: int, number: int) -> Tensor:
         """Return a portion of a rank's row."""

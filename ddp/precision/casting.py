@@ -4,7 +4,7 @@ Note [Casts in the place of parameters]
     During a forward pass modules see casts in the place of their parameters. Autograd made them, so gradients
     reach the parameters in their dtype, by the same hooks. Checkpointed activations are computed again in the
     backward pass: casts are put back when it reaches the forward pass's output, until it ends. PyTorch's DDP
-    replaces each parameter's data; a forward without a backward pass leaves the model narrow there.
+    replaces each parameter's data, and leaves it narrow where no backward pass follows.
 """
 
 from collections.abc import Collection, Iterator
@@ -96,8 +96,10 @@ class Casts:
                 if param is not None and param.dtype != casting.dtype and param in casting.params:
                     self._places.append((slots, name, param))
             if isinstance(layer, nn.RNNBase):
-                known = vars(layer)
-                self._lists.append((known, {name: known[name] for name in _RNN_LISTS if name in known}))
+                attributes = vars(layer)
+                self._lists.append(
+                    (attributes, {name: attributes[name] for name in _RNN_LISTS if name in attributes})
+                )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -118,8 +120,8 @@ class Casts:
         for slots, name, param in self._places:
             if slots.get(name) is self._tensors[param]:  # not if something else was put there meanwhile
                 slots[name] = param
-        for known, lists in self._lists:
-            known.update(lists)
+        for attributes, lists in self._lists:
+            attributes.update(lists)
 
     def return_in_backward(self, output: object) -> None:
         """Put the casts back while a backward pass through an output runs, then drop them."""

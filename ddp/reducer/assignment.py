@@ -9,7 +9,7 @@ Note [PyTorch's buckets]
 Note [Buckets in rows]
     A comm hook that reduces to owners adds in the order of ranks, so no bits depend on the buckets. It may
     name the optimizer's buckets, with parameters in the order of rows. Then a row is one part of the bucket,
-    sent and summed in place. PyTorch's DDP does not ask, and the hook copies. Rows are not padded.
+    sent and summed in place. PyTorch's DDP does not ask, and the hook copies.
 """
 
 import sys
@@ -115,8 +115,8 @@ class ReducedParams:
 
     def describe(self) -> list[str]:
         """Describe them, for comparison between ranks."""
-        described = describe_params(zip(self.names, self.params, strict=True))
-        return [f"sparse: {sorted(self.sparse)}", *described]
+        descriptions = describe_params(zip(self.names, self.params, strict=True))
+        return [f"sparse: {sorted(self.sparse)}", *descriptions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ def assign(
     ``members``: the buckets that a comm hook names.
     """
     params = reduced.params
-    listed = [] if members is None else indices_of_members(reduced, members, order)
-    if sum(map(len, listed)) != len(params):
+    index_lists = [] if members is None else indices_of_members(reduced, members, order)
+    if sum(map(len, index_lists)) != len(params):
         keys = [(p.dtype, index if reduced.is_sparse(index) else None) for index, p in enumerate(params)]
         nbytes = [param.numel() * param.element_size() for param in params]
         caps = options.bucket_caps_nbytes
@@ -158,9 +158,9 @@ def assign(
         if order is None and not (options.limits_first_buckets or may_be_unused):
             caps = (sys.maxsize,)
         in_order = range(len(keys)) if order is None else order
-        listed = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
+        index_lists = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
         if order is None:
-            listed.sort(key=min, reverse=True)
+            index_lists.sort(key=min, reverse=True)
     buckets = [
         ReducerBucket(
             indices,
@@ -170,7 +170,7 @@ def assign(
             batched=options.batched_grad_copy,
             dtype=options.dtype_of(params[indices[0]]),
         )
-        for indices in listed
+        for indices in index_lists
     ]
     return BucketAssignment.of(reduced.names, buckets)
 
@@ -183,16 +183,16 @@ def indices_of_members(
     Leaves out parameters that are not reduced; a sparse gradient has its own bucket. Without an order of
     gradients the last parameter comes first.
     """
-    listed: list[list[int]] = []
+    index_lists: list[list[int]] = []
     for of_bucket in members:
         here = [reduced.index_of[id(param)] for param in of_bucket if id(param) in reduced.index_of]
-        listed += [[index] for index in here if reduced.is_sparse(index)]
+        index_lists += [[index] for index in here if reduced.is_sparse(index)]
         dense = [index for index in here if not reduced.is_sparse(index)]
-        listed += [dense] if dense else []
+        index_lists += [dense] if dense else []
     if order is None:
-        return sorted(listed, key=min, reverse=True)
+        return sorted(index_lists, key=min, reverse=True)
     places = {index: place for place, index in enumerate(order)}
-    return sorted(listed, key=lambda indices: max(map(places.__getitem__, indices)))
+    return sorted(index_lists, key=lambda indices: max(map(places.__getitem__, indices)))
 
 
 def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:

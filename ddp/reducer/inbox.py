@@ -1,9 +1,9 @@
 """Hooks on the parameters, which pass gradients to the current backward pass.
 
 Note [Passes that break off]
-    The autograd engine drops its final callbacks when a pass ends, however it does. A token in the callback
-    dies then. If the engine has not called it by then, an exception has ended the pass. Nothing is sent at
-    that moment, which may be any; the next pass finds the one that broke off.
+    The autograd engine drops its final callbacks when a pass ends, however it does, and a token in the
+    callback dies. If the engine has not called it by then, an exception has ended the pass. Nothing is sent
+    at that moment, which may be any; the next pass finds the one that broke off.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -95,9 +95,9 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def announce_backward(
-    outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
+    outputs: Iterable[Tensor], index_of: Container[int], on_gradient: Callable[[], None]
 ) -> None:
-    """Call `reached` when a backward pass goes through an output to a parameter, by id."""
+    """Call `on_gradient` when a backward pass goes through an output to a parameter, by id."""
 
     def hook_of(witness: Node | None) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -106,7 +106,7 @@ def announce_backward(
                 refuse_distributed_backward()
                 if witness is not None:
                     return
-            reached()
+            on_gradient()
 
         return hook
 

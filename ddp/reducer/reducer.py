@@ -1,11 +1,11 @@
 """`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass, as PyTorch's does.
 
 Note [One backward pass]
-    A hook on the forward pass's output, or the first gradient, makes a `BackwardPass` and asks the autograd
+    A hook on the forward pass's output, or the first gradient, begins a `BackwardPass` and asks the autograd
     engine to call at the end. A full bucket is launched after all before it, so every rank launches in the
-    same order. At the end the rest is launched, and the results become the parameters' gradients. An element
-    of the last bucket tells other ranks of a failure; with a comm hook, or where parameters may be unused, a
-    small sum does.
+    same order. At the end the rest is launched, and the results become the parameters' gradients. Other ranks
+    hear of a failure by an element of the last bucket; with a comm hook, or where parameters may be unused,
+    by a small sum.
 """
 
 import warnings
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.backends import held
+from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.records import Activity
 from zero_optim.compat.engine import in_backward
@@ -73,7 +73,7 @@ class Reducer:
         checks: bool = True,
     ) -> None:
         self.options = ReducerOptions() if options is None else options
-        params = held(params)
+        params = as_lists(params)
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
         with failing_together(self.group) if checks else nullcontext():
             self._reduced = reduced = ReducedParams.of(params, sparse)
@@ -290,10 +290,10 @@ class Reducer:
 
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF
-        lost = self._inbox.swapped(current.calls)
-        for index in lost:
+        without_hook = self._inbox.swapped(current.calls)
+        for index in without_hook:
             current.note(SWAPPED, index)
-        if not (any(current.calls) or current.asks_for_use or broke_off or lost):
+        if not (any(current.calls) or current.asks_for_use or broke_off or without_hook):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()

@@ -5,11 +5,10 @@ Note [Two ways to tell of a failure]
     element of the last bucket NaN before the sum. Ranks that read NaN in the sum gather the failures; there
     may be none. So a pass without NaN has no further collective, and the bucket no further element, which
     would change how ring algorithms sum. A comm hook may sum anything, and where parameters may be unused the
-    ranks count their users anyway: there the counts have one more element. One way alone would cost each pass
-    a collective.
+    ranks count their users anyway: there the counts have one more element.
 
 Note [Late reports]
-    The CPU waits to read a report, on a device with streams for the whole pass. So there it reads when the
+    To read a report the CPU waits, on a device with streams for the whole pass. So there it reads when the
     device has the next pass to work on. Reading may communicate, so all ranks read at the same points: when a
     forward pass begins, and with the first gradient of a backward pass, all but the last report. A failure of
     pass n raises in forward pass n + 2; the optimizer may use its gradients before. `Reducer.check_finished`

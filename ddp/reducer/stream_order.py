@@ -4,8 +4,8 @@ Note [Streams of a backward pass]
     A parameter's hook runs on the stream on which the forward pass first used the parameter, so gradients of
     a bucket may come on several. The hook that copies small ones, or launches the bucket, waits for all of
     them, and records its use. Each stream first waits for the beginning of the pass, where buckets may have
-    been made anew. Results and the report are handled on the stream of ``backward()``, which the engine has
-    wait for all others. An event is recorded when the stream changes, not for each gradient.
+    been made anew. Results are handled on the stream of ``backward()``, which the engine has wait for all
+    others. An event is recorded when the stream changes, not for each gradient.
 """
 
 import torch
@@ -19,7 +19,7 @@ class StreamOrder:
     def __init__(self, device: torch.device, num_buckets: int) -> None:
         self._device = device
         self._begun = streams.recorded_event(device)
-        self._known = [streams.current_stream(device)]  # streams that come behind the beginning
+        self._behind_begin = [streams.current_stream(device)]  # streams that come behind the beginning
         self._last: list[streams.Stream | None] = [None] * num_buckets  # by bucket, the stream used last
         self._others: list[dict[streams.Stream, streams.Event]] = [{} for _ in range(num_buckets)]
 
@@ -46,9 +46,9 @@ class StreamOrder:
         return True
 
     def _change(self, number: int, stream: streams.Stream) -> None:
-        if stream not in self._known:
+        if stream not in self._behind_begin:
             streams.wait_for_event(self._device, self._begun)
-            self._known.append(stream)
+            self._behind_begin.append(stream)
         last, self._last[number] = self._last[number], stream
         others = self._others[number]
         others.pop(stream, None)  # what this stream was given before comes first anyway

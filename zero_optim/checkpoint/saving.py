@@ -237,7 +237,7 @@ class _Save:
                 if failure is not None or others is not None:
                     raise failure or others  # type: ignore[misc]
             finally:
-                # Their tracebacks have this frame, see Note [Groups that end] in `comm.works`.
+                # Their tracebacks have this frame, see Note [Groups that end] in `comm.work_log`.
                 failure = others = None
             tokens = mesh.everyone.all_gather_bytes(token.encode())
             token = next(each.decode() for each in tokens if each)

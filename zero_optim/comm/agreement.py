@@ -147,15 +147,15 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"expected {name} to be True or False, got {value!r}")
 
 
-def ranks_of(process_group: object) -> RankGroup:
-    """Return the ranks of a user's process group (None: the default one); raises as `RankGroup.of`.
+def ranks_of(process_group: object, data: object = None) -> RankGroup:
+    """Return the ranks of a user's process group (None: the default one) for ``data``, as `RankGroup.of`.
 
     Another object raises TypeError on all ranks of the default group; that communicates.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
     is_outside = type(process_group) is type(outside) and process_group == outside
     if process_group is None or isinstance(process_group, dist.ProcessGroup) or is_outside:
-        return RankGroup.of(process_group)  # type: ignore[arg-type]
+        return RankGroup.of(process_group, data)  # type: ignore[arg-type]
     is_option = isinstance(process_group, int | float) and not isinstance(process_group, bool)
     hint = f"options are given by name: lr={process_group}" if is_option else _OF_A_MESH
     wrong = (

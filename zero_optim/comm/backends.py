@@ -100,35 +100,34 @@ class _Gloo(Transport):
 TRANSPORTS: dict[str, type[Transport]] = {"gloo": _Gloo}
 
 
-def devices_of(given: object) -> tuple[torch.device, ...]:
+def devices_of(value: object) -> tuple[torch.device, ...]:
     """Return the devices of tensors, modules, parameter groups and nested collections, in order.
 
     Skips everything else, and generators.
     """
-    return tuple(dict.fromkeys(device for device in _found(given) if device.type != _PLACELESS))
+    return tuple(dict.fromkeys(device for device in _devices_in(value) if device.type != _PLACELESS))
 
 
-def held(given: T) -> T:
+def as_lists(value: T) -> T:
     """Replace iterators by lists. Reading the result raises the iterator's error."""
-    if not isinstance(given, Iterable):
-        named = given.__name__ if isinstance(given, type) else type(given).__name__
+    if not isinstance(value, Iterable):
+        named = value.__name__ if isinstance(value, type) else type(value).__name__
         broken: Any = _Broken(
             TypeError(f"expected params first, such as model.parameters(), or groups of them; got {named}")
         )
         return cast("T", broken)
-    if not isinstance(given, Iterator | list | tuple):
-        return given
+    if not isinstance(value, Iterator | list | tuple):
+        return value
     read: list[Any] = []
-    kept: Any = read
+    result: Any = read
     try:
-        read.extend(given)
+        read.extend(value)
     except Exception as error:  # noqa: BLE001 - raised where it is read, which all ranks do together
-        kept = _Broken(error)
+        result = _Broken(error)
     for place, each in enumerate(read):
         if isinstance(each, dict) and isinstance(each.get("params"), Iterator):
-            read[place] = {**each, "params": held(each["params"])}
-    result: T = kept
-    return result
+            read[place] = {**each, "params": as_lists(each["params"])}
+    return cast("T", result)
 
 
 class _Broken(Iterator[Any]):
@@ -141,18 +140,18 @@ class _Broken(Iterator[Any]):
         raise self._error
 
 
-def _found(given: object) -> Iterator[torch.device]:
-    if isinstance(given, torch.device):
-        yield given
-    elif isinstance(given, Tensor):
-        yield given.device
-    elif isinstance(given, nn.Module):
-        yield from (param.device for param in given.parameters())
-    elif isinstance(given, Mapping):
-        yield from _found(given.get("params"))
-    elif isinstance(given, list | tuple | set | frozenset | KeysView | ValuesView):
-        for part in given:
-            yield from _found(part)
+def _devices_in(value: object) -> Iterator[torch.device]:
+    if isinstance(value, torch.device):
+        yield value
+    elif isinstance(value, Tensor):
+        yield value.device
+    elif isinstance(value, nn.Module):
+        yield from (param.device for param in value.parameters())
+    elif isinstance(value, Mapping):
+        yield from _devices_in(value.get("params"))
+    elif isinstance(value, list | tuple | set | frozenset | KeysView | ValuesView):
+        for part in value:
+            yield from _devices_in(part)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:

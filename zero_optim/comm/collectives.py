@@ -18,6 +18,7 @@ Note [Agreements that meet]
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +37,8 @@ from zero_optim.comm.backends import (
 from zero_optim.comm.frames import framed, is_short, met_otherwise, unframed
 from zero_optim.comm.records import Doing
 from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
-from zero_optim.comm.works import GroupWorks, Work, log_of
+from zero_optim.comm.work_log import GroupWorks, log_of
+from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
@@ -155,7 +157,8 @@ class RankGroup:
     def transport(self, device: torch.device) -> Transport:
         """Return the transport for a device; its name is "" without a backend."""
         name = self.backends.get(device.type, "")
-        return TRANSPORTS.get(name, Transport)(name, device)
+        kind: Any = TRANSPORTS.get(name, Transport)
+        return _made(kind, name, device)
 
     @property
     def data_backend(self) -> str:
@@ -216,8 +219,10 @@ class RankGroup:
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
-        row, owner = tensor.view(torch.uint8), self.global_rank(source)
-        work: dist.Work | None = dist.broadcast(row, owner, group=self.process_group, async_op=True)
+        row = tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
+        work: dist.Work | None = dist.broadcast(
+            row, group=self.process_group, async_op=True, group_src=source
+        )
         return work
 
     def start_sum(self, tensor: Tensor, about: str = "") -> tuple[dist.Work, Waitable]:
@@ -308,6 +313,11 @@ class RankGroup:
             handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
         assert handle is not None  # async_op=True on a member always returns a handle
         return gathered, work.take(handle)
+
+
+@lru_cache  # a step asks several times
+def _made(kind: type[Transport], name: str, device: torch.device) -> Transport:
+    return kind(name, device)
 
 
 def _default_group(data: list[Tensor], timeout: float | None) -> RankGroup:

@@ -9,7 +9,7 @@ from zero_optim.errors import StalledError
 OVERLAPPED_STEP = "an overlapped step"  # the name of one bucket's local step, on whichever thread
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each step makes two
 class Mark:
     """The begin or end of a call or pass, its ``count``-th; the time is monotonic."""
 

@@ -127,7 +127,10 @@ class Flow:
                     entry.wait()
                     if not entry.is_over:
                         self._by_key.setdefault(key, []).append(entry)
-            self._forget()
+            over = [entry for entry in self._entries if entry.is_over]
+            for entry in over:
+                self._entries.remove(entry)
+                self._drop_keys(entry)
 
     def wait(self) -> None:
         """Let the current stream, or on the CPU the caller, wait for all work, in the order of its start."""
@@ -135,9 +138,10 @@ class Flow:
             for _ in range(len(self._entries)):
                 entry = self._entries.popleft()  # if the wait raises, the rest stays
                 entry.wait()
-                self._entries.append(entry)
-            if self._entries:
-                self._forget()
+                if entry.is_over:  # or parameters would keep the work of every step
+                    self._drop_keys(entry)
+                else:
+                    self._entries.append(entry)
         if self._streams is not None and self._is_apart:
             self._streams.join()
             self._is_apart = False
@@ -147,14 +151,6 @@ class Flow:
         with self._lock:
             self._entries.clear()
             self._by_key.clear()
-
-    def _forget(self) -> None:
-        """Drop what is over, or parameters would keep the work of every step."""
-        over = [entry for entry in self._entries if entry.is_over]
-        if over:
-            self._entries = deque(entry for entry in self._entries if not entry.is_over)
-        for entry in over:
-            self._drop_keys(entry)
 
     def _drop_keys(self, entry: _Entry) -> None:
         for key in entry.keys:

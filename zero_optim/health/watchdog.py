@@ -1,7 +1,7 @@
 """The watchdog: one thread a process, which checks the library's waits and answers other ranks.
 
 It lives from the first to the last optimizer or DDP of several ranks, and takes part in no collective. See
-`verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.works`.
+`verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.work_log`.
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
@@ -29,7 +29,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.works import GroupWorks, Work, WorkLog, explain_nothing, log_of
+from zero_optim.comm.work_log import GroupWorks, WorkLog, explain_nothing, log_of
+from zero_optim.comm.works import Work
 from zero_optim.compat.streams import asking
 from zero_optim.health.peers import ANSWER_LIMIT, Directory, Listener
 from zero_optim.health.verdicts import Verdicts
@@ -244,7 +245,7 @@ def _close_in_child() -> None:
         listener.close()
 
 
-# By the default group, as in `zero_optim.comm.works`.
+# By the default group, as in `zero_optim.comm.work_log`.
 _WATCHDOGS: WeakKeyDictionary[dist.ProcessGroup, Watchdog] = WeakKeyDictionary()
 _LISTENERS: WeakSet[Listener] = WeakSet()
 os.register_at_fork(after_in_child=_close_in_child)

@@ -1,6 +1,8 @@
 """An optimizer's steps: after or in the backward pass, with joined ranks, scalers and mirrors."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,9 +12,11 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall, failing_together
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.iteration.calls import Calls
 from zero_optim.iteration.joins import Joins, ShadowHook
 from zero_optim.iteration.overlap import Overlap
+from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale, is_skipped_by_all
 from zero_optim.step.clip import ClipArguments, clip_together
@@ -149,18 +153,61 @@ class Iteration:
         self._overlap.finish(late, joined=False)
         return True
 
-    # ------------------------------------------------------------------ beside a step
+    # ------------------------------------------------------------------ process groups that end
 
-    def end_overlap(self, *, waits: bool) -> None:
-        """Release the process groups of overlapped steps; note an unfinished step."""
-        core, overlap, self._overlap = self._core, self._overlap, None
-        if overlap is not None and overlap.let_go(waits=waits):
+    def detach(self, *, wait: bool, staying: Sequence[int] | None) -> None:
+        """Release the process group, as `ZeroRedundancyOptimizer.detach`."""
+        core = self._core
+        if core.inputs.store.params:
+            raise RuntimeError(
+                "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
+                "parameters. Save a checkpoint, build model and optimizer anew, and load it"
+            )
+        overlap, self._overlap = self._overlap, None
+        if overlap is not None and overlap.let_go(waits=wait):
             core.snapshot.is_torn = core.snapshot.age > 0  # else it broke off before anything was stepped
-
-    def let_go(self) -> None:
-        """Forget what belongs to the process group."""
+        if staying is not None:
+            rebinding.hand_over(core, staying)
+        else:
+            rebinding.detach(core, wait=wait)
         self.calls.let_go()
         self.joins.let_go()
+
+    def rebind(self, group: RankGroup, *, keep_state: bool, may_lose: bool) -> list[Tensor]:
+        """Go on in another group; return the parameters whose state is lost; all its ranks call."""
+        lost = rebinding.rebind(self._core, group, keep_state=keep_state, may_lose=may_lose)
+        if self._core.inputs.options.overlap_with_ddp:
+            self.overlap()
+        return lost
+
+    # ------------------------------------------------------------------ beside a step
+
+    def of_class(self, name: str, matches: list[Any]) -> Any:  # noqa: ANN401 - whatever the class has
+        """Return an attribute of the local optimizers; a method is called on all of them, then gathers."""
+        if not inspect.ismethod(matches[0]):
+            return matches[0]
+        core = self._core
+
+        def call(*args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the class returns
+            work = partial(core.owned.local.call, core.groups, matches, *args, **kwargs)
+            return self.calls.make(f"{name}()", partial(core.owned.run, work))
+
+        return call
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Put the averages into the model in the body; all ranks call; communicates at both ends."""
+        average, sharding = self._core.owned.average, self._core.sharding
+        with failing_together(self._core.group):
+            self._core.refresh()
+            average.check_swap_in()
+        try:
+            average.swap_in()  # now that no rank refuses
+            sharding.gather_all()
+            yield
+        finally:
+            average.swap_out()
+            sharding.gather_all()
 
     def hears_scaler(self) -> bool:
         """Return whether a ``GradScaler`` shall call ``step()`` after an infinity too.
@@ -190,7 +237,7 @@ class Iteration:
             elif group.size > 1:
                 group.start_sum(found_inf)[1].wait()
 
-    def clip(self, asked: ClipArguments) -> Tensor:
+    def clip(self, arguments: ClipArguments) -> Tensor:
         """Clip all gradients by their global norm; all ranks call, except joined ones."""
         if self.has_begun:
             failure = RuntimeError(
@@ -205,9 +252,9 @@ class Iteration:
             if self.joins.under_way:
                 self.joins.announce(steps=False)
                 group = core.group.during("clip")
-                self.joins.lend(group, exchange(group, Status.CLIPS), asked.to_send())
+                self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces, _ = self.joins.lendable()
-            return clip_together(core.group, params, pieces, asked, core.inputs.store.files)
+            return clip_together(core.group, params, pieces, arguments, core.inputs.store.files)
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""
@@ -224,9 +271,9 @@ class Iteration:
             statuses = exchange(group, Status.JOINED)
             while ranks_that(statuses, Status.CLIPS) or ranks_that(statuses, Status.UNSCALES):
                 if ranks_that(statuses, Status.CLIPS):
-                    asked = self.joins.lend(group.during("clip"), statuses)
+                    arguments = self.joins.lend(group.during("clip"), statuses)
                     params, pieces, _ = self.joins.lendable()
-                    clip_together(group, params, pieces, ClipArguments.received(asked))
+                    clip_together(group, params, pieces, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if is_skipped_by_all(statuses):
                 return

@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.probe.comparison import difference
+from zero_optim.probe.feeds import Feed, Shape
 from zero_optim.probe.probe import LARGE, STEPS_OF_LARGE, trial_of
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.trials import (
     Cut,
-    Feed,
-    Shape,
     Take,
     TrialRecord,
     Variant,

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.probe.comparison import difference, state_difference
+from zero_optim.probe.feeds import Feed
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.traits import NEEDS_CLOSURE, NEEDS_SECOND_ORDER, Traits
 from zero_optim.probe.trials import (
     TOGETHER,
-    Feed,
     TrialRecord,
     TrialRun,
     Variant,

@@ -19,8 +19,7 @@ Note [Step, then gather]
     AdamW, 13.8 M parameters): the step takes 9 of 240 ms.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -146,26 +145,21 @@ class Gathers:
         """
         send = self.stamps.send if in_step and self.stamps is not None else None
         awaited = Flow(NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0))
-        with self._lent(group, buckets) as lanes:
+        if self._lanes is None and _gains_by_lanes(group, buckets):
+            self._lanes = host_lanes_beside(group)
+        lanes = self._lanes
+        try:
             for bucket, schedule in zip(buckets, self.schedules_of(buckets), strict=True):
-                begin = partial(start_gather, _lanes_for(bucket, group, lanes), bucket, send)
+                used = (group,) if lanes is None or not _may_use_lanes(bucket, group) else lanes.groups
+                begin = partial(start_gather, used, bucket, send)
                 if in_step and Operation.WAIT not in schedule[Moment.STEP]:
                     self.under_way.start(begin, keys=bucket.params)
                 else:
                     awaited.start(begin, bucket.nbytes_to_gather)
             awaited.wait()
-
-    @contextmanager
-    def _lent(self, group: RankGroup, buckets: Sequence[Bucket]) -> Iterator[Sequence[RankGroup]]:
-        """Yield the lanes, if any; if the body fails, nobody else may use them."""
-        if self._lanes is None and _gains_by_lanes(group, buckets):
-            self._lanes = host_lanes_beside(group)
-        lanes = self._lanes
-        try:
-            yield () if lanes is None else lanes.groups
         except BaseException:
             if lanes is not None:
-                lanes.abandon()
+                lanes.abandon()  # nobody else may use them
             raise
 
 
@@ -181,7 +175,3 @@ def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
 
 def _may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
     return group.transport(bucket.device).lets_threads
-
-
-def _lanes_for(bucket: Bucket, group: RankGroup, lanes: Sequence[RankGroup]) -> Sequence[RankGroup]:
-    return lanes if lanes and _may_use_lanes(bucket, group) else (group,)

@@ -120,8 +120,8 @@ class MappedMemory:
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return an uninitialized dense tensor like another."""
-        made = self.take(tensor.numel() * tensor.element_size()).view(tensor.dtype)
-        return made.as_strided(tensor.shape, dense_strides(tensor.detach()))
+        copy = self.take(tensor.numel() * tensor.element_size()).view(tensor.dtype)
+        return copy.as_strided(tensor.shape, dense_strides(tensor.detach()))
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is in this memory."""

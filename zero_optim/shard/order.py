@@ -34,11 +34,11 @@ class Alike(NamedTuple):
         params = params_of(groups)
         unnamed = [param for group in groups if "param_names" not in group for param in group["params"]]
         is_read = set(unnamed).difference(apart)
-        found: dict[Hashable, list[int]] = defaultdict(list)
+        members: dict[Hashable, list[int]] = defaultdict(list)
         for index, param in enumerate(params):
             if param in is_read and param.numel():
-                found[param.shape, param.dtype, dense_strides(param), param.requires_grad].append(index)
-        kinds = [indices for indices in found.values() if len(indices) > 1]
+                members[param.shape, param.dtype, dense_strides(param), param.requires_grad].append(index)
+        kinds = [indices for indices in members.values() if len(indices) > 1]
         return cls(kinds, b"".join(digests([_read(params[index]) for indices in kinds for index in indices])))
 
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
@@ -46,15 +46,15 @@ class Alike(NamedTuple):
         if not self.kinds or len(set(group.all_gather_fixed(hashlib.sha256(self.digests).digest()))) == 1:
             return
         names = param_names(groups)
-        seen: dict[Hashable, tuple[int, list[bytes]]] = {}
+        first: dict[Hashable, tuple[int, list[bytes]]] = {}
         for rank, payload in zip(group.numbers, group.all_gather_bytes(self.digests), strict=True):
             left = (payload[at : at + _NBYTES] for at in range(0, len(payload), _NBYTES))
             for number, indices in enumerate(self.kinds):
-                held = list(islice(left, len(indices)))
-                other, values = seen.setdefault((number, frozenset(Counter(held).items())), (rank, held))
-                if values != held:
-                    place = next(at for at, value in enumerate(held) if value != values[at])
-                    here, there = names[indices[place]], names[indices[values.index(held[place])]]
+                own = list(islice(left, len(indices)))
+                other, values = first.setdefault((number, frozenset(Counter(own).items())), (rank, own))
+                if values != own:
+                    place = next(at for at, value in enumerate(own) if value != values[at])
+                    here, there = names[indices[place]], names[indices[values.index(own[place])]]
                     raise RankMismatchError(
                         f"ranks have parameters in another order: what rank {rank} has as {here}, rank "
                         f"{other} has as {there}. Give them in one order on every rank, or with their names: "

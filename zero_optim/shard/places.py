@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.strides import dense_strides
 
@@ -106,3 +107,34 @@ def shown_when_freed(shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     """Return the data of a freed parameter of this shape."""
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+class FreedParams:
+    """The data of one bucket's freed parameters: one NaN element each, expanded."""
+
+    def __init__(self, params: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._params = params
+        self._elements = torch.empty(len(params), dtype=dtype, device=device)
+        self._elements.copy_(shown_when_freed(self._elements.shape, dtype, device))
+        self._octets = self._elements.view(torch.uint8).clone()
+        pairs = zip(self._elements, params, strict=True)
+        self.tensors = [element.expand(param.shape) for element, param in pairs]
+        self._versions: list[int] = []  # of the parameters when they were freed
+
+    def note_versions(self) -> None:
+        """Store the parameters' versions; later changes are the user's writes."""
+        self._versions = [param._version for param in self._params]
+
+    def was_written(self) -> bool:
+        """Whether a parameter was written to since `note_versions`; a write to ``.data`` is reported once.
+
+        Writes to ``.data``, which change no version, are not seen on an asynchronous device.
+        """
+        # Some writes in place do not notice that the elements have one place in memory.
+        if self._versions != [param._version for param in self._params]:
+            return True
+        octets = self._elements.view(torch.uint8)
+        if is_asynchronous(octets.device) or torch.equal(octets, self._octets):  # else the CPU would wait
+            return False
+        octets.copy_(self._octets)  # this is told once
+        return True

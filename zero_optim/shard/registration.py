@@ -175,12 +175,12 @@ class Registration:
 
     def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:
         for bucket in self.all_buckets:
-            kept = [param for param in bucket.params if param in params]
-            if kept:
+            members = [param for param in bucket.params if param in params]
+            if members:
                 start_gather((group.during("state"),), bucket).wait()
-                values = [param.detach().clone() for param in kept]
+                values = [param.detach().clone() for param in members]
                 bucket.free()
-                for param, value in zip(kept, values, strict=True):
+                for param, value in zip(members, values, strict=True):
                     param.data = value
         self.unmark(params)
         for param in params:

@@ -4,11 +4,10 @@ No communication.
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
-    ``data`` would keep the old storage until the backward pass ends, which would miss the second gather's
-    values. So one storage stays, and its memory comes and goes: Note [Pages that move] in
-    `zero_optim.shard.pages`. PyTorch does not check reads of an emptied storage. So a freed parameter
-    shows one expanded NaN (zero for dtypes without), and a write in place raises. `receive` changes the
-    version only after a step or load.
+    ``data`` would keep the old storage until the backward pass ends, without the second gather's values. So
+    one storage stays, and its memory comes and goes: Note [Pages that move] in `zero_optim.shard.pages`.
+    PyTorch does not check reads of an emptied storage. So a freed parameter shows one expanded NaN (zero for
+    dtypes without), and a write in place raises. `receive` changes the version only after a step or load.
 
 Note [Views that somebody keeps]
     While the parameters are freed, a user's view shows NaN on the CPU and loses writes; the next gather or
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private
-from zero_optim.compat.streams import is_asynchronous, record_use
+from zero_optim.compat.streams import record_use
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
@@ -43,7 +42,7 @@ from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtyp
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.pages import FreePages
-from zero_optim.shard.places import shown_when_freed, zero_padding
+from zero_optim.shard.places import FreedParams, zero_padding
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
@@ -88,11 +87,11 @@ class KeptRows(NamedTuple):
 class RowBucket(Uncopied, Bucket):
     """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty.
 
-    The flat tensor, and whole parameters, may have another ``dtype`` than the row. It is 1-D, and keeps one
-    storage while its memory comes and goes; a row that is all of it, in ordinary memory and in its dtype, is
-    the flat tensor itself, which is never freed then. ``gathers`` are under way. ``is_left``: state dicts
-    show the parameters as they are. While ``num_pins`` users need them whole, nothing may change them.
-    ``num_changes`` counts possible changes of the row, which is ``span`` of the flat tensor.
+    The 1-D flat tensor and whole parameters may have another ``dtype`` than the row. A row that is all of it,
+    in ordinary memory and in its dtype, is the flat tensor itself, which is never freed then. ``gathers`` are
+    under way. ``is_left``: state dicts show the parameters as they are. While ``num_pins`` users need them
+    whole, nothing may change them. ``num_changes`` counts possible changes of the row, ``span`` of the flat
+    tensor.
     """
 
     schedule = ZERO3
@@ -110,7 +109,7 @@ class RowBucket(Uncopied, Bucket):
     ) -> None:
         super().__init__(params, layout, rank, label, as_views=False)
         # The parameters have the compute dtype already where another bucket held them.
-        self.dtype, kept = self.dtype if dtype is None else dtype, kept_dtype(params[0])
+        self.dtype, row_dtype = self.dtype if dtype is None else dtype, kept_dtype(params[0])
         self._keeping = RowKeeping() if keeping is None else keeping
         self._memory = (FreePages() if pages is None else pages).memory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
@@ -120,10 +119,10 @@ class RowBucket(Uncopied, Bucket):
         self._flat_row = self._flat[self.span]
         self._memory.free()
         is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
-        self._stays = is_all and not self._keeping.is_apart and self.dtype == kept
-        self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=kept)
+        self._stays = is_all and not self._keeping.is_apart and self.dtype == row_dtype
+        self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
         self._has_row = False  # it gets memory at its first use
-        self._freed = _Freed(params, self.dtype, self.device)
+        self._freed = FreedParams(params, self.dtype, self.device)
         self.is_whole = self.is_left = self._has_changed = False
         self.gathers = Flow()
         self.num_pins = self.num_changes = 0
@@ -357,37 +356,6 @@ class WideBucket(Bucket):
         """Copy written values into the owners' rows; the parameters are freed."""
         assert self._flat is not None  # it was filled
         self._bucket.write_row(self._flat[self._bucket.span])
-
-
-class _Freed:
-    """The data of one bucket's freed parameters: one NaN element each, expanded."""
-
-    def __init__(self, params: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._params = params
-        self._elements = torch.empty(len(params), dtype=dtype, device=device)
-        self._elements.copy_(shown_when_freed(self._elements.shape, dtype, device))
-        self._octets = self._elements.view(torch.uint8).clone()
-        pairs = zip(self._elements, params, strict=True)
-        self.tensors = [element.expand(param.shape) for element, param in pairs]
-        self._versions: list[int] = []  # of the parameters when they were freed
-
-    def note_versions(self) -> None:
-        """Store the parameters' versions; later changes are the user's writes."""
-        self._versions = [param._version for param in self._params]
-
-    def was_written(self) -> bool:
-        """Whether a parameter was written to since `note_versions`; a write to ``.data`` is reported once.
-
-        Writes to ``.data``, which change no version, are not seen on an asynchronous device.
-        """
-        # Some writes in place do not notice that the elements have one place in memory.
-        if self._versions != [param._version for param in self._params]:
-            return True
-        octets = self._elements.view(torch.uint8)
-        if is_asynchronous(octets.device) or torch.equal(octets, self._octets):  # else the CPU would wait
-            return False
-        octets.copy_(self._octets)  # this is told once
-        return True
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
-from zero_optim.plan.pieces import Piece, Pieces
+from zero_optim.plan.pieces import Piece
 from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
@@ -57,11 +57,11 @@ def build(
             inputs.store = registration.next_store()
             sharding = new_sharding(inputs, group)
             leaves, average = new_leaves(inputs)
-            own = GroupOptions.taken_from(groups, options)
+            own = GroupOptions.taken_from(groups, default, options)
             about = [f"optimizer {default.describe()}", *options.describe(), *own.describe()]
             about.append(f"gather_lazily={'None' if read_by is None else 'a model'}")
             check_reader(read_by, every)
-        why_whole = partial(own.why_whole, default, groups, leaves.cut_rows)
+        why_whole = partial(own.why_whole, (), groups, leaves.cut_rows)
         plan = sharding.plan(groups, own.costs, 0, about, why_whole if any(own.may_cut) else None)
     registration.agree(groups, about, plan)
     inputs.note(groups, own, plan.costs)
@@ -71,8 +71,8 @@ def build(
         if registration.is_open:
             registration.fill(buckets, inputs.store)
             leaves.keep(buckets)
-        local = partial(own.local_over, default, groups)
-        owned = new_owned(inputs, group, leaves, average, groups, pieces, local)
+        local_over = partial(own.local_over, groups)
+        owned = new_owned(inputs, group, leaves, average, groups, pieces, local_over)
         owned.keep()
     # Now that no leaf holds the memory that parameters leave.
     sharding.add(every, plan, short_names(groups))
@@ -158,15 +158,10 @@ def _plan_and_add(core: Core, group: dict[str, Any], before: int) -> None:
         new = core.groups[before:]
         (group,) = new
         core.group.check_serves(group)
-        own = GroupOptions.taken_from(new, inputs.options)
-        (spec,) = own.specs
-
-    def why_whole(pieces: Sequence[Pieces]) -> list[str | None]:
-        cuts = list(map(owned.leaves.cut_rows, group["params"], pieces))
-        return owned.local.why_not_cut(group, spec, cuts)
-
+        own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
+        why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
     about = own.describe()
     plan = sharding.plan(core.groups, own.costs, before, about, why_whole if any(own.may_cut) else None)
-    owned.add_group(group, spec, sharding.owned(group["params"], plan))
+    owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
     inputs.note(new, own, plan.costs)
     sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])

@@ -18,7 +18,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.store import Store
 from zero_optim.step.local import LocalOptimizer
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import GroupSpec, OptimizerSpec, why_not_cut
 
 KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -128,47 +128,48 @@ class GroupOptions:
 
     costs: list[Cost]
     may_cut: list[bool]
-    specs: list[OptimizerSpec | None]
+    specs: list[GroupSpec]
+    default: OptimizerSpec  # of groups without a class of their own
     options: ShardingOptions
 
     @classmethod
-    def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
+    def taken_from(
+        cls, groups: Sequence[ParamGroup], default: OptimizerSpec, options: ShardingOptions
+    ) -> "GroupOptions":
         """Remove them from groups; raises if a value is of the wrong kind or out of range."""
         costs = [cost_named(group.pop("cost", options.cost)) for group in groups]
         may_cut = [group.pop("cuts", options.cuts) for group in groups]
         for cuts in may_cut:
             check_flags(cuts=cuts)
-        specs = [OptimizerSpec.taken_from(group) for group in groups]
-        return cls(costs, may_cut, specs, options)
+        specs = [GroupSpec(OptimizerSpec.taken_from(group) or default, options_of(group)) for group in groups]
+        return cls(costs, may_cut, specs, default, options)
 
     def describe(self) -> list[str]:
         """Describe them for comparison by ranks."""
-        return [*(f"optimizer {s.describe()}" for s in self.specs if s), f"cuts of groups {self.may_cut}"]
+        own = [each.spec for each in self.specs if each.spec is not self.default]
+        return [*(f"optimizer {spec.describe()}" for spec in own), f"cuts of groups {self.may_cut}"]
 
-    def local_over(
-        self, default: OptimizerSpec, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]
-    ) -> LocalOptimizer:
+    def local_over(self, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         """Build the groups' classes over this rank's leaves."""
-        local = LocalOptimizer(default, groups, self.specs, leaf_of, self.options.assume_separable)
+        specs = [each.spec for each in self.specs]
+        local = LocalOptimizer(self.default, groups, specs, leaf_of, self.options.assume_separable)
         if self.options.mirror:
             local.check_dicts()
         return local
 
     def why_whole(
         self,
-        default: OptimizerSpec,
+        before: Sequence[GroupSpec],
         groups: Sequence[ParamGroup],
         cut_rows: Callable[[Tensor, Pieces], CutRows],
         pieces: Sequence[Pieces],
     ) -> list[str | None]:
-        """Return for each parameter why ranks cannot share its rows as planned; None if they can."""
+        """Return for each parameter why ranks cannot share its rows as planned, or None.
+
+        ``before``: of the groups before the new ones, which may share an optimizer.
+        """
         pieces_of = iter(pieces)
-        shared = [options_of(group) for group, spec in zip(groups, self.specs, strict=True) if spec is None]
-        why: list[str | None] = []
-        for group, spec, may in zip(groups, self.specs, self.may_cut, strict=True):
-            together = shared if spec is None else [options_of(group)]
-            cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
-            is_tried = not self.options.assume_separable
-            reasons = (spec or default).why_not_cut(together, options_of(group), cuts, is_tried=is_tried)
-            why += reasons if may else [KEPT_WHOLE] * len(cuts)
-        return why
+        cuts = [[cut_rows(param, next(pieces_of)) for param in group["params"]] for group in groups]
+        reasons = why_not_cut([*before, *self.specs], cuts, is_tried=not self.options.assume_separable)
+        may = [may for group, may in zip(groups, self.may_cut, strict=True) for _ in group["params"]]
+        return [reason if each else KEPT_WHOLE for reason, each in zip(reasons, may, strict=True)]

@@ -12,6 +12,7 @@ Note [Rebinding is building anew]
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, check_flags, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, options_of, param_names, params_of, short_names
-from zero_optim.plan.pieces import Pieces
+from zero_optim.plan.groups import ParamGroup, options_of, param_names, short_names
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.bucket import Bucket
@@ -34,7 +34,7 @@ from zero_optim.state.core import Core, Snapshot
 from zero_optim.state.dicts import check_targets
 from zero_optim.state.holders import Holders, find_holders, refuse_lost
 from zero_optim.state.moving import Held, move, sent_by
-from zero_optim.state.options import KEPT_WHOLE
+from zero_optim.state.options import GroupOptions
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
@@ -46,7 +46,7 @@ def detach(core: Core, *, wait: bool) -> None:
     core.sharding.let_go(waits=wait)
     core.owned.let_go()
     works = core.ranks.works
-    works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.works`
+    works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
     core.ranks, core.mesh = core.ranks.let_go(), None
     params = core.params
     if any(isinstance(param.grad, PartialGradient) for param in params):
@@ -205,16 +205,10 @@ def _planned(
     """Plan for the new owners, as the constructor does; all ranks call."""
     inputs, owned = core.inputs, core.owned
     sharding = new_sharding(inputs, group, num_owners, core.sharding.gathers)
-    costs = [inputs.costs.__getitem__ for _ in groups]
-
-    def why_whole(pieces: Sequence[Pieces]) -> list[str | None]:
-        pieces_of = iter(pieces)
-        cuts = [[owned.leaves.cut_rows(p, next(pieces_of)) for p in group["params"]] for group in groups]
-        reasons = zip(params_of(groups), owned.local.why_not_cut_so(cuts), strict=True)
-        return [KEPT_WHOLE if param in inputs.kept_whole else reason for param, reason in reasons]
-
-    may_cut = any(inputs.may_cut(core.groups))
-    return sharding, sharding.plan(groups, costs, 0, about, why_whole if may_cut else None)
+    may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
+    options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
+    why_whole = partial(options.why_whole, (), groups, owned.leaves.cut_rows)
+    return sharding, sharding.plan(groups, options.costs, 0, about, why_whole if any(may_cut) else None)
 
 
 def _built(

@@ -58,8 +58,8 @@ class ClipArguments:
             order = self.check()
         except (TypeError, ValueError):
             return None  # raised on every rank where the norm is computed
-        given: Any = self.max_norm  # PyTorch takes a tensor too
-        max_norm = given if isinstance(given, Tensor) else float(given)
+        max_norm: Any = self.max_norm  # PyTorch takes a tensor too
+        max_norm = max_norm if isinstance(max_norm, Tensor) else float(max_norm)
         return [max_norm, order, self.error_if_nonfinite, self.foreach, str(self)]
 
     def check(self) -> float:
@@ -95,7 +95,7 @@ def clip_together(
     group: RankGroup,
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
-    asked: ClipArguments,
+    arguments: ClipArguments,
     keeping: FileKeeping | None = None,
 ) -> Tensor:
     """Clip the gradients by their global norm, and return the norm before that.
@@ -104,11 +104,11 @@ def clip_together(
     RankMismatchError, TypeError or ValueError for arguments that differ or are wrong, and RuntimeError for a
     non-finite norm with ``error_if_nonfinite``. ``keeping``: keeps the gradients in files.
     """
-    norm = _global_norm(group.during("clip"), params, pieces, asked, keeping)
-    if asked.error_if_nonfinite and not bool(norm.isfinite()):
+    norm = _global_norm(group.during("clip"), params, pieces, arguments, keeping)
+    if arguments.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
-            f"the norm of order {asked.norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
-            "Leave out error_if_nonfinite to scale them all the same"
+            f"the norm of order {arguments.norm_type} of all gradients is {norm.item()}: they cannot be "
+            "clipped. Leave out error_if_nonfinite to scale them all the same"
         )
     on_host, beside = list[Tensor](), list[Tensor]()  # of device parameters, and all others
     for param in params:
@@ -117,10 +117,10 @@ def clip_together(
             (on_host if is_on_host(param.grad) else beside).append(rows)
     if on_host:
         on_cpu = HostCopy(norm).read()
-        private.foreach_mul_(on_host, torch.clamp(asked.max_norm / (on_cpu + 1e-6), max=1.0))
+        private.foreach_mul_(on_host, torch.clamp(arguments.max_norm / (on_cpu + 1e-6), max=1.0))
     for portion in gradients_in_portions(keeping, beside):
         scaled: Any = list(map(_Holder, portion))
-        torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
+        torch.nn.utils.clip_grads_with_norm_(scaled, arguments.max_norm, norm, arguments.foreach)
     return norm
 
 
@@ -135,7 +135,7 @@ def _global_norm(
     group: RankGroup,
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
-    asked: ClipArguments,
+    arguments: ClipArguments,
     keeping: FileKeeping | None,
 ) -> Tensor:
     """Compute the norm of all gradients as one vector; all ranks call.
@@ -155,11 +155,11 @@ def _global_norm(
         grads.append(rows_here(params[index]) if has_own else None)
     heading, norms, failure = b"\1", None, None
     try:
-        order, present = asked.check(), [grad for grad in grads if grad is not None]
+        order, present = arguments.check(), [grad for grad in grads if grad is not None]
         portions = gradients_in_portions(keeping, present, are_read=True)
-        some = [of for portion in portions if (of := _norms(portion, order, asked.foreach)) is not None]
+        some = [of for portion in portions if (of := _norms(portion, order, arguments.foreach)) is not None]
         norms = torch.cat(some) if some else None
-        heading = b"\0" + hashlib.sha256(str(asked).encode()).digest()[: _HEADING_NBYTES - 1]
+        heading = b"\0" + hashlib.sha256(str(arguments).encode()).digest()[: _HEADING_NBYTES - 1]
     except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
         failure = error
     has_grad = [norms is not None and grad is not None for grad in grads]
@@ -169,7 +169,7 @@ def _global_norm(
             if failure is not None:
                 raise failure
     if len({heading for heading, _ in everyone}) > 1:
-        agree(group, [str(asked)], "the arguments of clip_grad_norm_")
+        agree(group, [str(arguments)], "the arguments of clip_grad_norm_")
     of_param: dict[int, list[int]] = {}  # places of norms, by rank, which is the order of rows
     for rank, (indices, (_, are_present)) in enumerate(zip(owned, everyone, strict=True)):
         free = itertools.count(rank * values.shape[1])

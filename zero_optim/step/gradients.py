@@ -20,9 +20,9 @@ def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
         return tensor[piece.start : piece.stop]
     indices, values = private.indices(tensor), private.values(tensor)
     inside = (indices[0] >= piece.start) & (indices[0] < piece.stop)
-    kept = indices[:, inside]
-    kept[0] -= piece.start
-    return _sparse(tensor, kept, values[inside], piece.stop - piece.start)
+    indices_inside = indices[:, inside]
+    indices_inside[0] -= piece.start
+    return _sparse(tensor, indices_inside, values[inside], piece.stop - piece.start)
 
 
 def is_sparse(grad: Tensor | None) -> bool:

@@ -26,7 +26,7 @@ from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeabl
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import GroupSpec, OptimizerSpec
 
 _ABSENT = object()
 
@@ -43,23 +43,22 @@ class LocalOptimizer:
         self,
         default: OptimizerSpec,
         groups: list[ParamGroup],
-        specs: list[OptimizerSpec | None],
+        specs: Sequence[OptimizerSpec],
         owned: Mapping[Tensor, Tensor],
         assume_separable: bool,
     ) -> None:
-        self._default = default
+        self.default = default
         self._is_tried = not assume_separable
         self._leaf_of = dict(owned)
         self.members: list[list[int]] = []  # `member_ids` of the public groups that the local ones follow
         self._written: set[OptionKey] = set()  # options that classes changed in steps
         self._steps_parts = False
         self._built: list[BuiltOptimizer] = []
-        for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
-            if spec is not None:
-                self._build(spec, [number], [_over_leaves(group, self._leaf_of)])
-        shared = [number for number, spec in enumerate(specs) if spec is None]
-        if shared:
-            self._build(default, shared, [_over_leaves(groups[number], self._leaf_of) for number in shared])
+        for spec in [*(each for each in specs if each is not default), default]:
+            numbers = [number for number, each in enumerate(specs) if each is spec]
+            members = [_over_leaves(groups[number], self._leaf_of) for number in numbers]
+            if numbers:
+                self._build(spec, numbers, members)
         self._fill_in(groups)
 
     def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
@@ -68,15 +67,20 @@ class LocalOptimizer:
 
     def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
         """Build the same classes over other leaves from the original options; ``groups`` stay unchanged."""
-        specs: list[OptimizerSpec | None] = [None] * self.num_groups
-        first: list[ParamGroup] = [{} for _ in specs]
-        for built in self._built:
-            for number, options in zip(built.numbers, built.first_options, strict=True):
-                specs[number] = None if built.spec is self._default else built.spec
-                first[number] = {"params": groups[number]["params"], **options}
-        return LocalOptimizer(self._default, first, specs, owned, not self._is_tried)
+        specs = self.specs()
+        first = [{"params": group["params"], **of.options} for group, of in zip(groups, specs, strict=True)]
+        return LocalOptimizer(self.default, first, [each.spec for each in specs], owned, not self._is_tried)
 
     # ------------------------------------------------------------------ classes
+
+    def specs(self) -> list[GroupSpec]:
+        """Return the spec of each group."""
+        numbered = {
+            number: GroupSpec(built.spec, options)
+            for built in self._built
+            for number, options in zip(built.numbers, built.first_options, strict=True)
+        }
+        return [numbered[number] for number in sorted(numbered)]
 
     def describe_specs(self) -> list[str]:
         """Describe the classes and their arguments, to compare ranks."""
@@ -106,10 +110,10 @@ class LocalOptimizer:
 
         Probes may differ between processors; decisions from them, such as the gathered buckets, must not.
         """
-        tried = [(built, built.traits) for built in self._built if built.traits is not None]
-        said = iter(said_by_all(group, [answer for _, traits in tried for answer in traits.answers()]))
-        for built, traits in tried:
-            built.traits = traits.combined([next(said) for _ in traits.answers()])
+        probed = [(built, built.traits) for built in self._built if built.traits is not None]
+        answers = iter(said_by_all(group, [answer for _, traits in probed for answer in traits.answers()]))
+        for built, traits in probed:
+            built.traits = traits.combined([next(answers) for _ in traits.answers()])
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -131,27 +135,9 @@ class LocalOptimizer:
         return next(built for built in self._built if number in built.numbers)
 
     def _shared(self) -> BuiltOptimizer | None:
-        return next((built for built in self._built if built.spec is self._default), None)
+        return next((built for built in self._built if built.spec is self.default), None)
 
     # ------------------------------------------------------------------ cuts
-
-    def why_not_cut(
-        self, group: ParamGroup, spec: OptimizerSpec | None, cuts: Sequence[CutRows]
-    ) -> list[str | None]:
-        """Return why each parameter of a new group cannot be cut, or None."""
-        shared, own = self._shared(), options_of(group)
-        beside = shared.first_options if spec is None and shared is not None else []
-        spec = spec or self._default
-        return spec.why_not_cut([*beside, own], own, cuts, is_tried=self._is_tried)
-
-    def why_not_cut_so(self, cuts: Sequence[Sequence[CutRows]]) -> list[str | None]:
-        """Return why each of these cuts (by group, by parameter) is impossible, or None."""
-        reasons: list[str | None] = []
-        for number, of_group in enumerate(cuts):
-            built = self.of_group(number)
-            first, own = built.first_options, built.first_options[built.numbers.index(number)]
-            reasons += built.spec.why_not_cut(first, own, of_group, is_tried=self._is_tried)
-        return reasons
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
         """Raise ValueError for options that allow no cuts."""
@@ -245,7 +231,7 @@ class LocalOptimizer:
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
-        made = [
+        defaults = [
             (number, key)
             for built in self._built
             for number, first in zip(built.numbers, built.first_options, strict=True)
@@ -253,7 +239,7 @@ class LocalOptimizer:
             for key, value in options[number].items()
             if key not in first and are_close(built.defaults.get(key, value), value)
         ]
-        return made, self._written
+        return defaults, self._written
 
     # ------------------------------------------------------------------ groups
 
@@ -266,15 +252,13 @@ class LocalOptimizer:
         """Return the optimizers, and their groups in the public order."""
         return tuple(built.optimizer for built in self._built), self._groups()
 
-    def add_group(
-        self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Tensor]
-    ) -> None:
+    def add_group(self, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Tensor]) -> None:
         """Add the owned part of a public group, and the class's defaults to the public group."""
         number, shared = self.num_groups, self._shared()
         self._leaf_of.update(owned)
         part = _over_leaves(group, self._leaf_of)
-        if spec is not None or shared is None:
-            self._build(spec or self._default, [number], [part])
+        if spec is not self.default or shared is None:
+            self._build(spec, [number], [part])
         else:
             shared.add_group(number, part, steps_parts=self._steps_parts)
         _fill_in(group, self._groups()[number])

@@ -154,7 +154,7 @@ class OwnedState:
             for param, grad in before.items():
                 param.grad = grad
 
-    def add_group(self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Piece]) -> None:
+    def add_group(self, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Piece]) -> None:
         """Add the owned part of a group on all ranks, or none; raises any rank's error; all ranks call."""
         before = self.local.num_groups
         try:

@@ -66,10 +66,10 @@ class PartialGradient(Tensor):
         make: Any = private.make_wrapper_subclass
         untyped: Any = Tensor.dtype
         of_param = untyped.__get__(param)  # also where this is a copy of another one
-        made: PartialGradient = make(
+        gradient: PartialGradient = make(
             cls, param.shape, strides=param.stride(), dtype=of_param, device=param.device
         )
-        return made
+        return gradient
 
     def __init__(
         self,
@@ -130,9 +130,9 @@ class PartialGradient(Tensor):
         self._refuse("share_memory_")
 
     def _with(self, piece: Tensor | None) -> "PartialGradient":
-        made = PartialGradient(self, self._pieces, piece, self._name, comes=self._comes)
-        made.is_of_sparse, made.agree = self.is_of_sparse, self.agree
-        return made
+        gradient = PartialGradient(self, self._pieces, piece, self._name, comes=self._comes)
+        gradient.is_of_sparse, gradient.agree = self.is_of_sparse, self.agree
+        return gradient
 
     def drop(self) -> None:
         """Set ``param.grad`` to None, so that autograd begins anew."""
@@ -287,9 +287,9 @@ def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[lis
         return
     near = [_read(value) for value in beside]
     yield near
-    for argument, given, used in zip(private.schema(func).arguments[1:], beside, near, strict=False):
-        if isinstance(given, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
-            copy_to(given, used)
+    for argument, target, used in zip(private.schema(func).arguments[1:], beside, near, strict=False):
+        if isinstance(target, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
+            copy_to(target, used)
 
 
 def _read(value: Any) -> Any:  # noqa: ANN401

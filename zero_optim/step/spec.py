@@ -69,6 +69,25 @@ class OptimizerSpec:
         return [None if reason is None else f"{self.name}: {reason}" for reason in every]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One group's spec, the same object for groups that share an optimizer, and the options that it gave."""
+
+    spec: OptimizerSpec
+    options: ParamGroup
+
+
+def why_not_cut(
+    groups: Sequence[GroupSpec], cuts: Sequence[Sequence[CutRows]], *, is_tried: bool
+) -> list[str | None]:
+    """Return why each parameter of the last groups cannot be cut, or None; ``cuts`` are by group."""
+    reasons: list[str | None] = []
+    for own, of_group in zip(groups[len(groups) - len(cuts) :], cuts, strict=True):
+        beside = [each.options for each in groups if each.spec is own.spec]
+        reasons += own.spec.why_not_cut(beside, own.options, of_group, is_tried=is_tried)
+    return reasons
+
+
 def _shown(value: object) -> str:
     if isinstance(value, Optimizer):
         name = type(value).__name__

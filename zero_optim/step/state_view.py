@@ -40,8 +40,8 @@ class _Beside:
 
     def load(self, param: Tensor, entries: Mapping[str, Any]) -> None:
         """Copy an entry in, or restart without one; a tensor from here changes nothing."""
-        given, own = entries.get(self.name), self.shown(param)
-        if type(given) is Tensor and given.is_set_to(own):
+        value, own = entries.get(self.name), self.shown(param)
+        if type(value) is Tensor and value.is_set_to(own):
             return
         taken = self.keeper.taken_from({param: dict(entries)})
         self.prepare()
@@ -77,7 +77,7 @@ class OwnedEntries(_View):
     ) -> None:
         self._state = {None: dict(entries or {})} if state is None else state
         self._key, self._param = leaf, param
-        self._beside = {kept.name: kept for kept in beside}
+        self._beside = {each.name: each for each in beside}
 
     @property
     def _own(self) -> MutableMapping[str, Any]:
@@ -108,8 +108,8 @@ class OwnedEntries(_View):
 
     def clear(self) -> None:
         """Drop the class's entries; the master and the average restart."""
-        for kept in self._beside.values():
-            kept.load(self._param, {})
+        for each in self._beside.values():
+            each.load(self._param, {})
         self._own.clear()
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
@@ -146,32 +146,32 @@ class OwnedStateView(_View):
         """Return whether this is a view of these same dicts."""
         return len(states) == len(self._states) and all(map(is_, states, self._states))
 
-    def over_new_states(self, given: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    def over_new_states(self, state: Mapping[Any, Any]) -> list[dict[Any, Any]]:
         """Return new states from a mapping that replaces this view.
 
         Masters and averages take its values, or restart. TypeError if a parameter's entries are no mapping.
         """
-        made: list[dict[Any, Any]] = [defaultdict(dict) for _ in self._states]
-        view = OwnedStateView(made, self._local, self._leaves, self._average, self._wait)
-        for key, value in given.items():
+        states: list[dict[Any, Any]] = [defaultdict(dict) for _ in self._states]
+        view = OwnedStateView(states, self._local, self._leaves, self._average, self._wait)
+        for key, value in state.items():
             view[key] = value
-        for param in [param for param in view._kept_beside() if param not in given]:
+        for param in [param for param in view._kept_beside() if param not in state]:
             view._restart(param)
-        return made
+        return states
 
     def _beside(self, key: object) -> list[_Beside]:
-        return [kept for kept in self._besides if isinstance(key, Tensor) and key in kept.tensors]
+        return [each for each in self._besides if isinstance(key, Tensor) and key in each.tensors]
 
     def _kept_beside(self) -> dict[Tensor, None]:
-        return dict.fromkeys(param for kept in self._besides for param in kept.tensors)
+        return dict.fromkeys(param for each in self._besides for param in each.tensors)
 
     def _prepare(self) -> None:
         self._average.check_out()
         self._wait()
 
     def _restart(self, param: object) -> None:
-        for kept in self._beside(param):
-            kept.load(param, {})  # type: ignore[arg-type]
+        for each in self._beside(param):
+            each.load(param, {})  # type: ignore[arg-type]
 
     def _place(self, key: object) -> Any:  # noqa: ANN401 - whatever the class takes
         return self._leaves.separate.get(key, key) if isinstance(key, Tensor) else key
@@ -204,9 +204,9 @@ class OwnedStateView(_View):
                     f"expected the state of a parameter to be a mapping, got {type(value).__name__}"
                 )
             entries = dict(value)
-            for kept in beside:
-                kept.load(key, entries)
-            names = [kept.name for kept in beside]
+            for each in beside:
+                each.load(key, entries)
+            names = [each.name for each in beside]
             own = {name: entry for name, entry in entries.items() if name not in names}
             if own or self._holding(place):
                 self._home(place)[place] = own
@@ -250,7 +250,7 @@ class OwnedStateView(_View):
             raise KeyError(key)
         value = self[key]
         if isinstance(value, OwnedEntries):
-            value = {**value, **{kept.name: value[kept.name].clone() for kept in self._beside(key)}}
+            value = {**value, **{each.name: value[each.name].clone() for each in self._beside(key)}}
         del self[key]
         return value
 

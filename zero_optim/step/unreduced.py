@@ -44,8 +44,8 @@ def unreduced_among(params: Container[Tensor]) -> dict[str, Tensor]:
     """Return, by name, parameters that train but that no wrapper reduces. No communication."""
     if not _REGISTERED:
         return {}
-    found = (pair for frozen in list(_REGISTERED) for pair in frozen.unfrozen())
-    return {name: param for name, param in found if param in params}
+    pairs = (pair for frozen in list(_REGISTERED) for pair in frozen.unfrozen())
+    return {name: param for name, param in pairs if param in params}
 
 
 def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: bool) -> None:

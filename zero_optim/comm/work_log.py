@@ -1,0 +1,200 @@
+"""The works of a process, by process group: what began, and why groups were given up.
+
+No communication, but for `GroupWorks.cut`.
+
+Note [Waits that end]
+    Nothing can interrupt a thread that waits in C++. gloo cannot wait for sends and receives in slices: a
+    timeout breaks all connections of the group. So waits have no limit, and to give up a group the watchdog
+    breaks its connections from another thread (`GroupWorks.cut`). Each wait then raises, and
+    `WorkLog.explain` says why.
+
+Note [Groups that end]
+    gloo closes a group's connections when nothing refers to it. An error's traceback does, by the frames that
+    waited, in a cycle until garbage is collected, while other ranks wait. So nothing here keeps an error. A
+    caller may: so releasing ranks after a failed wait cuts all their groups (`WorkLog.cut_if_failed`).
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from zero_optim.comm.backends import aborts_of
+from zero_optim.comm.records import Activity, Verdict
+from zero_optim.comm.threads import start_thread
+from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
+
+if TYPE_CHECKING:
+    from zero_optim.comm.works import Work
+
+_NO_TAG = 2**31 - 1  # of messages that nobody sends
+_FEW = 4  # works, among which it is not worth while to look for those that ended
+
+
+class GroupWorks:
+    """The works of one process group in this process, with a weak reference to it.
+
+    ``limit``: the timeout in seconds. ``verdict``: why the group was given up; no work begins any more.
+    ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts, equal
+    on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange. ``pending``:
+    works of the CPU that are not known to have ended, or that failed. ``outstanding``: the one pending work
+    of a device (they end in order).
+    """
+
+    def __init__(
+        self,
+        log: "WorkLog",
+        process_group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        limit: timedelta | None,
+        *,
+        can_cut: bool,
+    ) -> None:
+        self.log = log
+        self.ranks = ranks
+        self.limit = float("inf") if limit is None else limit.total_seconds()
+        self.verdict = log.verdicts.get(log.wholes.get(ranks, ranks))
+        self.has_failed = False
+        self.tags = itertools.count(1)
+        self.apart = 0
+        self.outstanding: Work | None = None
+        self.pending = pending = set["Work"]()
+        self._drops_from = _FEW
+        self.group = weakref.ref(process_group, lambda _: pending.clear())  # the works keep connections
+        self._can_cut = can_cut
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Global ranks given up with this group: its mesh's, or its own."""
+        return self.log.wholes.get(self.ranks, self.ranks)
+
+    def drop_ended(self) -> None:
+        """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
+        if len(self.pending) < self._drops_from or self.has_failed or self.verdict is not None:
+            return
+        for work in list(self.pending):
+            if work.waiting_since is None and work.handles and work.is_completed():
+                self.pending.discard(work)
+        self._drops_from = max(_FEW, 2 * len(self.pending))
+
+    def cut(self) -> None:
+        """Break the group's connections, on any thread: Note [Waits that end].
+
+        gloo breaks them when a receive times out, but not from a rank known to have ended, so each rank is
+        tried. Other backends have an abort, after which the device and the CPU go on.
+        """
+        group = self.group()
+        if group is None:
+            return
+        for abort in aborts_of(group):  # each may take long
+            start_thread(partial(_attempt, abort), "zero_optim abort")
+        for other in range(len(self.ranks) if self._can_cut else 0):
+            if other == group.rank():
+                continue
+            with suppress(RuntimeError, ValueError):  # that it took too long, or that it was broken before
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
+                work.wait(timedelta(milliseconds=1))
+
+    def wait_for(self, handle: Any) -> bool:  # noqa: ANN401 - a work of gloo, or sends and receives
+        """Wait for gloo's collective or sends; StalledError if the group was given up."""
+        if wait_and_poll(handle, lambda: self.verdict is not None):
+            return True
+        group = self.group()
+        if group is not None and not isinstance(handle, Paired):
+            keep_for_ever(group)
+        assert self.verdict is not None  # the group was given up, for good
+        raise self.verdict.error()
+
+    def check(self) -> None:
+        """Raise StalledError if the group was given up."""
+        if self.verdict is not None:
+            raise self.verdict.error()
+
+
+def _attempt(abort: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the backend cannot, or has ended
+        abort()
+
+
+def explain_nothing(_work: "Work", _error: RuntimeError) -> None:
+    """Return None: there is no watchdog."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkLog:
+    """The works of this process, as long as the default group lives.
+
+    ``groups``: works by id of the group; other threads add to it. ``verdicts``: by the ranks of a group given
+    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: returns
+    the exception for a backend's error; None if its own message is best.
+    """
+
+    activity: Activity = field(default_factory=Activity)
+    groups: dict[int, GroupWorks] = field(default_factory=dict)
+    verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
+    wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    explain: Callable[["Work", RuntimeError], Exception | None] = explain_nothing
+
+    def of(
+        self,
+        process_group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        limit: timedelta | None,
+        *,
+        can_cut: bool,
+    ) -> GroupWorks:
+        """Return the works of a group; arguments as of `GroupWorks`."""
+        known = self.groups.get(id(process_group))
+        if known is not None and known.group() is process_group:
+            return known
+        for key, works in list(self.groups.items()):
+            if works.group() is None:
+                self.groups.pop(key, None)
+        made = self.groups[id(process_group)] = GroupWorks(self, process_group, ranks, limit, can_cut=can_cut)
+        return made
+
+    def waits(self) -> "list[Work]":
+        """Return the works that a thread waits for."""
+        pending = (work for works in list(self.groups.values()) for work in list(works.pending))
+        return [work for work in pending if work.waiting_since is not None]
+
+    def give_up(self, ranks: tuple[int, ...], verdict: Verdict) -> Verdict:
+        """Allow no more works on groups of some ranks; returns the first verdict, which holds."""
+        holds = self.verdicts.setdefault(ranks, verdict)
+        for works in list(self.groups.values()):
+            if works.whole == ranks:
+                works.verdict = holds
+        return holds
+
+    def cut_if_failed(self, ranks: tuple[int, ...]) -> None:
+        """Cut all groups of some ranks after a failed wait; the caller is releasing the ranks."""
+        of_ranks = [works for works in list(self.groups.values()) if works.ranks == ranks]
+        if any(works.has_failed or works.verdict is not None for works in of_ranks):
+            for works in of_ranks:
+                works.cut()
+
+
+# By the default group. PyTorch keeps that in a global, so this has to be one too. Weak, so that it ends with
+# it.
+_LOGS: WeakKeyDictionary[dist.ProcessGroup, WorkLog] = WeakKeyDictionary()
+
+
+def log_of(world: dist.ProcessGroup) -> WorkLog:
+    """Return the log of this process, by the default group."""
+    found = _LOGS.get(world)
+    return _LOGS.setdefault(world, WorkLog()) if found is None else found
+
+
+def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:
+    """Return the works of a group, if recorded."""
+    world = dist.group.WORLD
+    found = None if world is None else log_of(world).groups.get(id(group))
+    return found if found is not None and found.group() is group else None
