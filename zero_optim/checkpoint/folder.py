@@ -58,10 +58,9 @@ def own_folder(path: object) -> Path:
 def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
     """Find the newest complete checkpoint: ``path`` itself, or a folder directly in it. No communication.
 
-    Returns its folder, None if there is none. Skips incomplete and damaged checkpoints, and what cannot be
-    read. The newest has the highest number: each save takes one more than those next to it. Every byte of the
-    newest is compared with its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path``
-    exists and cannot be listed.
+    Returns its folder, None if there is none. Skips incomplete and damaged checkpoints. The newest has the
+    highest number: each save takes one more than those next to it. Every byte of the newest is compared with
+    its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path`` cannot be listed.
     """
     for folder in reversed(_complete_ones(_with_inner(Path(path)))):
         with suppress(CheckpointError):

@@ -2,9 +2,9 @@
 
 Note [No split communicators]
     If the default group was made with ``device_id=``, PyTorch splits every later NCCL communicator off its
-    own, in which all ranks must take part. Non-members do not know of our groups, so members would wait for
-    ever. Nor may a split run while another thread uses the default group. So we pass no device, and clear the
-    source of the split before a communicator exists. Members then make one through the store.
+    own, in which all ranks must take part: members would wait for non-members. Nor may a split run while
+    another thread uses the default group. So we pass no device, and clear the source of the split before a
+    communicator exists. Members then make one through the store.
 """
 
 import warnings

@@ -56,8 +56,7 @@ def launch(
 ) -> list[T]:
     """Run ``fn(*args)`` on ``nproc`` ranks of this host, and return what each rank returned.
 
-    Each rank is a new process with an initialised default process group on the loopback interface. See Notes
-    [Processes] and [No process left], and Note [Which failure is reported] in `zero_optim.run.rank`.
+    Each rank is a new process with an initialised default process group on the loopback interface.
 
     Notebook functions, lambdas and nested functions are sent as code, with the current values of their
     globals; that needs cloudpickle. A script needs ``if __name__ == "__main__":`` around the call.
@@ -66,15 +65,11 @@ def launch(
         fn: called on each rank, with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` set as
             by torchrun.
         nproc: number of ranks, at least 1.
-        *args: equal for every rank; pickled, so each rank has its own copy, also of tensors.
+        *args: equal for every rank; pickled, as what ``fn`` returns.
         backend: of the process group; with "nccl" rank r uses GPU r.
         threads: PyTorch's threads on each rank; None divides the cores.
         timeout: seconds for the whole call, including some to start; None for no limit.
-        prepare: called on each rank with its rank before the process group is made, to set a backend's
-            environment variables or enter a network namespace.
-
-    Returns:
-        What ``fn`` returned, by rank; anything that can be pickled.
+        prepare: called on each rank with its rank before the process group is made.
 
     Raises:
         TypeError: an argument has a wrong type, or cannot be sent to another process.

@@ -53,7 +53,7 @@ class Holders:
         pieces: each parameter's pieces by holder; none if any row is lost.
         hosts: the rank of each holder.
         shares: the first rank sends options and global entries to the others.
-        options: of this rank's version of the mirrors, if the ranks go back; None for those of the groups.
+        options: of the mirrors, if the ranks go back; else None.
     """
 
     first: int
