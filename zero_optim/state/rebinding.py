@@ -5,9 +5,9 @@ Note [Detached]
     state and the options. Ranks are known by number only; calls that communicate raise.
 
 Note [Rebinding is building anew]
-    `rebind` goes the way of the constructor: plan for the new ranks, agree, build the classes over new
-    leaves, load this rank's state as from a checkpoint. So it gives the bits of a run that was saved, and
-    loaded by so many ranks. If a check raises, the optimizer is detached as before.
+    `rebind` goes the way of the constructor: plan, agree, build, load this rank's state as from a checkpoint.
+    So it gives the bits of a run that was saved, and loaded by so many ranks. If a check raises, the
+    optimizer is detached as before.
 """
 
 from collections.abc import Mapping, Sequence
