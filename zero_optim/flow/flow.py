@@ -97,7 +97,7 @@ class Flow:
         ``is_behind``: ``begin`` lets it wait for what the work reads, so that `finish_first` need not.
         """
         with self._lock:
-            while self._entries and sum(entry.size for entry in self._entries) + size > self._most:
+            while self._entries and size + sum(entry.size for entry in self._entries) > self._most:
                 self.finish_first()
         work = begin() if self._thread is None else self._thread.run(lambda: begin().wait())
         behind: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -56,6 +56,8 @@ class InFlat:
     def take_in_moved(self) -> list[int]:
         """Move parameters with replaced ``data`` back in; list those that do not fit."""
         moved = self.moved()
+        if not moved:  # as in most steps
+            return moved
         copy_out(self._params, self.places(moved))
         fits = [self._forms[index].fits(self._params[index]) for index in moved]
         for index in itertools.compress(moved, fits):
@@ -101,7 +103,7 @@ class Bucket:
         self, params: list[Tensor], layout: Layout, rank: int, label: str = "", *, as_views: bool = True
     ) -> None:
         self.params = params
-        self.layout = layout
+        self.layout, self._numel = layout, layout.numel
         self.rank = rank
         self.label = label  # names it in messages
         self.forms = list(map(Form.of, params))
@@ -132,7 +134,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes of the flat tensor with padding."""
-        return self.layout.numel * self.dtype.itemsize
+        return self._numel * self.dtype.itemsize
 
     @property
     def nbytes_to_gather(self) -> int:
@@ -145,7 +147,8 @@ class Bucket:
 
     def written(self) -> list[tuple[int, int]]:
         """Return the places, as addresses, of parameters with replaced ``data``: `refresh` writes there."""
-        return [] if self._in_flat is None else self._in_flat.places(self._in_flat.moved())
+        moved = [] if self._in_flat is None else self._in_flat.moved()
+        return self._in_flat.places(moved) if self._in_flat is not None and moved else []
 
     def refresh(self) -> None:
         """Take over the user's changes; RuntimeError if a dtype, device or shape changed.

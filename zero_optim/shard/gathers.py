@@ -5,10 +5,11 @@ Functions that take a group or lanes communicate; all ranks call them in the sam
 Note [A lane an owner]
     A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
     With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s instead
-    of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 1 MiB lanes only cost
-    threads and file descriptors; the first larger gather of several owners creates them. An overlapped step
-    has its own, as its thread gathers in another order. Other backends have one communicator a device: Note
-    [Rows at once] in `zero_optim.comm.collectives`.
+    of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 2 MiB lanes gain
+    nothing (10.2 instead of 10.7 ms for 1.5 MiB), and cost threads and file descriptors; the first larger
+    gather of several owners creates them. An overlapped step has its own, as its thread gathers in another
+    order. Other backends have one communicator a device: Note [Rows at once] in
+    `zero_optim.comm.collectives`.
 
 Note [Small buckets]
     Merging an owner's small rows gained nothing. Limiting the *number* of pending gathers cost time (300
@@ -38,7 +39,7 @@ from zero_optim.shard.bucket import Bucket
 # The flat tensors of pending gathers take at most the memory of this many largest buckets.
 NUM_FLAT_TENSORS = 4
 # See Note [A lane an owner].
-LANES_FROM_NBYTES = 2**20
+LANES_FROM_NBYTES = 2**21
 
 
 # As `Stamps.send`.

@@ -78,7 +78,7 @@ def _over(octets: Tensor, form: Form) -> Tensor:
 def can_be_views(params: Sequence[Tensor]) -> bool:
     """Whether parameters can become views of a flat tensor with own storages."""
     device = params[0].device
-    if device.type == "cpu" and any(param.is_shared() for param in params):  # type: ignore[no-untyped-call]
+    if device.type == "cpu" and any(param.untyped_storage().is_shared() for param in params):
         return False  # other processes use them where they are
     try:
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
