@@ -335,8 +335,8 @@ def bytes_to_tensor(payload: bytes) -> Tensor:
 
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:
-    """Copy a 1-D uint8 tensor into bytes."""
+    """Copy a uint8 tensor into bytes."""
     if tensor.numel() <= _FEW:
-        return bytes(tensor.tolist())
+        return bytes(tensor.flatten().tolist())
     # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs where pages cannot move.
     return tensor.cpu().clone().numpy().tobytes()

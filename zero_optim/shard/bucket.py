@@ -20,6 +20,7 @@ from torch import Tensor
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others
 from zero_optim.flow.schedule import ZERO1, Schedule
+from zero_optim.health.stamp import Header, headers_in
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
@@ -114,7 +115,9 @@ class Bucket:
         self._others = [part for part in parts if part[1].owner != rank]
         self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
         self._in_flat = InFlat(params, self.forms, layout) if as_views and can_be_views(params) else None
-        self._rows = [] if self._in_flat is None else rows_in(self._in_flat.flat, layout)
+        known = None if self._in_flat is None else self._in_flat.flat
+        self._rows = [] if known is None else rows_in(known, layout)
+        self._headers = [] if known is None else headers_in(known, layout.rooms)
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle as a new bucket of the copied parameters."""
@@ -174,8 +177,14 @@ class Bucket:
 
     def rows(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """List what owners send of a flat tensor, as `rows_in`."""
-        is_known = self._in_flat is not None and flat is self._in_flat.flat  # as in most steps
-        return self._rows if is_known else rows_in(flat, self.layout)
+        return self._rows if self._is_own(flat) else rows_in(flat, self.layout)
+
+    def headers(self, flat: Tensor) -> list[Header]:
+        """List the header spaces of a flat tensor, as `headers_in`."""
+        return self._headers if self._is_own(flat) else headers_in(flat, self.layout.rooms)
+
+    def _is_own(self, flat: Tensor) -> bool:
+        return self._in_flat is not None and flat is self._in_flat.flat  # as in most steps
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Copy other ranks' rows of ``flat`` to the parameters, or to those in ``changed``; tell autograd."""

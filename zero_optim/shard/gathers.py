@@ -32,8 +32,8 @@ from zero_optim.comm.traffic import Waitable
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
+from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Stamps
-from zero_optim.plan.layout import Layout
 from zero_optim.shard.bucket import Bucket
 
 # The flat tensors of pending gathers take at most the memory of this many largest buckets.
@@ -43,7 +43,7 @@ LANES_FROM_NBYTES = 2**21
 
 
 # As `Stamps.send`.
-Send: TypeAlias = Callable[[Tensor, Layout, int], Callable[[], None] | None]
+Send: TypeAlias = Callable[[Sequence[Header], int], Callable[[], None] | None]
 # As `start_broadcasts`.
 StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor]], str], list[Waitable]]
 
@@ -61,7 +61,7 @@ def start_gather(
     before ``wait()``. For autograd the other parameters than those that ``changed`` stay as they are.
     """
     flat = bucket.fill()
-    take = None if send is None else send(flat, bucket.layout, lanes[0].rank)
+    take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
     return gather_into(flat, bucket, lanes, bucket.rows(flat), take, start_rows=start_rows, changed=changed)
 
 
