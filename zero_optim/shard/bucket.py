@@ -5,9 +5,9 @@ Parameters lie in the flat tensor if possible (`InFlat`); else each gather copie
 Note [Moving parameters]
     Moving a parameter gives it another storage; another thread or stream would then read released memory. So
     replaced parameters move only in `step` and in comm hooks, which the backward pass itself calls. That pass
-    finds the same values: autograd saves a leaf as the tensor object, and a view by its old storage, which
-    nobody writes. If a class replaces ``param.data`` in its own step, a gather moves the parameter on that
-    thread and stream; the backward pass must not read it then.
+    finds the same values: autograd saves a leaf as the tensor object, and a view by its old storage. If a
+    class replaces ``param.data`` in its own step, a gather moves the parameter on that thread and stream; the
+    backward pass must not read it then.
 """
 
 import itertools

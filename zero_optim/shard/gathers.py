@@ -11,13 +11,10 @@ Note [A lane an owner]
     order. Other backends have one communicator a device: Note [Rows at once] in
     `zero_optim.comm.collectives`.
 
-Note [Small buckets]
-    Merging an owner's small rows gained nothing. Limiting the *number* of pending gathers cost time (300
-    instead of 240 ms with four small buckets between two large ones), so only memory is limited.
-
-Note [Step, then gather]
-    Gathering a bucket while stepping the next gained nothing for fused steps (1.00 to 1.04 of the time,
-    AdamW, 13.8 M parameters): the step takes 9 of 240 ms.
+Note [What gained nothing]
+    Merging an owner's small rows; gathering a bucket while the next is stepped (1.00 to 1.04 of the time,
+    AdamW, 13.8 M parameters). Limiting the *number* of pending gathers cost time (300 instead of 240 ms with
+    four small buckets between two large ones), so only memory is limited.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -34,9 +34,9 @@ _ABSENT = object()
 class LocalOptimizer:
     """The user's optimizers over one rank's leaves. Only `agree_on_traits` communicates.
 
-    Every public group has a local one, even if this rank owns none of it; the public groups receive the
-    classes' defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no optimizer; ValueError
-    if sharding would change a class, unless ``assume_separable``.
+    Every public group, with its spec in ``specs``, has a local one, even if this rank owns none of it; it
+    receives the class's defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no
+    optimizer; ValueError if sharding would change a class, unless ``assume_separable``.
     """
 
     def __init__(
