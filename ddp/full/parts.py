@@ -18,7 +18,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.wrapper_checks import ignored_names, seen_params
 from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers, labels_of
+from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
@@ -74,9 +74,11 @@ def make_gathers(
     """Choose how units are gathered; all ranks call, and it communicates."""
     ranks, params = optimizer.ranks, construction.registration.params
     names = [f"unit {name}" if name else OUTERMOST for name in construction.choice.names]
-    units = list(zip(names, construction.registration.buckets, strict=True))
+    named = zip(names, construction.registration.buckets, strict=True)
+    units = {bucket: name for name, buckets in named for bucket in buckets}
     if mesh is None or not mesh.splits_state:
-        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(labels_of(units), ranks))
+        labels = {bucket.params[0]: name for bucket, name in units.items()}
+        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(labels, ranks))
     parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
     inner, across = (lanes_for_rows(part, params) for part in parts)
     history, keeping = reducer.history, optimizer.core.inputs.store.keeping

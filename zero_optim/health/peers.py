@@ -1,4 +1,4 @@
-"""Questions between the ranks' watchdogs over TCP, which pass where a collective cannot.
+"""Questions between watchdogs over TCP, which pass where a collective cannot.
 
 Note [Dead, stopped or slow]
     Each watchdog listens on a port. If the connection is refused or reset, the process has ended. If the
@@ -191,9 +191,9 @@ _LEFT = "left"  # in the store, in the place of an address
 
 
 class Directory:
-    """The addresses of all watchdogs by global rank, from the default group's store.
+    """The addresses of all watchdogs by global rank, from the default group's store, which it does not keep.
 
-    The store is not kept: its port must be free when the default group is gone.
+    The store's port must be free when the default group is gone.
     """
 
     def __init__(self, is_current: Callable[[], bool]) -> None:
@@ -220,7 +220,7 @@ class Directory:
         default_store().set(_key(self.rank), json.dumps(address))
 
     def leave(self) -> None:
-        """Record that this rank listens no more, so that nobody takes it for dead."""
+        """Record that this rank listens no more; nobody takes it for dead."""
         with suppress(RuntimeError, ValueError):  # the store is gone, and so is whoever would ask
             store = default_store()
             if self.is_current():  # asked second: the store is not that of a default group made since
@@ -235,7 +235,7 @@ class Directory:
                 self._note(rank, entry.decode())
 
     def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
-        """Ask all other ranks; returns answers by index in ``ranks``, after a few `ANSWER_LIMIT` at most."""
+        """Ask all other ranks for a few `ANSWER_LIMIT` at most; returns answers by index in ``ranks``."""
         others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
         calls = {place: partial(self._ask, rank, question) for place, rank in others.items()}
         answers = in_threads(calls, 3 * ANSWER_LIMIT)

@@ -27,11 +27,10 @@ _FORM = struct.Struct(f"<H?xI{DIGEST_NBYTES}s")  # before the text
 
 
 class Stamp(NamedTuple):
-    """What one rank tells.
+    """What one rank tells of its last call.
 
-    ``mark``: of a unit's gather, see `zero_optim.health.unit_stamps`. ``number``: of the call on that rank.
-    ``digest``: of the options. ``text``: the call's name, empty for no call; if it ``has_failed`` the
-    exception's class, in longer stamps also its message.
+    ``mark``: of a unit's gather, see `zero_optim.health.unit_stamps`. ``number``: of calls. ``digest``: of
+    the options. ``text``: the call's name; if it ``has_failed`` the exception's class, perhaps its message.
     """
 
     mark: int
@@ -80,7 +79,7 @@ def send_stamp(
 ) -> Callable[[], None] | None:
     """Write this rank's stamp, if there is header space in a gather; no wait.
 
-    Returns a function that hands all ranks' stamps to ``take``, to be called after the gather.
+    Call what it returns after the gather: it hands all stamps to ``take``.
     """
     if not headers:
         return None
@@ -133,11 +132,10 @@ def stamps_in(arrivals: Iterable[Arrival], read: Read) -> dict[int, Stamp]:
 
 
 class Kind(NamedTuple):
-    """A kind of stamp: the fields that must be equal on all ranks, and the errors where they are not.
+    """A kind of stamp: the fields that must be equal on all ranks, and the messages where they are not.
 
-    ``each``: what ranks with one stamp did. ``difference``: the message, with all of that. ``failures``: the
-    message for ranks that failed, if they count, with the name of the others' call. ``hint``: more, if only
-    numbers differ.
+    ``each``: what ranks with one stamp did, for ``difference``. ``failures``: of failed ranks, in a call, if
+    they count. ``hint``: more, if only numbers differ.
     """
 
     fields: tuple[str, ...]
@@ -151,10 +149,9 @@ class Kind(NamedTuple):
 def verdict(
     kind: Kind, stamps: Mapping[int, Stamp], numbers: Sequence[int] = ()
 ) -> RankMismatchError | RemoteRankError | None:
-    """Compare all ranks' stamps; return the error that names the cause and the ranks, None without one.
+    """Compare all ranks' stamps; return the error that names the cause and the ranks. No communication.
 
-    A failure comes before a difference, unless every rank has raised its own. ``numbers``: of group ranks in
-    messages. No communication.
+    A failure comes before a difference; None if every rank has failed. ``numbers``: of ranks in messages.
     """
     named = {numbers[rank] if numbers else rank: stamp for rank, stamp in sorted(stamps.items())}
     failed = {rank: stamp for rank, stamp in named.items() if stamp.has_failed}

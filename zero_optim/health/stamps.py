@@ -1,13 +1,13 @@
 """Stamps of one optimizer's calls, by which ranks fail together and name the cause.
 
-Each owner writes a stamp into the header space of its row. All ranks read all stamps and conclude the same,
-so they may communicate about it. If all agree, a step has no further collective.
+All ranks read the stamps of all owners and conclude the same, so they may communicate about it. If all agree,
+a step has no further collective.
 
 Note [When stamps are read]
-    On the CPU at the end of the step, if it waits for its gathers; a failure needs no exchange and is raised
-    as soon as they are over. Otherwise after the next step's gathers: an accelerator would make the CPU wait,
-    and gathers that modules wait for end at different times on different ranks. `step()` or the next backward
-    pass reads the stamps of a step in the backward pass.
+    On the CPU at the end of the step, if it waits for its gathers; a failure is raised as soon as they are
+    over, without an exchange. Otherwise after the next step's gathers: an accelerator would make the CPU
+    wait, and gathers that modules wait for end at different times. `step()` or the next backward pass reads
+    the stamps of a step in the backward pass.
 
 Note [What may differ]
     If digests differ, ranks exchange all options and who wrote them. A difference is an error unless a class
@@ -15,10 +15,10 @@ Note [What may differ]
     their groups. The option leaves the digest, so a right run pays one exchange at most.
 
 Note [What a count cannot tell]
-    Ranks whose gathers meet have counted alike. A step left out shows when the next collective meets another,
-    by the watchdog, or in the next forward pass: Note [Stamps of units] in `unit_stamps`. Counts of backward
-    passes may differ in right runs. But a ``GradScaler`` calls the optimizer at each step, even one that it
-    skips, so these calls are counted: otherwise rows of two iterations would meet.
+    Ranks whose gathers meet have counted alike. The watchdog or the next forward pass (Note [Stamps of units]
+    in `unit_stamps`) shows a step left out. Counts of backward passes may differ in right runs. But a
+    ``GradScaler`` calls the optimizer at each step, even one that it skips, so these calls are counted:
+    otherwise rows of two iterations would meet.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,20 +52,14 @@ Origins: TypeAlias = Callable[[Options], tuple[Collection[OptionKey], Collection
 
 
 class Replicas(NamedTuple):
-    """The other replicas of a mesh, as one replica sees them.
-
-    ``tell`` sends them an error that all ranks of this replica raise. ``numbers``: see `RankGroup.numbers`.
-    """
+    """The other replicas of a mesh: ``tell`` sends them an error of this one. ``numbers``: of its ranks."""
 
     tell: Callable[[BaseException], None]
     numbers: Sequence[int]
 
 
 class Call(NamedTuple):
-    """A call that changes and gathers parameters, such as ``step()``, and its exception on this rank.
-
-    ``origins`` tells who wrote the options; called only if ranks differ.
-    """
+    """A call that changes and gathers parameters, such as ``step()``, and its exception on this rank."""
 
     name: str
     origins: Origins
@@ -77,8 +71,7 @@ class Call(NamedTuple):
 class _Step:
     """One call and the stamps that arrived. Keeps no exception and no optimizer.
 
-    ``is_raised``: this rank has raised another's failure. ``failure``: class and message of this rank's
-    exception.
+    ``is_raised``: this rank has raised another's failure.
     """
 
     number: int
@@ -107,9 +100,6 @@ class _Step:
         if self.failure is None:
             more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
             self.failure, self._octets = failure_of(failure, more), b""
-
-    def stamps(self, read: Read) -> dict[int, Stamp]:
-        return stamps_in(self.arrivals, read)
 
 
 class Stamps:
@@ -174,7 +164,9 @@ class Stamps:
             if step.is_raised or step.failure is not None or not is_here or step.is_uniform(HostCopy.read):
                 continue
             replicas = step.replicas
-            error = verdict(PRESENT_CALL, step.stamps(HostCopy.read), replicas.numbers if replicas else ())
+            error = verdict(
+                PRESENT_CALL, stamps_in(step.arrivals, HostCopy.read), replicas.numbers if replicas else ()
+            )
             if isinstance(error, RemoteRankError):
                 step.is_raised = True
                 if replicas is not None:
@@ -185,14 +177,13 @@ class Stamps:
         """Compare the calls not compared yet; all ranks call, at the same point of their programs.
 
         Communicates, and raises on every rank, if ranks are in different calls, have different options, or
-        failed; raises nothing if ``call`` failed here. ``with_last``: the last call too, whose gathers are
-        over with all ranks still in it.
+        failed; not where ``call`` failed. ``with_last``: the last call too, which all ranks are still in.
         """
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
             if step.is_uniform(group.read):  # as nearly always
                 continue
-            stamps = step.stamps(group.read)
+            stamps = stamps_in(step.arrivals, group.read)
             asks = with_last and step is self._step and len({each.number for each in stamps.values()}) == 1
             error = self._verdict(PRESENT_CALL, group, step, stamps, call.origins, asks=asks)
             if error is not None:

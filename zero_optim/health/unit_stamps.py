@@ -80,38 +80,33 @@ _PURPOSES = {number: purpose for purpose, number in _NUMBERS.items()}
 class UnitStamps:
     """Sends the stamp of one optimizer's last call in gathers of units, and compares what arrives.
 
-    ``stamps``: None in a group of one. ``call`` returns what a comparison needs of the optimizer.
+    ``call`` returns what a comparison needs of the optimizer.
     """
 
-    def __init__(self, stamps: Stamps | None, group: RankGroup, call: Callable[[], Call]) -> None:
+    def __init__(self, stamps: Stamps, group: RankGroup, call: Callable[[], Call]) -> None:
         self._stamps = stamps
         self._group = group
         self._call = call
         self.num_passes = 0
-        self._arrivals: list[Arrival] = []
+        self.arrivals: list[Arrival] = []  # that were not read
         self._last: dict[int, Stamp] = {}  # of each rank in this pass, without marks
 
     def own(self, device: torch.device) -> bytes | None:
         """Return this rank's stamp; None where nobody would wait to read it."""
         may_wait = torch.is_grad_enabled() or not is_asynchronous(device)
-        return self._stamps.last if self._stamps is not None and may_wait else None
+        return self._stamps.last if may_wait else None
 
     def send(self, headers: Sequence[Header], rank: int) -> Callable[[], None] | None:
         """Send this rank's stamp with a gather, as `send_stamp`."""
         own = self.own(headers[0][1].device) if headers else None
-        return None if own is None else send_stamp(headers, rank, own, self.take)
-
-    def take(self, arrival: Arrival) -> None:
-        """Take all ranks' stamps of a gather."""
-        self._arrivals.append(arrival)
+        return None if own is None else send_stamp(headers, rank, own, self.arrivals.append)
 
     def write(self, span: Tensor, start: int, rooms: Sequence[Span], rank: int) -> None:
         """Write this rank's stamp into a flat tensor's part from ``start``, if its space is there."""
         stop = start + span.numel()
         here = [room for room in rooms if room.owner == rank and start <= room.start < stop]
-        if self._stamps is not None:
-            moved = [room._replace(start=room.start - start, stop=room.stop - start) for room in here]
-            write_stamp(headers_in(span, moved), rank, self._stamps.last)
+        moved = [room._replace(start=room.start - start, stop=room.stop - start) for room in here]
+        write_stamp(headers_in(span, moved), rank, self._stamps.last)
 
     def begin_pass(self) -> None:
         """Begin a pass: compare and forget the rest of the last one; raises as `look`."""
@@ -126,14 +121,14 @@ class UnitStamps:
 
         Communicates, and raises on every rank, once, if calls or options differ or a rank failed.
         """
-        if all(arrival.is_here for arrival in self._arrivals):
+        if all(arrival.is_here for arrival in self.arrivals):
             self._compare()
 
     def _compare(self) -> None:
-        arrivals, self._arrivals = self._arrivals, []
-        for rank, stamp in stamps_in(arrivals, self._group.read).items():
+        for rank, stamp in stamps_in(self.arrivals, self._group.read).items():
             self._last[rank] = stamp._replace(mark=0)
-        if self._stamps is None or not arrivals or len(set(self._last.values())) < 2:
+        self.arrivals.clear()
+        if len(set(self._last.values())) < 2:
             return
         call = self._call()
         error = self._stamps.compare_last(self._group.during("agree"), call, self._last)
@@ -178,7 +173,7 @@ class UnitMarks:
 
         def take(arrival: Arrival) -> None:
             if stamps is not None and own is not None:
-                stamps.take(arrival)
+                stamps.arrivals.append(arrival)
             self._arrivals.append(arrival)
 
         return send_stamp(headers, rank, marked(own or bytes(STAMP_NBYTES), mark), take)

@@ -2,11 +2,11 @@
 
 Note [Giving up together]
     The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It sends
-    them a verdict and breaks its connections; so do they: waits raise, and no work begins. A wait that fails
-    early, as gloo saw a closed connection, also asks, and decides if ranks have ended.
+    them a verdict and breaks its connections; so do they: waits raise, and no work begins. A rank whose wait
+    fails early, as gloo saw a closed connection, does so too if ranks have ended.
 
     Several ranks may decide at once. So a verdict first goes to the lowest rank that answers, which keeps the
-    first. It is asked again for some seconds if it answered before. If it answers only one of two in the same
+    first; if it answered before, it is asked for some seconds. If it answers only one of two in the same
     second, reasons differ, and nobody hangs. The store would often be on the silent rank.
 """
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("zero_optim")
 class Verdicts:
     """Finds out why a wait does not end, and gives up with all ranks; any thread may call.
 
-    ``exits``: giving up ends the process instead of making its waits raise.
+    ``exits``: giving up ends the process; else its waits raise.
     """
 
     def __init__(self, log: WorkLog, directory: Directory) -> None:
@@ -63,7 +63,7 @@ class Verdicts:
             _beside(lambda: self._warn(work, seconds))
 
     def judge_failure(self, work: Work, error: Exception | None) -> None:
-        """Find out why a work failed that nobody waits for; give up if ranks have ended."""
+        """Explain a failed work that nobody waits for; give up if ranks have ended."""
         if isinstance(error, RuntimeError):
             work.group.has_failed = True
             _beside(lambda: self.explain(work, error))
@@ -180,8 +180,8 @@ class Verdicts:
                 return self._decide(work, None, reports).error()
             if not is_closed or is_over:
                 return None
-            # The process that closed the connection may be about to end. On a busy host that takes long: some
-            # of its connections are closed, and its port still takes questions, which nobody answers.
+            # The process that closed the connection may be about to end. On a busy host that takes long, and
+            # its port takes questions that nobody answers.
             time.sleep(0.05)
         if works.verdict is None:
             return None
@@ -190,7 +190,7 @@ class Verdicts:
 
 
 def _judge(works: GroupWorks, reports: Reports, own: int, seconds: float | None) -> Verdict:
-    """Find the missing ranks of the group, then of the mesh around it."""
+    """Find missing ranks of the group, then of its mesh."""
     part = {place: what for place, what in reports.items() if works.whole[place] in works.ranks}
     if len(part) < len(reports) and not ended_ranks(reports):
         verdict = judge(part, own, seconds)

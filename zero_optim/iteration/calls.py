@@ -6,7 +6,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
-from zero_optim.health.stamps import Call, Options, Replicas
+from zero_optim.health.stamps import Call, Options, Replicas, Stamps
 from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.option_values import OptionKey
 from zero_optim.state.core import Core
@@ -112,4 +112,5 @@ class Calls:
                 return Call("", lambda _: ((), ()))
             return Call("", calls._origins, replicas=calls._replicas)
 
-        return UnitStamps(self._core.sharding.gathers.stamps, self._core.group, call)
+        stamps = self._core.sharding.gathers.stamps or Stamps()  # the latter in a group of one
+        return UnitStamps(stamps, self._core.group, call)

@@ -141,11 +141,6 @@ class _Column:
         return flat
 
 
-def labels_of(units: Sequence[tuple[str, Sequence[RowBucket]]]) -> dict[Tensor, str]:
-    """Return the name of the unit of each bucket, by the bucket's first parameter."""
-    return {bucket.params[0]: name for name, buckets in units for bucket in buckets}
-
-
 class GathersInReplicas:
     """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
 
@@ -158,23 +153,22 @@ class GathersInReplicas:
         mesh: RankMesh,
         inner: Lease,
         across: Lease,
-        units: Sequence[tuple[str, Sequence[RowBucket]]],
+        units: Mapping[RowBucket, str],
         stamps: UnitStamps,
         trained: Collection[Tensor],
         num_reduced: Callable[[], int],
         keeping: RowKeeping,
     ) -> None:
-        buckets = [bucket for _, of_unit in units for bucket in of_unit]
-        labels = labels_of(units)
+        labels = {bucket.params[0]: name for bucket, name in units.items()}
         self._marks, marks = UnitMarks(labels, mesh.inner), UnitMarks(labels, mesh.everyone)
         self._from_owners = GathersFromOwners(mesh.everyone, Lease.of(mesh.everyone), marks)
         self._mesh = mesh
         self._inner = inner
         self._across = across
-        self._columns = {bucket: _Column(bucket, mesh, keeping) for bucket in buckets}
+        self._columns = {bucket: _Column(bucket, mesh, keeping) for bucket in units}
         self._renewals = Flow(2 if keeping.is_apart else math.inf)
         self._stamps = stamps
-        self._trained = {bucket for bucket in buckets if not set(bucket.params).isdisjoint(trained)}
+        self._trained = {bucket for bucket in units if not set(bucket.params).isdisjoint(trained)}
         self._num_reduced = num_reduced
         if keeping.is_apart:
             with failing_together(mesh.everyone):
