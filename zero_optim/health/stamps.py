@@ -21,7 +21,7 @@ Note [What a count cannot tell]
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor
 
@@ -169,9 +169,7 @@ class Stamps:
             )
             if isinstance(error, RemoteRankError):
                 step.is_raised = True
-                if replicas is not None:
-                    replicas.tell(error)
-                raise error
+                _raise_in_replica(error, replicas)
 
     def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Compare the calls since the last comparison; all ranks call.
@@ -192,15 +190,16 @@ class Stamps:
                     raise error
                 break  # as on every rank
 
-    def compare_last(self, group: RankGroup, call: Call, stamps: Mapping[int, Stamp]) -> Exception | None:
-        """Compare stamps of last calls that differ; return the error for every rank, if it is new.
+    def compare_last(self, group: RankGroup, call: Call, stamps: Mapping[int, Stamp]) -> None:
+        """Compare stamps of last calls that differ; all ranks call, with the same stamps.
 
-        All ranks call, with the same stamps. Communicates if options differ or a rank failed.
+        Communicates if options differ or a rank failed; raises on every rank, once.
         """
         if not self._reported.issuperset(stamps.values()):
             self._reported = frozenset(stamps.values())
-            return self._verdict(LAST_CALL, group, self._step, stamps, call.origins, asks=True)
-        return None
+            error = self._verdict(LAST_CALL, group, self._step, stamps, call.origins, asks=True)
+            if error is not None:
+                _raise_in_replica(error, call.replicas)
 
     def _verdict(
         self,
@@ -245,6 +244,12 @@ class Stamps:
             "schedulers on all ranks alike, and load the same state on all. If they are meant to differ, "
             f"build it with own_options={names!r}"
         )
+
+
+def _raise_in_replica(error: Exception, replicas: Replicas | None) -> NoReturn:
+    if replicas is not None:
+        replicas.tell(error)
+    raise error
 
 
 def options_text(

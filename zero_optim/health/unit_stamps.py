@@ -124,14 +124,8 @@ class UnitStamps:
         for rank, stamp in stamps_in(self.arrivals, self._group.read).items():
             self._last[rank] = stamp._replace(mark=0)
         self.arrivals.clear()
-        if len(set(self._last.values())) < 2:
-            return
-        call = self._call()
-        error = self._stamps.compare_last(self._group.during("agree"), call, self._last)
-        if error is not None:
-            if call.replicas is not None:
-                call.replicas.tell(error)
-            raise error
+        if len(set(self._last.values())) > 1:
+            self._stamps.compare_last(self._group.during("agree"), self._call(), self._last)
 
 
 class UnitMarks:
