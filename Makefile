@@ -19,6 +19,7 @@ LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes ove
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
+EXTRAS := demo,optimizers,lightning,test,dev
 PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # make gpu PYTHON=/path/to/python3 takes that interpreter as it is, with the PyTorch that it has, and makes no
@@ -28,10 +29,10 @@ GPU_GIVEN := $(filter command,$(origin PYTHON))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all exhaustive late gpu bench lint style types imports format clean
+.PHONY: help train test test-all exhaustive late integrations gpu bench lint style types imports format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "ARGS='...' is handed on, as in: make train ARGS='--nproc 4', make test ARGS='-k pool'"
 
 train: $(STAMP)  ## train the small GPT, sharded over two processes
@@ -49,6 +50,9 @@ exhaustive: $(STAMP)  ## run every case of what test-all shows for some: kills, 
 late: $(STAMP)  ## run what communicates with collectives as late as they may, minutes for each of SEEDS='1 2 3'
 	@for seed in $(SEEDS); do \
 	    $(PYTEST) -m "not slow and not exhaustive" --late-seed $$seed $(LATE) $(ARGS) || exit 1; done
+
+integrations:  ## run the adapters with the real frameworks, in an environment of their own
+	@$(MAKE) --no-print-directory test VENV=.venv-integrations EXTRAS=integrations ARGS='tests/integrations $(ARGS)'
 
 gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
@@ -73,7 +77,7 @@ format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove the environments and everything that was built
-	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-torch-* .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted set-up is no set-up. It is removed first, so an interrupted update is
@@ -88,5 +92,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@sed $(if $(TORCH),-e '/^torch==/d') -e '' constraints.txt > $(VENV)/constraints.txt
 	$(VENV)/bin/python -m pip install --quiet torch==$(or $(TORCH),2.13.0) -c $(VENV)/constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt \
-	    -e '.[demo,optimizers,integrations,test,dev]' torch==$(or $(TORCH),2.13.0)
+	    -e '.[$(EXTRAS)]' torch==$(or $(TORCH),2.13.0)
 	@touch $@

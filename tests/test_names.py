@@ -26,7 +26,7 @@ INHERITED = [(feature, path) for feature, paths in private.INHERITED.items() for
 
 def modules() -> Iterator[str]:
     for found in pkgutil.walk_packages(zero_optim.__path__, "zero_optim."):
-        if not found.name.endswith("__main__"):
+        if not re.search(r"__main__$|\.integrations\.", found.name):  # the latter need frameworks
             yield found.name
 
 

@@ -48,8 +48,8 @@ class Snapshot:
 
     Attributes:
         untouched: nothing has changed the state since the optimizer was built.
-        age: the number of changes since: steps, loads and the like, which all ranks do together.
-        steps: calls of step() on this rank, also skipped ones; going back restores the older count.
+        age: the number of changes since: steps, loads and the like, equal on all ranks.
+        steps: calls of step() on this rank, also skipped ones.
         is_torn: a step broke off half way.
         saved: the token of the last checkpoint, saved or loaded, and the age of its state.
     """

@@ -1,0 +1,167 @@
+"""Accelerate trains at stages 1 to 3 as with its own DDP: bits, clipping, accumulation, resume."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from frameworks import Block, Net, as_torchrun_says, assert_same, samples, whole
+from pool import Pool, on_ranks
+from zero_optim import NotConsolidatedError, ZeroRedundancyOptimizer
+from zero_optim.integrations.accelerate import Accelerator
+from zero_optim.integrations.stages import WRAPPERS
+
+AdamW = torch.optim.AdamW
+Weights = dict[str, Tensor]
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """Accelerate keeps what it knows of the process in classes."""
+    with as_torchrun_says():
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+@dataclass
+class Run:
+    """A script as Accelerate's guide has it; stage 0 is its own `Accelerator` with a plain optimizer."""
+
+    stage: int
+    epochs: int = 1
+    accumulates: int = 1
+    scales: bool = False
+    resumes: str | None = None
+    saves: str | None = None
+    wrap: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def accelerator(self) -> accelerate.Accelerator:
+        options = {"cpu": True, "gradient_accumulation_steps": self.accumulates, **self.options}
+        if not self.stage:
+            return accelerate.Accelerator(**options)
+        wrap = {"units": [Block], **self.wrap} if self.stage == 3 else self.wrap
+        return Accelerator(zero_stage=self.stage, wrap=wrap, **options)
+
+    def weights(self) -> Weights:
+        with fresh():
+            accelerator, model = self.accelerator(), Net()
+            if self.scales:  # it makes one itself, but not on the CPU
+                accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+            optimizer: Any = AdamW(model.parameters(), lr=0.05)
+            if self.stage:
+                optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+            loader = DataLoader(TensorDataset(*samples()), batch_size=2)
+            wrapped, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+            assert self.stage < 2 or isinstance(wrapped, WRAPPERS[self.stage])
+            if self.resumes:
+                accelerator.load_state(self.resumes)
+            for _ in range(self.epochs):
+                for inputs, targets in loader:
+                    with accelerator.accumulate(wrapped):
+                        accelerator.backward(nn.functional.mse_loss(wrapped(inputs), targets))
+                        if accelerator.sync_gradients:
+                            accelerator.clip_grad_norm_(wrapped.parameters(), 0.3)
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
+            if self.saves:
+                accelerator.save_state(self.saves)
+            return whole(model)
+
+
+def run_weights(run: Run) -> Weights:
+    return run.weights()
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scales": True},
+    "bf16": {"options": {"mixed_precision": "bf16"}},
+    "accumulated": {"accumulates": 2, "wrap": {"accumulate": "local"}},
+    "unused": {"options": {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_stage_trains_with_the_bits_of_ddp(stage: int, name: str) -> None:
+    options = RUNS[name]
+    assert_same(Run(stage, **options).weights(), Run(0, **options).weights())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_owners_add_up_what_accelerate_accumulates(stage: int) -> None:
+    assert_same(Run(stage, accumulates=2).weights(), Run(0, accumulates=2).weights(), to_the_bit=False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_saved_state_resumes_on_any_number_of_ranks(
+    pool: Pool, tmp_path: Path, stage: int, size: int
+) -> None:
+    results, states = [], []
+    for each in (0, stage):
+        path = tmp_path / str(each)
+        pool.run(2, run_weights, Run(each, saves=str(path)))
+        results.append(pool.run(size, run_weights, Run(each, resumes=str(path)))[0])
+        states.append(torch.load(path / "optimizer.bin"))
+    assert_same(results[1], results[0], to_the_bit=size < 3)
+    before, after = (state["state"] for state in states)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[i]["exp_avg"], before[i]["exp_avg"]) for i in before)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (3, 1)])
+def test_a_saved_state_goes_from_stage_to_stage_and_to_ddp(
+    pool: Pool, tmp_path: Path, before: int, after: int
+) -> None:
+    pool.run(2, run_weights, Run(0, saves=str(tmp_path / "ddp")))
+    pool.run(2, run_weights, Run(before, saves=str(tmp_path / "x")))
+    expected = pool.run(2, run_weights, Run(0, resumes=str(tmp_path / "ddp")))[0]
+    assert_same(pool.run(2, run_weights, Run(after, resumes=str(tmp_path / "x")))[0], expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_node_can_save_for_itself(tmp_path: Path, stage: int) -> None:
+    """Both ranks are of one node here, whose first writes."""
+    each = ProjectConfiguration(save_on_each_node=True)
+    Run(stage, saves=str(tmp_path / "x"), options={"project_config": each}).weights()
+    expected = Run(stage, epochs=2).weights()
+    got = Run(stage, resumes=str(tmp_path / "x"), options={"project_config": each}).weights()
+    assert_same(got, expected)
+
+
+@on_ranks(2)
+def test_what_cannot_be_meant_is_refused() -> None:
+    with fresh():
+        model = Net()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05)
+        accelerator = Accelerator(cpu=True, zero_stage=2)
+        with pytest.raises(ValueError, match=r"one model together with its .*, got 1 models and 0"):
+            accelerator.prepare(model)
+        wrapped, prepared = accelerator.prepare(model, optimizer)
+        wrapped(samples()[0]).square().mean().backward()
+        with pytest.raises(ValueError, match="takes all parameters of one sharded optimizer"):
+            accelerator.clip_grad_norm_(model.last.parameters(), 1.0)
+        prepared.step()
+        with pytest.raises(NotConsolidatedError, match="call consolidate_state_dict"):
+            prepared.state_dict()
+    with pytest.raises(ValueError, match="expected a stage of ZeRO, 1, 2 or 3, got 0"):
+        Accelerator(cpu=True, zero_stage=0)

@@ -1,0 +1,306 @@
+"""Lightning trains at stages 1 to 3 as with its own `DDPStrategy`: bits, checkpoints, resume."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from frameworks import Block, Net, as_torchrun_says, assert_same, samples, whole
+from pool import Pool, on_ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.integrations.lightning import ZeroStrategy
+from zero_optim.step.partial import PartialGradient
+
+AdamW = torch.optim.AdamW
+Weights = dict[str, Tensor]
+
+
+class Module(pl.LightningModule):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.net, self.stage = Net(), stage
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parts = [isinstance(param.grad, PartialGradient) for param in self.parameters()]
+        assert any(parts) == (self.stage > 1)
+
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("loss", self.training_step(batch, index), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        if self.stage:
+            optimizer: Any = ZeroRedundancyOptimizer(self.parameters(), AdamW, lr=0.05)
+        else:
+            optimizer = AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+@dataclass
+class Fit:
+    """A run: stage 0 is Lightning's own DDP with a plain optimizer."""
+
+    stage: int
+    epochs: int = 1
+    resumes: str | None = None
+    saves: str | None = None
+    sharded: bool = False
+    wrap: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    module: type[Module] = Module
+
+    def strategy(self) -> DDPStrategy:
+        common: dict[str, Any] = {
+            "cluster_environment": TorchElasticEnvironment(),
+            "process_group_backend": "gloo",
+        }
+        if not self.stage:
+            return DDPStrategy(**common)
+        wrap = {"units": [Block], **self.wrap} if self.stage == 3 else self.wrap
+        return ZeroStrategy(self.stage, wrap=wrap, sharded_checkpoints=self.sharded, **common)
+
+    def trainer(self) -> pl.Trainer:
+        return pl.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=self.strategy(),
+            max_epochs=self.epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **self.options,
+        )
+
+    def run(self) -> tuple[pl.Trainer, Module]:
+        with as_torchrun_says():
+            trainer, module = self.trainer(), self.module(self.stage)
+            trainer.fit(module, batches(), ckpt_path=self.resumes)
+            if self.saves:
+                trainer.save_checkpoint(self.saves)
+        return trainer, module
+
+    def weights(self) -> Weights:
+        return whole(self.run()[1])
+
+
+def batches() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*samples()), batch_size=2)
+
+
+def half_precision() -> dict[str, Any]:
+    """A scaler, which begins with infinities; Lightning itself makes none on the CPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    return {"plugins": MixedPrecision("16-mixed", "cpu", scaler), "gradient_clip_val": 0.3}
+
+
+OPTIONS: dict[str, Any] = {
+    "plain": dict,
+    "clipped": lambda: {"gradient_clip_val": 0.3},
+    "clipped by value": lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "bf16-mixed": lambda: {"precision": "bf16-mixed", "gradient_clip_val": 0.3},
+    "bf16-true": lambda: {"precision": "bf16-true", "gradient_clip_val": 0.3},
+    "16-mixed": half_precision,
+    "accumulated": lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_stage_trains_with_the_bits_of_ddp(stage: int, option: str) -> None:
+    wrap = {"accumulate": "local"} if option == "accumulated" and stage > 1 else {}
+    expected = Fit(0, options=OPTIONS[option]()).weights()
+    assert_same(Fit(stage, wrap=wrap, options=OPTIONS[option]()).weights(), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_owners_add_up_what_lightning_accumulates(stage: int) -> None:
+    options = OPTIONS["accumulated"]()
+    expected = Fit(0, options=options).weights()
+    assert_same(Fit(stage, options=options).weights(), expected, to_the_bit=False)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def run_weights(fit: Fit) -> Weights:
+    return fit.weights()
+
+
+def saved_and_resumed(pool: Pool, path: Path, fit: Fit, then: Fit, size: int) -> Weights:
+    """Train on two ranks, save, and train on with ``size`` ranks."""
+    fit.saves = then.resumes = str(path)
+    pool.run(2, run_weights, fit)
+    return pool.run(size, run_weights, then)[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_checkpoints_resume_on_any_number_of_ranks(
+    pool: Pool, tmp_path: Path, stage: int, size: int
+) -> None:
+    expected = saved_and_resumed(pool, tmp_path / "ddp.ckpt", Fit(0), Fit(0, epochs=2), size)
+    got = saved_and_resumed(pool, tmp_path / "zero.ckpt", Fit(stage), Fit(stage, epochs=2), size)
+    assert_same(got, expected, to_the_bit=size < 3)
+    files = [torch.load(tmp_path / name) for name in ("ddp.ckpt", "zero.ckpt")]
+    assert_same(files[1]["state_dict"], files[0]["state_dict"])
+    moments = [file["optimizer_states"][0]["state"] for file in files]
+    assert moments[1].keys() == moments[0].keys()
+    assert all(torch.equal(moments[1][i]["exp_avg"], moments[0][i]["exp_avg"]) for i in moments[0])
+    assert files[1].keys() == files[0].keys()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (3, 1)])
+def test_whole_checkpoints_go_from_stage_to_stage_and_to_ddp(
+    pool: Pool, tmp_path: Path, before: int, after: int
+) -> None:
+    expected = pool.run(2, run_weights, Fit(0, epochs=2))[0]
+    got = saved_and_resumed(pool, tmp_path / "x.ckpt", Fit(before), Fit(after, epochs=2), 2)
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stages", [(1, 1), (2, 2), (3, 3), (2, 3), (3, 2)])
+def test_sharded_checkpoints_resume_on_any_number_of_ranks(
+    pool: Pool, tmp_path: Path, stages: tuple[int, int], size: int
+) -> None:
+    before, after = (Fit(stage, sharded=True) for stage in stages)
+    after.epochs = 2
+    expected = saved_and_resumed(pool, tmp_path / "ddp.ckpt", Fit(0), Fit(0, epochs=2), size)
+    assert_same(saved_and_resumed(pool, tmp_path / "x", before, after, size), expected, to_the_bit=size < 3)
+    assert (tmp_path / "x" / "manifest.json").exists()
+
+
+@on_ranks(2)
+def test_a_folder_is_loaded_by_a_strategy_that_is_told_so(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    Fit(2, sharded=True, saves=path).run()
+    with pytest.raises(ValueError, match="is a folder: load with ZeroStrategy"):
+        Fit(2, epochs=2, resumes=path).run()
+
+
+# ---------------------------------------------------------------------- evaluation, several optimizers
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_that_was_trained_can_be_tested(stage: int) -> None:
+    results = []
+    for each in (0, stage):
+        trainer, module = Fit(each).run()
+        with as_torchrun_says():
+            results.append(trainer.test(module, batches(), verbose=False))
+    assert results[1] == results[0]
+
+
+@on_ranks(2)
+def test_a_module_can_be_trained_again_but_not_at_stage_3() -> None:
+    results = []
+    for stage in (0, 1, 2):
+        fit = Fit(stage)
+        _, module = fit.run()
+        with as_torchrun_says():
+            fit.trainer().fit(module, batches())
+        results.append(whole(module))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+    fit = Fit(3)
+    _, module = fit.run()
+    with as_torchrun_says(), pytest.raises(ValueError, match="that has an optimizer already"):
+        fit.trainer().fit(module, batches())
+
+
+class TwoOptimizers(Module):
+    """Steps by hand, the body and the head in turn."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parts = [*self.net.first.parameters(), *self.net.blocks.parameters()], [*self.net.last.parameters()]
+        if self.stage:
+            return [ZeroRedundancyOptimizer(part, AdamW, lr=0.05) for part in parts]
+        return [AdamW(part, lr=0.05) for part in parts]
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        both: Any = self.optimizers()
+        for optimizer in both:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in both:
+            optimizer.step()
+
+
+class ByHand(Module):
+    """Steps one optimizer by hand, and clips."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        self.clip_gradients(optimizer, 0.3, "norm")
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_modules_may_step_by_hand(stage: int) -> None:
+    expected = Fit(0, module=ByHand).weights()
+    assert_same(Fit(stage, module=ByHand).weights(), expected)
+
+
+@on_ranks(2)
+def test_modules_that_step_by_hand_are_refused_at_stage_3() -> None:
+    with pytest.raises(ValueError, match=r"backward\(\) in forward\(\): stage 3 does not take it"):
+        Fit(3, module=ByHand).run()
+
+
+@on_ranks(2)
+def test_several_optimizers_train_at_stage_1_and_are_refused_at_others(tmp_path: Path) -> None:
+    expected = Fit(0, module=TwoOptimizers).weights()
+    assert_same(Fit(1, module=TwoOptimizers, saves=str(tmp_path / "x.ckpt")).weights(), expected)
+    resumed = Fit(1, epochs=2, module=TwoOptimizers, resumes=str(tmp_path / "x.ckpt")).weights()
+    assert_same(resumed, Fit(0, epochs=2, module=TwoOptimizers).weights())
+    fits = Fit(2, module=TwoOptimizers), Fit(3, module=TwoOptimizers)
+    for fit in (*fits, Fit(1, sharded=True, module=TwoOptimizers)):
+        with pytest.raises(ValueError, match="take one optimizer, got 2"):
+            fit.run()
+
+
+class Plain(Module):
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters())
+
+
+@on_ranks(2)
+def test_a_plain_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a zero_optim\.ZeroRedundancyOptimizer, got AdamW"):
+        Fit(2, module=Plain).run()
+    with pytest.raises(ValueError, match="expected a stage of ZeRO, 1, 2 or 3, got 4"):
+        ZeroStrategy(4)
+
+
+def test_strategies_have_names() -> None:
+    for stage in (1, 2, 3):
+        strategy = StrategyRegistry.get(f"zero{stage}")
+        assert isinstance(strategy, ZeroStrategy)
+        assert strategy.stage == stage

@@ -1,0 +1,55 @@
+"""What adapters share: the wrapper of a stage, and the optimizer inside of a framework's own object."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+
+WRAPPERS: dict[int, Callable[..., nn.Module]] = {2: ShardedDataParallel, 3: FullyShardedDataParallel}
+
+
+def check_stage(stage: object) -> None:
+    """Raise ValueError for what is no stage of ZeRO."""
+    if stage not in (1, *WRAPPERS):
+        raise ValueError(f"expected a stage of ZeRO, 1, 2 or 3, got {stage!r}")
+
+
+def is_ours(optimizer: Any) -> bool:
+    """Whether a framework's object is, or wraps, a sharded optimizer of this library."""
+    return isinstance(_unwrapped(optimizer), ZeroRedundancyOptimizer)
+
+
+def inner(optimizer: Any) -> ZeroRedundancyOptimizer:
+    """Return the sharded optimizer inside of frameworks' wrappers; else TypeError on every rank."""
+    ours: ZeroRedundancyOptimizer = _unwrapped(optimizer)
+    require_ours(ours)
+    return ours
+
+
+def _unwrapped(wrapper: Any) -> Any:
+    """Look inside wrappers of frameworks; some of them are instances of the class that they wrap."""
+    if not isinstance(wrapper, Optimizer) or "core" in vars(wrapper):
+        return wrapper
+    inside = getattr(wrapper, "optimizer", None)
+    return wrapper if inside is None else _unwrapped(inside)
+
+
+def wrapped(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: ZeroRedundancyOptimizer,
+    stage: int,
+    options: Mapping[str, Any],
+) -> nn.Module:
+    """Wrap a model at stage 2 or 3, prepared for mixed precision, device and compiler; all ranks call."""
+    model, handler = accelerator.prepare_model(model, evaluation_mode=True), accelerator.ddp_handler
+    ddp_options = {} if handler is None else handler.to_kwargs()
+    wrapper: Any = WRAPPERS[stage](model, optimizer, **{**ddp_options, **options})
+    if handler is not None:
+        handler.register_comm_hook(wrapper)  # raises if there is one
+    wrapper._is_accelerate_prepared = True
+    return wrapper  # type: ignore[no-any-return]
