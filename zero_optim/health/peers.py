@@ -64,8 +64,8 @@ class Listener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.create_server((host, 0), family=family, backlog=128)
         self.socket.setblocking(False)
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
+        self._receiver, self._sender = socket.socketpair()  # for `wake`
+        for end in (self._receiver, self._sender):
             end.setblocking(False)
         port = self.socket.getsockname()[1]
         self.address = Address(host, port, secrets.token_hex(16), socket.gethostname())
@@ -73,17 +73,17 @@ class Listener:
     def wait(self, seconds: float) -> bool:
         """Wait for a question, a `wake`, or some seconds; True for a question."""
         with _Selector() as selector:
-            for each in (self.socket, self._woken):
+            for each in (self.socket, self._receiver):
                 selector.register(each, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(seconds)]
-        if self._woken in ready:
-            self._woken.recv(4096)
+        if self._receiver in ready:
+            self._receiver.recv(4096)
         return self.socket in ready
 
     def wake(self) -> None:
         """End a `wait`, from any thread, also during garbage collection."""
         with suppress(OSError):  # it has ended, or has been woken often enough
-            self._waker.send(b"\0")
+            self._sender.send(b"\0")
 
     def answer(self, answer: Callable[[Message], Message]) -> None:
         """Answer one question, if there is one."""
@@ -101,7 +101,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
-        for each in (self.socket, self._woken, self._waker):
+        for each in (self.socket, self._receiver, self._sender):
             each.close()
 
 

@@ -68,7 +68,7 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
         return
     watchdog = _WATCHDOGS.get(world)
     if watchdog is not None and not watchdog.add(user, group, on_stall):
-        watchdog.wait_until_left()
+        watchdog.has_left.wait(ANSWER_LIMIT)  # not longer: the store may be stuck
         watchdog = None
     if watchdog is None and Directory.can_be_kept():
         watchdog = _WATCHDOGS[world] = Watchdog(log_of(world), world)
@@ -99,7 +99,7 @@ def learn_addresses(group: RankGroup) -> None:
     world = dist.group.WORLD
     watchdog = None if world is None else _WATCHDOGS.get(world)
     if watchdog is not None and 1 < group.size <= _GROUP_FOR_ALL:
-        watchdog.learn(group)
+        watchdog.directory.learn(group.works.ranks)
 
 
 class AwakeTime:
@@ -129,22 +129,22 @@ class Watchdog:
 
     def __init__(self, log: WorkLog, world: dist.ProcessGroup) -> None:
         current = weakref.ref(world)
-        self._directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
-        self._verdicts = Verdicts(log, self._directory)
+        self.directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
+        self.has_left = threading.Event()  # the store knows that this rank listens no more
+        self._verdicts = Verdicts(log, self.directory)
         self._users: WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = WeakKeyDictionary()
         self._interval = _LONGEST_LOOK
         self._awake = AwakeTime()
         self._lock = threading.Lock()
         self._is_over = False
-        self._has_left = threading.Event()
-        self._listener = Listener(self._directory.own_host())
+        self._listener = Listener(self.directory.own_host())
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
     def start(self) -> None:
         """Start the thread; it ends with the interpreter or the last user."""
         _LISTENERS.add(self._listener)
         self._verdicts.log.explain = self._verdicts.explain
-        self._directory.publish(self._listener.address)
+        self.directory.publish(self._listener.address)
         self._thread.start()
         atexit.register(self.end)
 
@@ -156,9 +156,9 @@ class Watchdog:
             if self._is_over:
                 return False
             if user not in self._users:
-                woken = weakref.finalize(user, self._listener.wake)  # called after it has left the users
-                woken.atexit = False
-                self._users[user] = woken
+                finalizer = weakref.finalize(user, self._listener.wake)  # called after it has left the users
+                finalizer.atexit = False
+                self._users[user] = finalizer
         self._verdicts.exits |= on_stall == "exit"
         limit = group.works.limit if group.phase.timeout is None else group.phase.timeout
         self._interval = min(self._interval, max(limit / 20, 0.05))
@@ -168,18 +168,10 @@ class Watchdog:
     def drop(self, user: object) -> None:
         """Drop a user, if it was added."""
         with self._lock:
-            woken = self._users.pop(user, None)
-        if woken is not None:
-            woken.detach()
+            finalizer = self._users.pop(user, None)
+        if finalizer is not None:
+            finalizer.detach()
             self._listener.wake()
-
-    def wait_until_left(self) -> None:
-        """Wait briefly for an ended watchdog's entry in the store, which may be stuck."""
-        self._has_left.wait(ANSWER_LIMIT)
-
-    def learn(self, group: RankGroup) -> None:
-        """Learn the other ranks' addresses."""
-        self._directory.learn(group.works.ranks)
 
     def end(self) -> None:
         """End the thread and wait for it; the interpreter calls it at exit."""
@@ -191,29 +183,26 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._is_done():
+            while not self._has_ended():
                 if self._listener.wait(self._interval):
                     self._listener.answer(self._verdicts.answer)
                 self._look()
         finally:
             with self._lock:
                 self._is_over = True
-            self._leave()
-            self._listener.close()
-            atexit.unregister(self.end)
+            self._verdicts.log.explain = explain_nothing
+            try:
+                # Without the lock, which detach() takes too: a stopped process's store does not answer.
+                self.directory.leave()
+            finally:
+                self.has_left.set()
+                self._listener.close()
+                atexit.unregister(self.end)
 
-    def _is_done(self) -> bool:
+    def _has_ended(self) -> bool:
         with self._lock:
-            self._is_over |= not self._users or not self._directory.is_current()
+            self._is_over |= not self._users or not self.directory.is_current()
             return self._is_over
-
-    def _leave(self) -> None:
-        # Without the lock, which detach() takes too: the store may not answer, if its process is stopped.
-        self._verdicts.log.explain = explain_nothing
-        try:
-            self._directory.leave()
-        finally:
-            self._has_left.set()
 
     def _look(self) -> None:
         now = self._awake.look(self._interval)
