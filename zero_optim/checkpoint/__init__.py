@@ -1,7 +1,4 @@
-"""Checkpoints: each rank writes what it owns. They load on any number of ranks, and are complete or absent.
-
-docs/checkpoints.md describes the guarantees and the format.
-"""
+"""Checkpoints, complete or absent, that load on any number of ranks: docs/checkpoints.md."""
 
 from zero_optim.checkpoint.dcp import OptimizerState, Reader, SafeLoadPlanner, Writer
 from zero_optim.checkpoint.folder import latest

@@ -1,4 +1,4 @@
-"""What each rank writes to a checkpoint, and reads of the model: what it owns, and its part of the rest."""
+"""What each rank writes to a checkpoint, and reads of the model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -29,7 +29,7 @@ MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
 
 @dataclass(slots=True)
 class RankContent:
-    """What one rank writes: packed values and tensors by key, and of tensors that are rows their box."""
+    """What one rank writes: packed values, tensors, and the boxes of those that are rows, by key."""
 
     values: dict[str, Json] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -178,7 +178,6 @@ def collect(members: Members, objects: Objects, extra: object) -> tuple[RankCont
 
 
 def _add_model(part: RankContent, objects: Objects, group: RankGroup) -> list[str]:
-    """Add what this rank writes of the model, and describe the model."""
     packed = RankContent()
     packed.add(MODEL, objects.model_state())
     places = places_of(packed.tensors, objects, group)

@@ -1,7 +1,4 @@
-"""Data files: one safetensors file for each rank, with a checksum for every tensor. No communication.
-
-The format: eight bytes with the header's length, the header in JSON, then the tensors' bytes without gaps.
-"""
+"""Data files: one safetensors file for each rank, with a checksum for every tensor. No communication."""
 
 import json
 import math
@@ -164,7 +161,6 @@ def write_tensors(
 
 
 def _append(file: FileIO, run: memoryview) -> int:
-    """Write a run of bytes and return its checksum."""
     checksum = 0
     for first in range(0, run.nbytes, PIECE_NBYTES):
         piece = run[first : first + PIECE_NBYTES]
@@ -188,7 +184,7 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
 
 
 def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
-    """Map the first bytes of a file, read when they are used. Changes do not reach the file."""
+    """Map the first bytes of a file. Changes do not reach the file."""
     storage: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
     mapped: torch.UntypedStorage = storage
     return mapped
@@ -202,7 +198,7 @@ def tensor_in(
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """Lay a tensor out with some strides, which are dense; copies only if it is laid out otherwise."""
+    """Lay a tensor out with dense strides; copies if it has others."""
     if tensor.stride() == tuple(strides) or tensor.numel() == 0:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
@@ -222,7 +218,7 @@ class CheckpointReader:
 
     @property
     def token(self) -> str:
-        """The token of the save, which is in the names of its files; "" if there are none."""
+        """The token of the save, from the names of its files; "" without files."""
         name = next(iter(self.manifest.files), "")
         return name.partition("-")[2].partition("-")[0]
 

@@ -1,4 +1,4 @@
-"""Adapters for users of ``torch.distributed.checkpoint`` (DCP), whose planners decide which rank writes what.
+"""Adapters for ``torch.distributed.checkpoint`` (DCP), whose planners decide which rank writes what.
 
 `Writer` and `Reader` use our files: PyTorch's own storage has a pickle, which can run code when it is read.
 `OptimizerState` shows a sharded optimizer. The state of a cut parameter is saved as one tensor, of which each

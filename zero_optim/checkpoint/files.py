@@ -1,15 +1,14 @@
 """Reads regular files only, writes files that are complete or absent, and locks folders. No communication.
 
 Other users of a folder may have left anything there: a FIFO, on which reading waits, a link to a device
-without an end, or a link at the path of a file that is about to be written.
+without an end, or a link at the path of a new file.
 
 Note [Locks]
     The file is locked with ``flock``, which ends with the process. The holder removes the file before it
     releases the lock, so a process that has locked a file checks that it is still the one in the folder.
 
     Some file systems have no locks (Lustre without ``flock``, NFS with ``nolock``). There the last save
-    counts and nothing is lost: files have names that no other save uses, and a save removes only files that
-    it replaced. The files of a killed save stay.
+    counts: files have names that no other save uses, and a save removes only files that it replaced.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Matches a checkpoint to the objects to load into: whether it fits, and which rows of it each rank needs."""
+"""Whether a checkpoint fits the objects to load into, and which rows of it each rank needs."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -107,14 +107,9 @@ def _names_in(objects: Objects, optimizer: ZeroRedundancyOptimizer, about: Json)
 class RankInput:
     """What one rank has read of a checkpoint that fits; ValueError if state has a wrong shape.
 
-    With ``only``, other parameters of the optimizer and their state are not read.
-
-    Attributes:
-        places: of the model, to load into.
-        state: of the parameters that this rank owns, and global entries.
-        options: by group of the optimizer.
-        sections: other values by section; that of random states is this rank's.
-        rest: extra state of the model's modules.
+    With ``only``, other parameters of the optimizer and their state are not read. ``places`` are tensors of
+    the model to load into, ``rest`` is extra state of its modules. ``state`` and ``options`` are the
+    optimizer's, ``sections`` all other values.
     """
 
     def __init__(

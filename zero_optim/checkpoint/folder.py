@@ -1,4 +1,4 @@
-"""Folders of checkpoints: completes one, finds the newest, removes old ones and the files of killed saves.
+"""Folders of checkpoints: completes one, finds the newest, removes old ones.
 
 Note [Family]
     Checkpoints of one family lie in one parent folder, and their names differ only in digits. ``keep=``
@@ -44,7 +44,7 @@ def resolved(path: object) -> Path:
 def own_folder(path: object) -> Path:
     """Return a checkpoint's own folder, absolute; ValueError if the path does not end in a name.
 
-    "" may be a variable that was never set, and a save must not replace what is in the current folder.
+    "" may be a variable that was never set.
     """
     folder = resolved(path)
     if Path(str(path)).name in ("", ".."):
@@ -58,10 +58,9 @@ def own_folder(path: object) -> Path:
 def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
     """Find the newest complete checkpoint: ``path`` itself, or a folder directly in it. No communication.
 
-    Returns its folder, None if there is none. Skips incomplete and damaged checkpoints, and what cannot be
-    read. The newest has the highest number: each save takes one more than those next to it. Every byte of the
-    newest is compared with its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path``
-    exists and cannot be listed.
+    Returns its folder, None if there is none. Skips incomplete and damaged checkpoints. The newest has the
+    highest number: each save takes one more than those next to it. Every byte of the newest is compared with
+    its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path`` cannot be listed.
     """
     for folder in reversed(_complete_ones(_with_inner(Path(path)))):
         with suppress(CheckpointError):
@@ -72,12 +71,10 @@ def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
 
 
 def _with_inner(path: Path) -> list[Path]:
-    """List a folder and the folders directly in it."""
     return [path, *sorted(child for child in path.iterdir() if is_dir(child))] if is_dir(path) else []
 
 
 def _complete_ones(folders: Iterable[Path]) -> list[Path]:
-    """List the checkpoints that are complete, oldest first."""
     age = {}
     for folder in folders:
         with suppress(CheckpointError):

@@ -49,8 +49,8 @@ def load(
     """Load a checkpoint; all ranks call, with the same arguments.
 
     The number of ranks, owners, buckets, and the order and grouping of parameters may differ from the save.
-    Each rank reads what it owns, and then the parameters are broadcast. Everything that is read is compared
-    with its checksum. If this raises one of the errors below, nothing has changed.
+    Each rank reads what it owns, compared with its checksum, and then the parameters are broadcast. If this
+    raises one of the errors below, nothing has changed.
 
     Args:
         path: a checkpoint's folder; `latest` finds the newest.
@@ -222,7 +222,6 @@ def place_own(part: RankInput) -> None:
 
 @contextmanager
 def _fits(what: str) -> Iterator[None]:
-    """Say in an error which object refused its state."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,4 @@
-"""The manifest: a JSON file that says what a checkpoint holds and where, and completes the checkpoint.
-
-Nothing in a checkpoint is a pickle. docs/checkpoints.md has the format. No communication.
-"""
+"""The manifest: a JSON file that says what a checkpoint holds and where, and completes the checkpoint."""
 
 import json
 import math
@@ -201,7 +198,6 @@ def _head_line(version: int, text: str, content: Mapping[str, Any]) -> str:
 
 
 def _head_of(line: str | bytes) -> dict[str, Any]:
-    """Read a first line; ValueError if it is not ours."""
     head = json.loads(line)
     if isinstance(head, dict) and head.get("format") == FORMAT:
         return head

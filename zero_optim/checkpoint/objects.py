@@ -1,4 +1,4 @@
-"""What is saved or loaded, by which ranks, under which names; and how to take a load back."""
+"""What is saved or loaded, by which ranks, under which names; and how a load is undone."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -249,7 +249,6 @@ def undo_of(objects: Objects) -> Callable[[], None]:
 
 
 def _loading(load: Callable[[Any], object], state: object, attributes: dict[str, Any]) -> Callable[[], None]:
-    """Copy a state, for nested values, and attributes."""
     state, before = deepcopy(state), dict(attributes)
 
     def step() -> None:

@@ -5,6 +5,7 @@ Tensors are mapped from files: the system reads their pages when they are used, 
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime, timezone
@@ -101,7 +102,6 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
 
 
 def _state_dict(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
-    """Build a state dict of ``torch.optim``."""
     about, state, groups, names = values[OPTIMIZER], dict[Any, Any](), [], list[str]()
     for group in about["groups"]:
         members = range(len(names), len(names) + len(group["names"]))
@@ -138,7 +138,6 @@ def _mapped_tensors(
 
 
 def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable[[int], object]) -> None:
-    """Write the model's tensors, by name."""
     keys, entries = dict[str, str](), reader.manifest.entries
     for name, (kind, body) in model_parts(reader.manifest.values).items():
         if kind in ("sparse", "subclass", "wrapper"):
@@ -164,9 +163,8 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
     """Write a checkpoint as that many ranks without cuts would have written it.
 
     The source is a checkpoint, or a file of ``torch.save`` with a state dict of an optimizer, of a model, or
-    of both under "optimizer" and "model"; parameters without names are known by place. CheckpointError if it
-    is incomplete or damaged, or ``out`` cannot be written; ValueError if ``world_size`` is below 1, the file
-    is no state dict, or ``out`` lies in the source or has no name of its own.
+    of both under "optimizer" and "model". CheckpointError if it is incomplete or damaged, or ``out`` cannot
+    be written; ValueError if ``world_size`` is below 1, the file is no state dict, or ``out`` is refused.
     """
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
@@ -241,16 +239,16 @@ def _from_file(path: Path) -> _Source:
 
 def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
     """Choose a rank for each key as an optimizer does by default: by size, group by group."""
-    about = source.values.get(OPTIMIZER, {"groups": []})
-
-    def cost(name: str) -> float:
-        """Return the number of elements of a parameter; if its shape is unknown, the bytes of its state."""
-        known, prefix = about["params"].get(name), f"{STATE}/{key_of(name)}/"
-        if known:
-            return float(math.prod(known[1]))
-        return sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
-
-    owners = assign_owners([[cost(name) for name in group["names"]] for group in about["groups"]], world_size)
+    about = source.values.get(OPTIMIZER, {"groups": [], "params": {}})
+    costs = defaultdict[str, float](float)  # elements of a parameter, or if unknown the bytes of its state
+    for key, box in source.boxes.items():
+        name, slash, _ = key.removeprefix(STATE + "/").partition("/")
+        if slash and key.startswith(STATE + "/"):
+            costs[unquote(name)] += box.nbytes
+    costs.update({name: float(math.prod(shape)) for name, (_, shape) in about["params"].items()})
+    owners = assign_owners(
+        [[costs[name] for name in group["names"]] for group in about["groups"]], world_size
+    )
     of_name: dict[str, int] = {}
     for group, ranks in zip(about["groups"], owners, strict=True):
         of_name.update(zip(group["names"], ranks, strict=True))
@@ -280,7 +278,6 @@ def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
 
 
 def _write(source: _Source, owner_of: Callable[[str], int], out: Path) -> tuple[dict[str, DataFile], Written]:
-    """Write all data files, one after the other."""
     token, boxes = new_token(), dict[int, list[Box]]()
     for key, box in source.boxes.items():
         boxes.setdefault(owner_of(key), []).append(box)

@@ -45,9 +45,9 @@ def save(  # noqa: PLR0913 - keyword-only
 ) -> None:
     """Save a checkpoint; all ranks call, with the same arguments.
 
-    Each rank writes the state and the parameters that it owns, and its random state. No rank ever holds the
-    whole state. If a save fails or is killed, ``path`` holds what it held before. Keys are parameter names,
-    taken from ``model``, or from the optimizer if it was built from named parameters.
+    Each rank writes the state and the parameters that it owns, and its random state. If a save fails or is
+    killed, ``path`` holds what it held before. Keys are parameter names, taken from ``model``, or from the
+    optimizer if it was built from named parameters.
 
     Args:
         path: the checkpoint's own folder, by name, on a file system that all ranks share. An existing
@@ -69,8 +69,8 @@ def save(  # noqa: PLR0913 - keyword-only
             save to the same folder. Also if an earlier `save_async`, which is waited for, has failed and
             nobody has seen its error.
         RankMismatchError: the arguments differ between ranks.
-        TypeError, ValueError: on every rank, if on any rank an argument is wrong, or something to save is
-            neither a tensor nor plain.
+        TypeError, ValueError: on every rank, if on any rank an argument is wrong, or a value neither a tensor
+            nor plain.
     """
     objects = model, optimizer, scheduler, scaler
     with _agreed("save()", path, objects, extra, keep, process_group, timeout) as agreed:

@@ -2,9 +2,9 @@
 
 Note [No split communicators]
     If the default group was made with ``device_id=``, PyTorch splits every later NCCL communicator off its
-    own, in which all ranks must take part. Non-members do not know of our groups, so members would wait for
-    ever. Nor may a split run while another thread uses the default group. So we pass no device, and clear the
-    source of the split before a communicator exists. Members then make one through the store.
+    own, in which all ranks must take part: members would wait for non-members. Nor may a split run while
+    another thread uses the default group. So we pass no device, and clear the source of the split before a
+    communicator exists. Members then make one through the store.
 """
 
 import warnings
@@ -100,9 +100,9 @@ _disable: Any = private.or_none("disable_dynamo") or torch.compiler.disable
 
 
 def eager(function: F) -> F:
-    """Exclude a function that counts, waits or communicates, and its callees, from ``torch.compile``.
+    """Exclude a function and its callees from ``torch.compile``; not for bound methods.
 
-    Not for bound methods. The first call of any such function imports the compiler.
+    The first call of any such function imports the compiler.
     """
     disabled: F = _disable(function)
     return disabled
@@ -162,9 +162,9 @@ def address_of_store(store: Any) -> tuple[str | None, int]:  # noqa: ANN401 - a 
 def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
     """Make a process group of global ``ranks`` with a new name; only its members call; communicates.
 
-    `torch.distributed.new_group` takes no name, and derives one from the number of groups in the process,
-    which may differ between ranks. gloo waits ``timeout`` for members here and raises RuntimeError without
-    them; NCCL waits at the first collective. See Note [No split communicators].
+    `torch.distributed.new_group` counts groups for a name, and counts may differ between ranks. gloo waits
+    for members here and raises RuntimeError without them; NCCL waits at the first collective. See Note [No
+    split communicators].
     """
     world: Any = private.world
     _, store = world.pg_map[dist.group.WORLD]
@@ -215,7 +215,7 @@ def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
 def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
     """Start the asynchronous collectives of the body as one; only where `coalesces`.
 
-    Yields a list that gets the handle of all at the end of the body; their own handles are of no use.
+    Yields a list that gets the handle of all at the end of the body.
     """
     works: list[dist.Work] = []
     private.start_coalescing(group, device)

@@ -1,11 +1,10 @@
 """Host memory: what the C library keeps, pages that move, pages that CUDA knows.
 
 Note [Blocks that the C library keeps]
-    glibc keeps freed small blocks in its heap, and returns large ones to the system. Large is from 128 KiB
-    on, but the limit rises to the size of each large block that is freed, up to 32 MiB. Blocks that stay
-    among others that come and go fragment the heap: a fully sharded model with units of 3 MiB took 9 to 32 %
-    more than its tensors, with a fixed limit 3 %. A fixed limit costs CPU time, as the system zeroes pages at
-    first touch: 0.5 ms a MiB, against 0.03 for a copy. So the user chooses, for the whole process.
+    glibc keeps freed small blocks in its heap, and returns large ones to the system. The limit rises from 128
+    KiB to the size of each large block that is freed, up to 32 MiB. Blocks that stay among others fragment
+    the heap: a fully sharded model with units of 3 MiB took 9 to 32 % more than its tensors, with a fixed
+    limit 3 %. A fixed limit costs CPU time, as the system zeroes pages at first touch: 0.5 ms a MiB.
 
 Note [Pinned in full]
     PyTorch rounds pinned memory up to a power of two and never returns it. So lasting memory is the system's,
@@ -46,13 +45,8 @@ def return_freed_memory(threshold: int = 2**16) -> None:
     [Blocks that the C library keeps]. Does not communicate; ranks may differ. The same as
     ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
 
-    Args:
-        threshold: bytes from which on a block is returned when it is freed.
-
-    Raises:
-        TypeError: ``threshold`` is no integer.
-        ValueError: it is less than a page, or more than 32 MiB.
-        RuntimeError: the C library is not glibc. Nothing has changed.
+    ``threshold`` is the bytes from which on a block is returned. TypeError if it is no integer, ValueError if
+    it is less than a page or more than 32 MiB, RuntimeError if the C library is not glibc.
     """
     if type(threshold) is not int:
         raise TypeError(f"expected threshold to be a number of bytes, got {threshold!r}")

@@ -1,10 +1,10 @@
 """The one list of PyTorch's private names that the library uses, by feature.
 
 Note [Private names]
-    A name is looked up at its first use: ``private.foreach_copy_(...)`` is ``torch._foreach_copy_``. So a
+    A name is looked up at its first use: ``private.foreach_copy_(...)`` is ``torch._foreach_copy_``. A
     PyTorch without it loses one feature, whose first use raises and names it. Names of a class take the
-    object first: ``private.version(tensor)`` is ``tensor._version``. Names of `INHERITED` are used on objects
-    directly; the feature's constructor calls `require`.
+    object first. Names of `INHERITED` are used on objects directly; the feature's constructor calls
+    `require`.
 """
 
 from inspect import getattr_static, isclass, isdatadescriptor, signature

@@ -1,11 +1,10 @@
-"""Streams of accelerators, used only through here. On the CPU these functions do nothing, or the plain thing.
+"""Streams of accelerators, used only through here.
 
 Note [Streams]
-    A stream runs its work in order, beside other streams. `Work.wait` of NCCL, and `Future.wait` of a future
-    that has been set, make the *current stream* wait, not the CPU. So read a tensor on a stream that waits
-    for its writer. Memory is returned for the stream that allocated it: keep a tensor that another stream
-    uses, or mark it with `record_use`, until that stream is done. A CPU that reads a value waits for all of
-    that; `HostCopy` delays it.
+    `Work.wait` of NCCL, and `Future.wait` of a future that has been set, make the *current stream* wait, not
+    the CPU. So read a tensor on a stream that waits for its writer. Memory is returned for the stream that
+    allocated it: keep a tensor that another stream uses, or mark it with `record_use`. A CPU that reads a
+    value waits for all of that; `HostCopy` delays it.
 
 Note [Asked by another thread]
     A thread without a device queries CUDA for device 0: the first query makes a context there of some 500

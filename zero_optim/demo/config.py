@@ -25,7 +25,6 @@ _SHARD = (
 
 
 def _option(default: Any, text: str, **about: Any) -> Any:  # noqa: ANN401 - any field's
-    """Return a field with its help, arguments of ``add_argument``, and the group that it begins."""
     return field(default=default, metadata={"help": text, **about})
 
 

@@ -135,7 +135,7 @@ class Display:
             self._bar.stop()
 
     def say(self, line: str | Text) -> None:
-        """Write one line, never wrapped: a log has one line for each event, and a path can be copied."""
+        """Write one line, never wrapped, so that a path can be copied."""
         self._console.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
 
     def fact(self, name: str, value: str) -> None:

@@ -1,7 +1,4 @@
-"""A small GPT over bytes whose parameters are all matrices: norms have no weights, layers no bias.
-
-So any optimizer can train it with one parameter group, even one for matrices only (Muon).
-"""
+"""A small GPT over bytes whose parameters are all matrices, so that Muon can train it too."""
 
 import torch
 import torch.nn.functional as F
@@ -73,10 +70,7 @@ def generate(
     length: int,  # bytes to add
     seed: int,
 ) -> bytes:
-    """Return bytes that continue a prompt, sampled at temperature 0.8.
-
-    Runs on the CPU, so equal weights give equal text.
-    """
+    """Return bytes that continue a prompt, sampled at temperature 0.8, on the CPU."""
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt.long().to(device)

@@ -1,9 +1,9 @@
 """Training on every rank: DDP averages the gradients, the sharded optimizer steps; rank 0 reports.
 
 Note [Bitwise resume]
-    On as many ranks a resumed run equals the uninterrupted one bit for bit: it sees the same samples, and
-    updates draw no random numbers. On three or more ranks DDP's first backward pass sums in another order, as
-    it rebuilds its buckets. So every run starts with a pass that trains nothing.
+    On as many ranks a resumed run equals the uninterrupted one bit for bit. On three or more ranks DDP's
+    first backward pass sums in another order, as it rebuilds its buckets. So every run starts with a pass
+    that trains nothing.
 """
 
 import math
@@ -158,7 +158,6 @@ class Trainer:
         return Metric(self.step, loss, None, rate, norm, seconds, speed)
 
     def _backward(self) -> Tensor:
-        """Run this rank's micro-batches; return their mean loss."""
         passes = self.config.accumulate
         count = self.config.batch_size // dist.get_world_size() // passes
         first = self.step * self.config.batch_size + dist.get_rank() * count * passes

@@ -6,8 +6,8 @@
 Cuts lie between rows of dimension 0, at aligned addresses, where kernels run as at a tensor's begin.
 
 Note [Even twice]
-    Ranks wait for a bucket's fullest row, and for the rank that owns most of the model. Owners chosen bucket
-    by bucket are taken if the model stays about as even as possible, else owners chosen for the whole model.
+    Ranks wait for a bucket's fullest row, and for the rank that owns most of the model. Owners are chosen
+    bucket by bucket if the model stays about as even as possible, else for the whole model.
     An uneven bucket whose parameters may be cut gets equal rows, assigned last to the least loaded ranks.
 """
 
@@ -40,7 +40,7 @@ GAIN = 0.25
 class Planned:
     """The numbers of one plan by parameter index, ``alignments`` (elements) by bucket.
 
-    ``steps``: elements between possible cuts, 0 for none. ``groups`` and ``buckets`` list indices.
+    ``steps``: elements between possible cuts, 0 for none.
     """
 
     numels: Sequence[int]
@@ -146,10 +146,9 @@ def cut_step(numel: int, num_rows: int, alignment: int) -> int:
 
 
 def _even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:
-    """Return the ascending end offsets of a bucket's rows, in elements.
+    """Return the ascending end offsets of a bucket's rows, at most ``count``, in elements.
 
-    A row exceeds the mean by at most one step and one padding. ``steps`` are elements between possible cuts,
-    0 for none. Steps longer than a row make fewer rows than ``count``.
+    A row exceeds the mean by at most one step and one padding.
     """
     *offsets, total = aligned_offsets(numels, alignment)
     ends = [total]

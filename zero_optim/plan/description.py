@@ -153,7 +153,6 @@ class _Describer:
 
 
 def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have no common type
-    """Remove PyTorch's wrapper of ``step``."""
     while hasattr(function, "__wrapped__") and _is_library(
         getattr(function, "__globals__", {}).get("__name__")
     ):
@@ -190,7 +189,6 @@ def _name(value: Any) -> str:  # noqa: ANN401 - a class or function
 
 
 def _tensor(value: Tensor) -> str:
-    """Describe a tensor's dtype and shape, and its elements unless it is trained."""
     what = f"{value.dtype}, shape {tuple(value.shape)} on {value.device.type}"
     if value.requires_grad or type(value) is not Tensor or value.layout != torch.strided:
         return f"{_name(type(value))}({what})"

@@ -58,7 +58,7 @@ class Layout:
     """The rows of one bucket; ValueError with the place if they are inconsistent.
 
     Extents hold every element once, inside their rows, which adjoin by rising rank. A parameter's extents
-    adjoin, at most one for a rank. Header spaces rise by rank, at most one in a row, then those behind.
+    adjoin, at most one for a rank. A row has at most one header space.
     """
 
     numels: tuple[int, ...]

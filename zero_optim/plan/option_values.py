@@ -146,7 +146,6 @@ class OptionValues:
 def _entries_of(
     number: int, group: ParamGroup, before: Mapping[str, _Entry], left_out: Collection[OptionKey]
 ) -> dict[str, _Entry]:
-    """Read a group's options; reuse unchanged entries of ``before``."""
     entries = {}
     for key, value in group.items():
         if key in PARAM_KEYS:

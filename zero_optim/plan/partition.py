@@ -92,8 +92,8 @@ def assign_buckets(
     """Fill buckets with neighbouring parameters of equal key; return the parameter indices of each.
 
     ``cap_nbytes`` limits buckets of several parameters; a list has caps for the first, second, … bucket of a
-    key. ``order`` is by default the last registered first. ``overflow`` includes the parameter that reaches
-    the cap, as PyTorch's reducer does. Incomplete buckets come last. ValueError for a cap below 1.
+    key. ``order`` is by default the last first. ``overflow`` includes the parameter that reaches the cap, as
+    PyTorch's reducer does. Incomplete buckets come last. ValueError for a cap below 1.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:

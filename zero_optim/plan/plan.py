@@ -123,7 +123,6 @@ def alignment_of(param: Tensor) -> int:
 
 
 def _cut_step(param: Tensor, alignment: int) -> int:
-    """Return the elements between possible cuts, 0 if none."""
     numel = param.numel()
     if param.dim() == 0 or param.shape[0] < 2 or numel == 0:
         return 0

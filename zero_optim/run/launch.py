@@ -9,9 +9,9 @@ Note [No process left]
     Ctrl-C reaches only the caller: each rank has its own session, and starting blocks it.
 
 Note [Ctrl-C while ranks start]
-    A `KeyboardInterrupt` inside `start_processes` would lose processes. Blocking the signal is not enough:
-    the kernel signals another thread, and Python raises in the main thread all the same. So the handler only
-    records it meanwhile. The mask is for the ranks, which inherit it until they have a handler.
+    A `KeyboardInterrupt` inside `start_processes` would lose processes, and if the signal is blocked, another
+    thread gets it. So the handler only records it meanwhile. The ranks inherit the mask until they have a
+    handler.
 """
 
 import importlib.util
@@ -56,8 +56,7 @@ def launch(
 ) -> list[T]:
     """Run ``fn(*args)`` on ``nproc`` ranks of this host, and return what each rank returned.
 
-    Each rank is a new process with an initialised default process group on the loopback interface. See Notes
-    [Processes] and [No process left], and Note [Which failure is reported] in `zero_optim.run.rank`.
+    Each rank is a new process with an initialised default process group on the loopback interface.
 
     Notebook functions, lambdas and nested functions are sent as code, with the current values of their
     globals; that needs cloudpickle. A script needs ``if __name__ == "__main__":`` around the call.
@@ -66,15 +65,11 @@ def launch(
         fn: called on each rank, with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` set as
             by torchrun.
         nproc: number of ranks, at least 1.
-        *args: equal for every rank; pickled, so each rank has its own copy, also of tensors.
+        *args: equal for every rank; pickled, as what ``fn`` returns.
         backend: of the process group; with "nccl" rank r uses GPU r.
         threads: PyTorch's threads on each rank; None divides the cores.
         timeout: seconds for the whole call, including some to start; None for no limit.
-        prepare: called on each rank with its rank before the process group is made, to set a backend's
-            environment variables or enter a network namespace.
-
-    Returns:
-        What ``fn`` returned, by rank; anything that can be pickled.
+        prepare: called on each rank with its rank before the process group is made.
 
     Raises:
         TypeError: an argument has a wrong type, or cannot be sent to another process.
@@ -182,7 +177,6 @@ def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Kill the running ranks with their child processes."""
     for process in processes:
         if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):  # not in a session of its own yet
@@ -217,8 +211,8 @@ def _stacks_text(
 def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
     """Encode a call once for all ranks; TypeError if the function, or what it uses, cannot be sent.
 
-    Pickle sends a function as a name. cloudpickle, an optional package, sends lambdas, nested functions and
-    those of a notebook as code, here with the lines typed there, for tracebacks on the ranks.
+    cloudpickle, an optional package, sends functions as code, here with the lines of a notebook, for
+    tracebacks.
     """
     name, main = getattr(function, "__qualname__", repr(function)), sys.modules["__main__"]
     is_typed = getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")  # at a prompt

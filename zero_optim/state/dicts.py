@@ -131,7 +131,6 @@ def check_targets(to: object, num_ranks: int) -> list[int]:
 
 
 def _check_source(state_dict: object, src: int | None, group: RankGroup) -> None:
-    """Check which ranks pass a dict: every rank, or only ``src``."""
     if src is not None and (type(src) is not int or src not in range(group.size)):
         raise ValueError(f"expected src to be a group rank from 0 to {group.size - 1}, or None, got {src!r}")
     if src not in (None, group.rank) and state_dict is not None:
@@ -141,7 +140,6 @@ def _check_source(state_dict: object, src: int | None, group: RankGroup) -> None
 
 
 def _saved_keys(state_dict: Mapping[str, Any]) -> list[Any]:
-    """List a state dict's parameter keys, in order."""
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 

@@ -2,8 +2,7 @@
 
 Note [Who holds the state]
     A rank whose optimizer was never stepped or loaded is new, and its state does not count. All others must
-    hold state of one age, and together every row once. A row without a holder is lost with its owner; a row
-    with two holders comes from two runs.
+    hold state of one age, and together every row once: a row with two holders comes from two runs.
 
 Note [Going back to a mirror]
     If the ranks hold no whole state, but mirrors, they go back to the newest version that is whole among
@@ -54,7 +53,7 @@ class Holders:
         pieces: each parameter's pieces by holder; none if any row is lost.
         hosts: the rank of each holder.
         shares: the first rank sends options and global entries to the others.
-        options: of this rank's version of the mirrors, if the ranks go back; None for those of the groups.
+        options: of the mirrors, if the ranks go back; else None.
     """
 
     first: int

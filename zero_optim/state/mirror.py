@@ -4,18 +4,16 @@
 
 Note [Versions]
     A version is the state of all ranks at one moment. A rank keeps its *own* copy, as a step changes its
-    state in place, and the *other's*: that of the rank before. After the loss of a rank the others need a
-    version that is *whole* among them: each has its own copy, and the lost rank's buddy the other's.
+    state in place, and the *other's*: that of the rank before. A version is *whole* among some ranks if each
+    has its own copy, and the buddy of each lost rank the other's.
 
-    So before version v+1, each rank sends a few bytes when both of its copies of v are whole. A rank with the
-    bytes of all drops older versions, and begins v+1. No rank and its buddy may be lost. The first `update`
-    returns when its version is whole on all ranks. During a transfer four copies, of two versions, are held.
+    Before version v+1, each rank sends a few bytes when both of its copies of v are whole. A rank with the
+    bytes of all drops older versions, and begins v+1. So a transfer takes four copies, of two versions.
 
 Note [A transport of its own]
     A mirror is a move to the next rank, but `moving.move` cannot send it: there both ends wait for each
     piece. A mirror travels beside the next passes, without a thread: one message, from a copy that no step
-    changes, whose length the receiver knows before. The receiver keeps the bytes as they are. Going back is a
-    `move` of the `Held` that `Mirror.held` returns.
+    changes, of a length that the receiver knows before. Going back is a `move` of what `Mirror.held` returns.
 
 Note [Forms]
     A copy is one flat tensor of bytes, all tensors one after the other. Its *form* names these tensors, and
@@ -83,7 +81,6 @@ class _Copy:
         return self.memory[: nbytes + more]
 
     def value(self) -> Nested:
-        """Rebuild the value, in new memory."""
         return decode(self.form, iter(unpack(self.form, self.memory[: self.nbytes])))
 
 

@@ -3,8 +3,11 @@
 Consolidating, loading, rebinding and going back to mirrors are such moves. Every rank derives the same list
 of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded size
 (`comm.wire`). A parameter may move with its state: if a rank died during a gather, only the owner surely has
-the new value. Checkpoints and DCP are no such moves, as nobody sends: each rank reads from files the rows
-that its `CutState` names, by chunks that may be boxes of any number of dimensions.
+the new value. A mirror has a transport of its own: `zero_optim.state.mirror` says why.
+
+Note [Files]
+    Checkpoints and DCP share `CutState` with moves, but not `RowMap`: nobody sends. Each rank reads the rows
+    that it wants, and the chunks that have them are boxes of any number of dimensions, as DCP writes them.
 
 Note [State of cut parameters]
     Each owner of a piece keeps state for its rows. Entries of the piece's shape are rows of a whole entry,

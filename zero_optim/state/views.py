@@ -6,10 +6,9 @@ find parameter indices by private attributes of PyTorch's class.
 Note [Steps that are none]
     `torch.distributed.checkpoint.state_dict` fills an empty ``state`` by a step: under ``no_grad``, with
     every rate and every gradient zero. A rank that owns nothing would step alone, and wait for ever. So a
-    rank without state takes such a call for no step. It would have changed no parameter. A training step is
-    not taken for it: with a warm-up from rate zero, gradients are not zero, and gradients come with autograd
-    enabled. Only a loop that steps so itself, in the middle of training, under ``no_grad``, and where some
-    rank owns nothing, leaves the other ranks waiting for that rank: no argument tells the two calls apart.
+    rank without state takes such a call for no step; it would have changed no parameter. In a warm-up from
+    rate zero gradients are not zero. Only a loop that itself steps so, under ``no_grad`` and while another
+    rank has state, leaves that rank waiting: no argument tells its call from PyTorch's.
 """
 
 from collections.abc import Mapping, Sequence
