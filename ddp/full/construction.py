@@ -1,11 +1,11 @@
 """How the parameters of a model become those of units: who keeps them, and how they get there.
 
 Note [Which comes first]
-    The optimizer makes the buckets of units; until it comes, one that never steps stands in for it. Rows are
-    filled by `RowBucket.take_in` in both cases, but not in one order. An optimizer that comes first may have
-    masters and state, made of whole values, and its class may refuse the new rows. So values are sent before
-    it plans anew, and are freed when nothing can be refused any more. Where it comes later, no values need
-    ever be whole (the meta device), and a stand-in refuses nothing: units are filled module by module.
+    Someone's optimizer makes the buckets of units: the one that comes first, which plans anew, or one that
+    stands in for a later one and never steps. Then all buckets are filled in one way, module by module. Only
+    the values of rank 0 are sent at another time. An optimizer that comes first may have masters, which must
+    be those of rank 0 when it plans; so all values are sent before. Without one no values need ever be whole
+    (the meta device), so each module's are sent when it is filled.
 
 Note [Optimizers that know nothing of units]
     An optimizer of PyTorch's may be built over freed parameters by mistake. Most steps would raise; a fused
@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -49,6 +49,7 @@ from zero_optim.ddp.wrapper_checks import (
     seen_params,
 )
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.keeping import Offload, keeping_for
 from zero_optim.shard.registration import Registration, is_registered
 from zero_optim.shard.store import Store
@@ -174,23 +175,23 @@ class UnitConstruction:
 
         All ranks call, and it communicates. See Note [Which comes first].
         """
-        group = everyone.during("agree")
-        if self.stands_in:
-            self._is_filled = True
-            buckets, unfilled = self.registration.all_buckets, set(self._replaced.values())
-            filler = UnitFiller(group, self.choice, buckets, unfilled, self._arguments.init, syncs=syncs)
-            filler.fill(self.module)
-            optimizer.core.owned.leaves.keep(optimizer.core.sharding.row_buckets)
-            return
-        if syncs:
-            take_values_of_first(group, [param for _, param in seen_params(self.module)])
-        with failing_together(everyone):  # it fails on all ranks of a replica alike
-            optimizer.wait_for_gathers()
-            rows = shard_parameters(optimizer.core, self.registration.store)
-            optimizer.defaults = optimizer.core.owned.local.defaults
-            self._is_filled = True
+        group, core, former = everyone.during("agree"), optimizer.core, dict[Tensor, Bucket]()
+        if not self.stands_in:
+            if syncs:
+                take_values_of_first(group, [param for _, param in seen_params(self.module)])
+            with failing_together(everyone):  # it fails on all ranks of a replica alike
+                optimizer.wait_for_gathers()
+                buckets, units = shard_parameters(core, self.registration.store), self.registration.params
+                former = {p: bucket for bucket in buckets for p in bucket.params if p in units}
+                del buckets  # each goes when the last parameter of a unit is filled
+                optimizer.defaults = core.owned.local.defaults
             self.registration.mark()
-            self.registration.place(rows, optimizer.ranks)
+            self.registration.place(core.sharding.row_buckets, optimizer.ranks)
+        self._is_filled = True
+        unfilled, init = set(self._replaced.values()), self._arguments.init
+        rows, syncs = core.sharding.row_buckets, syncs and self.stands_in
+        UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill(self.module)
+        core.owned.leaves.keep(rows)
 
     def give_up(self) -> None:
         """Leave the model as it was, if it was not filled; does not communicate."""

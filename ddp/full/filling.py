@@ -23,6 +23,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, in_order_of_memory, kept_dtype
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import shown_when_freed
 from zero_optim.shard.row_bucket import RowBucket
 
@@ -124,8 +125,8 @@ def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
 class UnitFiller:
     """Fills the empty buckets of a model's units: Note [Filled module by module].
 
-    `init`, or the modules' own ``reset_parameters()``, gives values to the parameters `unfilled`. If it
-    `syncs`, every rank takes rank 0's values.
+    `init`, or the modules' own ``reset_parameters()``, gives values to the parameters `unfilled`. Those in
+    ``former`` leave the bucket there. If it `syncs`, every rank takes rank 0's values.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class UnitFiller:
         buckets: Sequence[RowBucket],
         unfilled: set[Tensor],
         init: Init | None,
+        former: dict[Tensor, Bucket],
         *,
         syncs: bool,
     ) -> None:
@@ -144,6 +146,7 @@ class UnitFiller:
         self._bucket_of: Mapping[Tensor, RowBucket] = {p: bucket for bucket in buckets for p in bucket.params}
         self._unfilled = unfilled
         self._init = init
+        self._former = former
         self._syncs = syncs
         self._seen_params: set[Tensor] = set()
         self._seen: set[nn.Module] = set()
@@ -186,6 +189,8 @@ class UnitFiller:
             take_values_of_first(self._group, portion)
         for param in portion:
             self._bucket_of[param].take_in(param)
+            if param in self._former:
+                self._former.pop(param).give_back(param)
 
     def _needs_init(self, module: nn.Module, own: Sequence[Tensor]) -> bool:
         """Whether a module has something without values; the same on every rank."""

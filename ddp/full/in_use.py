@@ -22,7 +22,7 @@ Note [The next unit]
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.saved_reads import SavedReads
 from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder
-from zero_optim.ddp.reducer.graph import tensors_in
+from zero_optim.ddp.reducer.graph import on_gradient, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
 from zero_optim.flow.schedule import ZERO3, ZERO3_KEPT, Moment, Operation, Schedule
@@ -63,7 +63,6 @@ class UnitsInUse(Uncopied):
         self._keeps = keeps
         self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
         self._backward = UnitOrder()
-        self._num_backwards = 0
         self._calls: list[_Call] = []  # the outermost first
         self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
         for unit in units:
@@ -156,7 +155,7 @@ class UnitsInUse(Uncopied):
         while self.unfinished:
             self.unfinished[-1]()
         if self._backward.is_under_way and not in_backward():
-            self._break_off()  # a thread of the engine may not have let go of it yet
+            self._end_order(broke_off=True)  # a thread of the engine may not have let go of it yet
         if not self._calls:
             return
         while self._calls:
@@ -215,10 +214,9 @@ class UnitsInUse(Uncopied):
         if not torch.is_grad_enabled() or (in_backward() and unit.passages):
             return None
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        passage, on_gradient = Passage(len(tensors), in_backward()), weakly(self._input_reached)
+        passage, reached = Passage(len(tensors), in_backward()), weakly(self._input_reached)
         for tensor in tensors:
-            untyped: Any = tensor
-            untyped.register_hook(lambda _: on_gradient(unit.number, passage))
+            on_gradient(tensor, lambda _: reached(unit.number, passage))
         if passage.is_again:  # reentrant checkpointing goes back through what is computed now
             unit.passages[passage] = passage.num_inputs
         return passage
@@ -227,12 +225,11 @@ class UnitsInUse(Uncopied):
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
         tensors = list(tensors_in(output))
         if not in_backward():
-            on_gradient = weakly(self._output_reached)
+            reached = weakly(self._output_reached)
             place = self._places.returned()
             for tensor in tensors:
                 if tensor.grad_fn is not None:
-                    untyped: Any = tensor
-                    untyped.register_hook(lambda _: on_gradient(unit.number, place, passage))
+                    on_gradient(tensor, lambda _: reached(unit.number, place, passage))
         if not self._calls or not tensors or self._keeps is None:
             return True
         last = list(dict.fromkeys(reversed(self._forward[self._calls[0].number].before)))
@@ -262,10 +259,8 @@ class UnitsInUse(Uncopied):
 
     def _need_in_backward(self, number: int, place: int | None = None) -> None:
         if not self._backward.is_under_way:
-            self._backward.begin()
+            broke_off = partial(weakly(self._break_off), self._backward.begin())
             self._places.begin()
-            self._num_backwards += 1
-            broke_off = partial(weakly(self._break_off), self._num_backwards)
             when_backward_ends(weakly(self._end_backward), broke_off)
         self._at(Moment.BEFORE_BACKWARD, self.units[number], Purpose.BACKWARD)
         self._places.reached(number, place)
@@ -288,9 +283,9 @@ class UnitsInUse(Uncopied):
         self._end_order()
         self._free_unused()
 
-    def _break_off(self, number: int | None = None) -> None:
-        """End a backward pass, by default the present one, after an exception; waits for nothing."""
-        if number in (None, self._num_backwards) and self._backward.is_under_way:
+    def _break_off(self, order: list[int]) -> None:
+        """End a backward pass with this order, if it has not ended, after an exception; waits for nothing."""
+        if order is self._backward.now:
             self._end_order(broke_off=True)
 
     def _end_order(self, *, broke_off: bool = False) -> None:

@@ -70,22 +70,22 @@ class Unit:
 
 
 class UnitOrder:
-    """The order in which passes of one kind need units: `before`, and now."""
+    """The order in which passes of one kind need units: in the one `before`, and `now`."""
 
     def __init__(self) -> None:
         self.before: list[int] = []
-        self._now: list[int] = []
+        self.now: list[int] = []
         self.is_under_way = False
 
-    def begin(self) -> None:
-        """Begin a pass."""
-        self._now.clear()
-        self.is_under_way = True
+    def begin(self) -> list[int]:
+        """Begin a pass; return its order, which is `now` until it ends."""
+        self.now, self.is_under_way = [], True
+        return self.now
 
     def reached(self, number: int) -> int | None:
         """Note that a unit is needed; return the one that came next in the pass before."""
-        place = len(self._now)
-        self._now.append(number)
+        place = len(self.now)
+        self.now.append(number)
         if self.before[place : place + 1] == [number] and place + 1 < len(self.before):
             return self.before[place + 1]
         return None
@@ -93,5 +93,5 @@ class UnitOrder:
     def end(self, *, broke_off: bool = False) -> None:
         """End a pass; if an exception did, the former order holds."""
         if not broke_off:
-            self.before = self._now
-        self._now, self.is_under_way = [], False
+            self.before = self.now
+        self.now, self.is_under_way = [], False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_optim.ddp.reducer.graph import tensors_in
+from zero_optim.ddp.reducer.graph import on_gradient, tensors_in
 from zero_optim.ddp.reducer.inbox import when_backward_ends
 from zero_optim.shard.lazy import wait_for_gathers
 
@@ -129,8 +129,7 @@ class Casts:
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                untyped: Any = tensor
-                untyped.register_hook(self._reached)
+                on_gradient(tensor, self._reached)
 
     def _reached(self, _: Tensor) -> None:
         if self._in_backward:

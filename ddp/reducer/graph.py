@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat.engine import in_distributed_autograd, runs_distributed_backward, will_run
 
@@ -53,6 +54,13 @@ def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN
                 object.__setattr__(replica, field.name, replaced(getattr(value, field.name), by))
         return replica
     return value
+
+
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call a hook with a tensor's gradient, before autograd adds it to another."""
+    untyped: Any = tensor
+    handle: RemovableHandle = untyped.register_hook(hook)
+    return handle
 
 
 def nearest(output: Tensor, leaves: Container[int]) -> Node | None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from zero_optim.compat import private
 from zero_optim.compat.engine import after_backward
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
-from zero_optim.ddp.reducer.graph import nearest, reaches, refuse_distributed_backward
+from zero_optim.ddp.reducer.graph import nearest, on_gradient, reaches, refuse_distributed_backward
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class Inbox:
         self.handles: list[RemovableHandle] = []
         self.follower: Callable[[int], None] | None = None
         self._params = params
-        self._tensors = [_tensor_of(param) for param in params]
+        self._tensors = list(map(private.cdata, params))
         running = Phase.RUNNING  # found faster here
 
         def hook_of(index: int) -> Callable[[Tensor], None]:
@@ -65,27 +66,19 @@ class Inbox:
             return hook
 
         for index, param in enumerate(self._params):
-            untyped: Any = param
-            self.handles.append(untyped.register_hook(hook_of(index)))
+            self.handles.append(on_gradient(param, hook_of(index)))
 
     def swapped(self, calls: Sequence[int]) -> list[int]:
         """Return the places of parameters that lost their hooks in a swap of tensors."""
         if all(calls):
             return []
         pairs = enumerate(zip(self._params, self._tensors, calls, strict=True))
-        return [index for index, (param, was, num) in pairs if not num and _tensor_of(param) != was]
+        return [index for index, (param, was, num) in pairs if not num and private.cdata(param) != was]
 
     @property
     def is_running(self) -> bool:
         """Whether a backward pass is running."""
         return self.current is not None and self.current.phase is Phase.RUNNING
-
-
-def _tensor_of(param: Tensor) -> int:
-    """Return the address of the tensor behind a Python object."""
-    untyped: Any = param
-    address: int = untyped._cdata
-    return address
 
 
 def remove(handles: Sequence[RemovableHandle]) -> None:
@@ -95,9 +88,9 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def announce_backward(
-    outputs: Iterable[Tensor], index_of: Container[int], on_gradient: Callable[[], None]
+    outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
-    """Call `on_gradient` when a backward pass goes through an output to a parameter, by id."""
+    """Call `reached` when a backward pass goes through an output to a parameter, by id."""
 
     def hook_of(witness: Node | None) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -106,14 +99,13 @@ def announce_backward(
                 refuse_distributed_backward()
                 if witness is not None:
                     return
-            on_gradient()
+            reached()
 
         return hook
 
     for output in outputs:
         if output.grad_fn is not None:
-            untyped: Any = output
-            untyped.register_hook(hook_of(nearest(output, index_of)))
+            on_gradient(output, hook_of(nearest(output, index_of)))
 
 
 class _Token:

@@ -39,9 +39,6 @@ def main() -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with tempfile.TemporaryDirectory(prefix="zero-optim-gpu-") as folder, Pool() as pool:
         rows = list(run_all(pool, cases, options.device, Path(folder), options.setup))
-    for row in rows:
-        if row.report:
-            sys.stdout.write(f"\n======== {row.name} | {row.setup}\n{row.report[-6000:]}\n")
     sys.stdout.write(f"\n{table(rows)}\n\n{summary(rows)}\n")
     if not options.dry:
         command = " ".join(["python", "-m", "gpu", *sys.argv[1:]])

@@ -101,14 +101,14 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
         here.synchronize()
         events.clear()
         reported = _reported_waits(here, iterate)
-    found = [*reported, *events]
-    where = ", ".join(sorted(set(found)))
-    assert len(found) <= 2 * most, f"{len(found)} waits in two iterations, at {where}"
-    if here.is_cuda and not reported:  # warnings of other threads may be lost: an error is not
-        torch.cuda.set_sync_debug_mode("error")
-        iterate()
-        torch.cuda.set_sync_debug_mode("default")
-        here.synchronize()
+        found = [*reported, *events]
+        where = ", ".join(sorted(set(found)))
+        assert len(found) <= 2 * most, f"{len(found)} waits in two iterations, at {where}"
+        if here.is_cuda and not reported:  # warnings of other threads may be lost: an error is not
+            torch.cuda.set_sync_debug_mode("error")
+            iterate()
+            torch.cuda.set_sync_debug_mode("default")
+            here.synchronize()
     return {"waits" if here.is_cuda else "waits for events": len(found) / 2, "at": where or "-"}
 
 

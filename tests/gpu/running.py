@@ -69,7 +69,7 @@ def run_all(
         line = (
             f"[{number}/{len(chosen)}] {row.result:8} {row.name} | {row.setup} | {row.seconds:.1f} s {rest}"
         )
-        sys.stdout.write(line.rstrip() + "\n")
+        sys.stdout.write(f"{line.rstrip()}\n{row.report[-6000:]}\n" if row.report else f"{line.rstrip()}\n")
         sys.stdout.flush()
 
 

@@ -46,12 +46,31 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
 
     One small collective if they agree. The message has the first difference, and a hint by its first word.
     """
-    digest = hashlib.sha256("\n".join(items).encode()).digest()
-    if len(set(group.all_gather_fixed(digest))) > 1:
+    _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
+
+
+@contextmanager
+def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None) -> Iterator[list[str]]:
+    """Run the body as `failing_together`, then `agree` on the items that it adds, in one collective."""
+    items: list[str] = []
+    error: Exception | None = None
+    try:
+        yield items
+    except Exception as mine:  # noqa: BLE001 - sent to the others, raised again below
+        error = mine
+    _compare(group, _all_well(group, error, _digest(items)), items, what, hints or {})
+
+
+def _digest(items: Sequence[str]) -> bytes:
+    return hashlib.sha256("\n".join(items).encode()).digest()
+
+
+def _compare(
+    group: RankGroup, digests: Sequence[bytes], items: Sequence[str], what: str, hints: Mapping[str, str]
+) -> None:
+    if len(set(digests)) > 1:
         everyone = group.all_gather_json(list(items))
-        raise RankMismatchError(
-            f"ranks disagree about {what}: {_first_difference(group, everyone, hints or {})}"
-        )
+        raise RankMismatchError(f"ranks disagree about {what}: {_first_difference(group, everyone, hints)}")
 
 
 def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mapping[str, str]) -> str:
@@ -81,19 +100,25 @@ def failing_together(group: RankGroup) -> Iterator[None]:
     mine: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - kept, sent to the others, raised again below
+    except Exception as error:  # noqa: BLE001 - sent to the others, raised again below
         mine = error
+    _all_well(group, mine)
+
+
+def _all_well(group: RankGroup, mine: Exception | None, payload: bytes = b"") -> list[bytes]:
+    """Raise any rank's exception on every rank, or return all ranks' payloads; they have one length."""
     try:
-        flags = group.all_gather_fixed(b"\0" if mine is None else b"\1")
+        everyone = group.all_gather_fixed((b"\0" if mine is None else b"\1") + payload)
     except (RemoteRankError, RankMismatchError) as unanswered:
         if mine is None:
             raise
         raise mine from unanswered  # it tells more, and may be why nobody answered: a device of no use
-    if any(flag != b"\0" for flag in flags):
+    if any(each[0] for each in everyone):
         other = failure_of_others(group, None if mine is None else failure_of(mine))
         failure = other if mine is None else mine
         if failure is not None:
             raise failure
+    return [each[1:] for each in everyone]
 
 
 def failure_of(error: BaseException, more: str = "") -> Failure:

@@ -25,8 +25,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from torch import Tensor
-
 from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_text
@@ -36,6 +34,7 @@ from zero_optim.health.stamp import (
     LAST_CALL,
     PRESENT_CALL,
     Arrival,
+    Header,
     Kind,
     Read,
     Stamp,
@@ -44,7 +43,6 @@ from zero_optim.health.stamp import (
     verdict,
 )
 from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.layout import Layout
 from zero_optim.plan.option_values import OptionKey, OptionValues, Plain, differing, held_by, text_of
 
 _SHOWN = 4  # options in a message
@@ -145,12 +143,12 @@ class Stamps:
         if self._step.number:
             self._step.fail(failure)
 
-    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None] | None:
+    def send(self, headers: Sequence[Header], rank: int) -> Callable[[], None] | None:
         """Send this rank's stamp with a gather of its call, as `send_stamp`."""
         step = self._step
         if not step.number:
             return None
-        return send_stamp(flat, layout.rooms, rank, step.octets(), step.arrivals.append)
+        return send_stamp(headers, rank, step.octets(), step.arrivals.append)
 
     @property
     def last(self) -> bytes:

@@ -39,17 +39,19 @@ from zero_optim.health.stamp import (
     HEAD_NBYTES,
     STAMP_NBYTES,
     Arrival,
+    Header,
     Kind,
     Read,
     Stamp,
+    headers_in,
     marked,
     send_stamp,
     stamps_in,
     verdict,
-    write_headers,
+    write_stamp,
 )
 from zero_optim.health.stamps import Call, Stamps
-from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.layout import Span
 
 _MOST = 8  # more than there are purposes; a mark is so many times the number of the bucket, and the purpose
 _TAG = _MOST - 1  # of marks: no mark, as it is no purpose
@@ -94,17 +96,17 @@ class UnitStamps:
         may_wait = torch.is_grad_enabled() or not is_asynchronous(device)
         return self._stamps.last if may_wait else None
 
-    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None] | None:
+    def send(self, headers: Sequence[Header], rank: int) -> Callable[[], None] | None:
         """Send this rank's stamp with a gather, as `send_stamp`."""
-        own = self.own(flat.device)
-        return None if own is None else send_stamp(flat, layout.rooms, rank, own, self.arrivals.append)
+        own = self.own(headers[0][1].device) if headers else None
+        return None if own is None else send_stamp(headers, rank, own, self.arrivals.append)
 
     def write(self, span: Tensor, start: int, rooms: Sequence[Span], rank: int) -> None:
         """Write this rank's stamp into a flat tensor's part from ``start``, if its space is there."""
         stop = start + span.numel()
         here = [room for room in rooms if room.owner == rank and start <= room.start < stop]
         moved = [room._replace(start=room.start - start, stop=room.stop - start) for room in here]
-        write_headers(span, moved, rank, self._stamps.last)
+        write_stamp(headers_in(span, moved), rank, self._stamps.last)
 
     def begin_pass(self) -> None:
         """Begin a pass: compare and forget the rest of the last one; raises as `look`."""
@@ -164,17 +166,17 @@ class UnitMarks:
         return [beside, *spread_rows(ranks, rows, lanes, mark, label)]
 
     def send(
-        self, mark: int, stamps: UnitStamps | None, flat: Tensor, layout: Layout, rank: int
+        self, mark: int, stamps: UnitStamps | None, headers: Sequence[Header], rank: int
     ) -> Callable[[], None] | None:
         """Send the mark with a gather, in the stamp that ``stamps`` send if any; as `send_stamp`."""
-        own = None if stamps is None else stamps.own(flat.device)
+        own = None if stamps is None or not headers else stamps.own(headers[0][1].device)
 
         def take(arrival: Arrival) -> None:
             if stamps is not None and own is not None:
                 stamps.arrivals.append(arrival)
             self._arrivals.append(arrival)
 
-        return send_stamp(flat, layout.rooms, rank, marked(own or bytes(STAMP_NBYTES), mark), take)
+        return send_stamp(headers, rank, marked(own or bytes(STAMP_NBYTES), mark), take)
 
     def check(self) -> None:
         """Compare arrived marks, unless the CPU would wait; RankMismatchError if they differ."""

@@ -6,7 +6,7 @@ It needs equal initial values on all ranks, and distinct ones (not zeros).
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -23,14 +23,14 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only values distinguish: indices by kind, and digests."""
+    """Unnamed parameters that only values distinguish: indices by kind, and some values of each, as bytes."""
 
     kinds: list[list[int]]
-    digests: bytes
+    values: list[Tensor]
 
     @classmethod
     def among(cls, groups: Sequence[ParamGroup], apart: Collection[Tensor]) -> "Alike":
-        """Find them and digest 64 elements of each not in ``apart``; the CPU waits."""
+        """Find them and read 64 elements of each not in ``apart``; the CPU waits."""
         params = params_of(groups)
         unnamed = [param for group in groups if "param_names" not in group for param in group["params"]]
         is_read = set(unnamed).difference(apart)
@@ -39,15 +39,24 @@ class Alike(NamedTuple):
             if param in is_read and param.numel():
                 members[param.shape, param.dtype, dense_strides(param), param.requires_grad].append(index)
         kinds = [indices for indices in members.values() if len(indices) > 1]
-        return cls(kinds, b"".join(digests([_read(params[index]) for indices in kinds for index in indices])))
+        parts = [_some_elements(params[index]) for indices in kinds for index in indices]
+        sizes = [part.numel() * part.element_size() for part in parts]
+        alike = groupby(parts, key=lambda part: (part.dtype, part.device))  # few copies for many parameters
+        return cls(kinds, _packed([torch.cat(list(members)) for _, members in alike], sizes))
 
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
         """Raise if ranks have the same values in another order; all ranks call; communicates."""
-        if not self.kinds or len(set(group.all_gather_fixed(hashlib.sha256(self.digests).digest()))) == 1:
+        if not self.kinds:
             return
+        digest = hashlib.sha256()
+        for value in self.values:
+            digest.update(value.numpy().data)
+        if len(set(group.all_gather_fixed(digest.digest()))) == 1:
+            return
+        mine = b"".join(map(_digest, self.values))
         names = param_names(groups)
         first: dict[Hashable, tuple[int, list[bytes]]] = {}
-        for rank, payload in zip(group.numbers, group.all_gather_bytes(self.digests), strict=True):
+        for rank, payload in zip(group.numbers, group.all_gather_bytes(mine), strict=True):
             left = (payload[at : at + _NBYTES] for at in range(0, len(payload), _NBYTES))
             for number, indices in enumerate(self.kinds):
                 own = list(islice(left, len(indices)))
@@ -62,15 +71,23 @@ class Alike(NamedTuple):
                     )
 
 
-def _read(param: Tensor) -> Tensor:
-    elements = memory_of(param).view(-1, param.element_size())
-    return elements[:: -(-len(elements) // _NUM_READ)].reshape(-1)
+def _some_elements(param: Tensor) -> Tensor:
+    is_plain = param.is_contiguous() and not param.is_conj() and not param.is_neg()
+    elements = param.detach().view(-1) if is_plain else memory_of(param).view(param.dtype)
+    return elements[:: -(-len(elements) // _NUM_READ)]
 
 
 def digests(memories: Sequence[Tensor]) -> list[bytes]:
     """Return digests of 8 bytes of 1-D bytes on any devices; the CPU waits."""
-    sizes = [memory.numel() for memory in memories]
+    return list(map(_digest, _packed(memories, [memory.numel() for memory in memories])))
+
+
+def _packed(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Copy tensors on any devices to CPU memory, and cut that to sizes in bytes."""
     packed = torch.empty(sum(sizes), dtype=torch.uint8)
-    pack(memories, packed)
-    parts = torch.split(packed, sizes)
-    return [hashlib.blake2b(part.numpy().tobytes(), digest_size=_NBYTES).digest() for part in parts]
+    pack(tensors, packed)
+    return list(torch.split(packed, list(sizes)))
+
+
+def _digest(memory: Tensor) -> bytes:
+    return hashlib.blake2b(memory.numpy().tobytes(), digest_size=_NBYTES).digest()

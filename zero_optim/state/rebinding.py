@@ -26,7 +26,6 @@ from zero_optim.plan.groups import ParamGroup, options_of, param_names, short_na
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
@@ -97,11 +96,11 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
     return lost
 
 
-def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
-    """Keep a store's parameters on their owners alone, and plan anew; all ranks call, with all values.
+def shard_parameters(core: Core, store: Store) -> list[Bucket]:
+    """Plan anew, with empty buckets of rows for a store's parameters; all ranks call, with all values.
 
-    Memory is released bucket by bucket, so there is no second copy. If it raises, on every rank, nothing has
-    changed. Returns the freed buckets.
+    If it raises, on every rank, nothing has changed. Returns the former buckets, in whose memory parameters
+    lie until `RowBucket.take_in`.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
@@ -114,7 +113,7 @@ def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
             inputs.options.check_rows()
         agree(group, [f"offload={store.keeping.description}"], "where a rank keeps what it owns")
         core.sharding.under_way.wait()
-        before, inputs.store = inputs.store, store
+        before, inputs.store, former = inputs.store, store, core.sharding.buckets
         try:
             with failing_together(group):
                 core.check_weights()
@@ -122,7 +121,7 @@ def shard_parameters(core: Core, store: Store) -> list[RowBucket]:
         except Exception:
             inputs.store = before
             raise
-    return core.sharding.row_buckets
+    return former
 
 
 # ---------------------------------------------------------------------- planning and building anew
@@ -159,13 +158,11 @@ def go_over(
         state = {params[index]: entries for index, entries in part.state.items()}
         owned.load({**state, **everywhere}, groups, exact=True)
     # Everything is checked now. Only a rank that dies can stop it from here on.
-    former = core.sharding.buckets
     core.ranks, core.sharding, core.owned, core.groups = group, sharding, owned, groups
     with torch.no_grad():
         for index, value in part.values.items():
             owned.leaves.rows(params[index]).copy_(value)
     sharding.add(params, plan, short_names(groups))
-    _keep_rows(core, former)
     owned.keep()
     core.show_state()
     if holders is None:
@@ -228,16 +225,3 @@ def _built(
 
     pieces = sharding.owned(params, plan)
     return new_owned(core.inputs, group, leaves, average, groups, pieces, local_over)
-
-
-def _keep_rows(core: Core, former: list[Bucket]) -> None:
-    """Move this rank's rows into buckets of rows and free these, one former bucket after the other."""
-    new = core.sharding.row_buckets
-    bucket_of = {param: bucket for bucket in new for param in bucket.params}
-    while new and former:
-        left = former.pop(0)
-        for param in left.params:
-            if param in bucket_of:
-                bucket_of[param].take_in(param)
-                left.give_back(param)
-    core.owned.leaves.keep(new)

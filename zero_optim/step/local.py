@@ -34,9 +34,9 @@ _ABSENT = object()
 class LocalOptimizer:
     """The user's optimizers over one rank's leaves. Only `agree_on_traits` communicates.
 
-    Every public group has a local one, even if this rank owns none of it; the public groups receive the
-    classes' defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no optimizer; ValueError
-    if sharding would change a class, unless ``assume_separable``.
+    Every public group, with its spec in ``specs``, has a local one, even if this rank owns none of it; it
+    receives the class's defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no
+    optimizer; ValueError if sharding would change a class, unless ``assume_separable``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LocalOptimizer:
         self.default = default
         self._is_tried = not assume_separable
         self._leaf_of = dict(owned)
-        self.members: list[list[int]] = []  # `member_ids` of the public groups that the local ones follow
+        self.members: list[list[Tensor]] = []  # of the public groups, which the local ones follow
         self._written: set[OptionKey] = set()  # options that classes changed in steps
         self._steps_parts = False
         self._built: list[BuiltOptimizer] = []
@@ -202,9 +202,9 @@ class LocalOptimizer:
             built.step_some(chosen, **kwargs)
         self._give_options(groups, before)
 
-    def follow_members(self, groups: Sequence[ParamGroup], members: list[list[int]]) -> None:
-        """Step what the public groups list now; ``members``: their `member_ids`."""
-        self.members = members
+    def follow_members(self, groups: Sequence[ParamGroup]) -> None:
+        """Step what the public groups list now."""
+        self.members = [list(group["params"]) for group in groups]
         for public, local in zip(groups, self._groups(), strict=False):  # `_take_options` compares lengths
             local["params"] = _leaves_of(public, self._leaf_of)
 
