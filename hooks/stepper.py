@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together
+from zero_optim.comm.agreement import agreeing, check_flags, raise_together
 from zero_optim.comm.works import Work
 from zero_optim.compat.engine import (
     after_backward,
@@ -86,12 +86,12 @@ def zero_step(
         RankMismatchError: on every rank, if arguments or hook code differ.
     """
     require_ours(optimizer)
-    with failing_together(optimizer.ranks):
+    with agreeing(optimizer.ranks, "the arguments of zero_step") as agreed:
         _check_arguments(hook, interleave, gradients, ddp)
-    all_used = _all_used_by(ddp)
-    wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
-    items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
-    agree(optimizer.ranks, [*items, f"ddp={wrapper}"], "the arguments of zero_step")
+        all_used = _all_used_by(ddp)
+        wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
+        agreed.items += [f"hook {describe(hook, bound=False)}", f"interleave={interleave}"]
+        agreed.items += [f"gradients={gradients!r}", f"ddp={wrapper}"]
     to_owners = gradients == "owners"
     return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
 

@@ -10,8 +10,7 @@ Note [Devices of a group]
     GPU host, gloo elsewhere. Its configuration (``cpu:gloo,cuda:nccl``) and the registered types do.
 
     The library's small tensors are on the CPU if it has a backend, so no CPU waits for a GPU; else with the
-    parameters. Scripts with ``model.to(rank)`` never set the current device: it is GPU 0 on all ranks, which
-    NCCL refuses.
+    parameters. The current device would be GPU 0 on all ranks of scripts with ``model.to(rank)``.
 """
 
 import re

@@ -3,8 +3,8 @@
 Note [Lanes]
     Collectives of two threads on one process group mix. Code beside the main thread, or that must not queue
     behind its traffic, uses its own groups: lanes. A gloo group costs three threads and several file
-    descriptors, so a user borrows lanes until its `Lease` is dropped. That time differs between ranks, so
-    they agree which lanes are free. The next user waits for pending sends and receives.
+    descriptors, so a user borrows lanes until its `Lease` is dropped. Ranks agree which lanes are free, and
+    the next user waits for pending sends and receives.
 
     A failed rank may have started fewer collectives, which would pair later ones wrongly. So a user abandons
     its lanes after a failure, and a lane is lent only if every rank started as many collectives.

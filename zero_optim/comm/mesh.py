@@ -1,9 +1,8 @@
 """A 2-D mesh of ranks: rows have owners in a replica, and each owner has copies across replicas.
 
 Note [Whose state it is]
-    The optimizer's ranks say how the state is divided. Over one row of the mesh each replica has all state.
-    Over all ranks the state exists once, and a replica only gathers parameters; clipping, scaling, state
-    dicts, checkpoints and stamps are those of one group.
+    If the optimizer's ranks are one row of the mesh, each replica has all state. If they are all ranks, the
+    state exists once, and a replica only gathers parameters; all else is that of one group.
 
 Note [Numbers in a mesh]
     Owners of the same rows need the same group rank in all replicas, but process groups number ranks in

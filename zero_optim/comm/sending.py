@@ -2,13 +2,13 @@
 
 Note [gloo and CUDA]
     gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host
-    memory. So gloo exchanges CUDA tensors by an all-to-all of one tensor of bytes, as it knows few dtypes and
-    no lists; `send` and `recv` go through the CPU. CPU tensors go piece by piece, without a second copy.
+    memory. So gloo exchanges CUDA tensors by an all-to-all of one tensor of bytes; `send` and `recv` go
+    through the CPU. CPU tensors go piece by piece, without a second copy.
 
 Note [Two ranks of many]
-    For a single send NCCL makes a communicator of two ranks, which takes some hundred ms and MiB, and stays.
-    Sends started as one use the group's communicator, so all are. All ranks make it, in the group's first
-    call, so that call must not be a send: ranks agree first.
+    For a single send NCCL makes a communicator of two ranks, of some hundred MiB, which stays. Sends started
+    as one use the group's communicator, so all are. All ranks make it, in the group's first call, so that
+    call must not be a send: ranks agree first.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -3,15 +3,14 @@
 No communication, but for `GroupWorks.cut`.
 
 Note [Waits that end]
-    Nothing can interrupt a thread that waits in C++. gloo cannot wait for sends and receives in slices: a
-    timeout breaks all connections of the group. So waits have no limit, and to give up a group the watchdog
-    breaks its connections from another thread (`GroupWorks.cut`). Each wait then raises, and
-    `WorkLog.explain` says why.
+    Nothing can interrupt a thread that waits in C++, and a timeout of gloo breaks all connections of the
+    group. So waits have no limit, and to give up a group the watchdog breaks its connections from another
+    thread (`GroupWorks.cut`). Each wait then raises, and `WorkLog.explain` says why.
 
 Note [Groups that end]
     gloo closes a group's connections when nothing refers to it. An error's traceback does, by the frames that
-    waited, in a cycle until garbage is collected, while other ranks wait. So nothing here keeps an error. A
-    caller may: so releasing ranks after a failed wait cuts all their groups (`WorkLog.cut_if_failed`).
+    waited, while other ranks wait. So nothing here keeps an error. A caller may: so releasing ranks after a
+    failed wait cuts all their groups (`WorkLog.cut_if_failed`).
 """
 
 import itertools
@@ -43,10 +42,9 @@ class GroupWorks:
     """The works of one process group in this process, with a weak reference to it.
 
     ``limit``: the timeout in seconds. ``verdict``: why the group was given up; no work begins any more.
-    ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts, equal
-    on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange. ``pending``:
-    works of the CPU that are not known to have ended, or that failed. ``outstanding``: the one pending work
-    of a device (they end in order).
+    ``tags``: message numbers of exchanges in parts, equal on all ranks. ``apart``: sends and receives the
+    backend counted, less one for each exchange. ``pending``: works of the CPU that are not known to have
+    ended, or that failed. ``outstanding``: the one pending work of a device (they end in order).
     """
 
     def __init__(
