@@ -1,8 +1,8 @@
-"""Every optimizer class of other packages gives the bits of the unsharded run, or is refused with a reason."""
+"""Every optimizer class of other packages gives the bits of its unsharded run, or is refused."""
 
 import pytest
-
 from classes import PACKAGES, documented, page_of, sweep
+
 from pool import Pool
 
 
