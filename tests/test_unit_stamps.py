@@ -118,7 +118,6 @@ def test_a_step_left_out_or_taken_twice_is_named_on_all_in_the_next_forward_pass
     check_equal(model)
 
 
-@pytest.mark.not_late("marks go beside the rows on gloo alone")
 @on_ranks(2)
 def test_an_iteration_has_no_collective_for_it() -> None:
     model, optimizer = make()
