@@ -219,6 +219,10 @@ class OwnedStateView(_View):
         for state in self._holding(place):
             del state[place]
 
+    def __bool__(self) -> bool:
+        # DCP fills what is empty: Note [Steps that are none] in `state.views`.
+        return any(self._states)
+
     def __contains__(self, key: object) -> bool:
         return bool(self._holding(self._place(key)) or self._beside(key))
 
