@@ -86,12 +86,12 @@ def zero_step(
         RankMismatchError: on every rank, if arguments or hook code differ.
     """
     require_ours(optimizer)
-    with agreeing(optimizer.ranks, "the arguments of zero_step") as items:
+    with agreeing(optimizer.ranks, "the arguments of zero_step") as agreed:
         _check_arguments(hook, interleave, gradients, ddp)
         all_used = _all_used_by(ddp)
         wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
-        items.extend([f"hook {describe(hook, bound=False)}", f"interleave={interleave}"])
-        items.extend([f"gradients={gradients!r}", f"ddp={wrapper}"])
+        agreed.items += [f"hook {describe(hook, bound=False)}", f"interleave={interleave}"]
+        agreed.items += [f"gradients={gradients!r}", f"ddp={wrapper}"]
     to_owners = gradients == "owners"
     return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
 

@@ -4,13 +4,14 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import ranks_by_value, ranks_text
+from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,
@@ -24,6 +25,7 @@ from zero_optim.errors import (
 P = ParamSpec("P")
 T = TypeVar("T")
 Failure = list[str]  # class and message of an exception, without the exception
+_DIGEST_NBYTES = 32  # of sha256
 
 # Exceptions that can be made from a message alone, so that every rank raises the same class.
 _KINDS = {
@@ -49,16 +51,28 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
     _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
 
 
+@dataclass(slots=True)
+class Agreement:
+    """What ranks compare at the end of `agreeing`: items, and bytes of which it tells whether they differ."""
+
+    items: list[str] = field(default_factory=list)
+    beside: bytes = b""
+    differs: bool = False
+
+
 @contextmanager
-def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None) -> Iterator[list[str]]:
+def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None) -> Iterator[Agreement]:
     """Run the body as `failing_together`, then `agree` on the items that it adds, in one collective."""
-    items: list[str] = []
+    agreed = Agreement()
     error: Exception | None = None
     try:
-        yield items
+        yield agreed
     except Exception as mine:  # noqa: BLE001 - sent to the others, raised again below
         error = mine
-    _compare(group, _all_well(group, error, _digest(items)), items, what, hints or {})
+    beside = hashlib.blake2b(agreed.beside, digest_size=SHORT - 1 - _DIGEST_NBYTES).digest()
+    everyone = _all_well(group, error, _digest(agreed.items) + beside)
+    _compare(group, [each[:_DIGEST_NBYTES] for each in everyone], agreed.items, what, hints or {})
+    agreed.differs = len(set(everyone)) > 1
 
 
 def _digest(items: Sequence[str]) -> bytes:
@@ -88,6 +102,24 @@ def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
     """Return for each answer whether it is True on every rank. All ranks call; one small collective."""
     everyone = group.all_gather_fixed(bytes(answers))
     return [all(said) for said in zip(*everyone, strict=True)]
+
+
+@contextmanager
+def answering_together(group: RankGroup) -> Iterator[list[bool]]:
+    """Run the body as `failing_together`; then the answers that it adds are those that hold on every rank.
+
+    One small collective for up to 46 answers.
+    """
+    answers: list[bool] = []
+    error: Exception | None = None
+    try:
+        yield answers
+    except Exception as mine:  # noqa: BLE001 - sent to the others, raised again below
+        error = mine
+    most = SHORT - 1
+    everyone = _all_well(group, error, bytes(answers[:most]).ljust(most, b"\0"))
+    said = [all(each) for each in zip(*everyone, strict=True)]
+    answers[:] = said[: len(answers)] + said_by_all(group, answers[most:])
 
 
 @contextmanager

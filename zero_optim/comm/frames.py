@@ -5,17 +5,17 @@ from typing import TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
-_ROOM = 47  # bytes: a digest, a word of a mirror
+SHORT = 47  # bytes: a digest, a word of a mirror
 
 
 def is_short(message: bytes) -> bool:
     """Return whether a message fits into a frame."""
-    return len(message) <= _ROOM
+    return len(message) <= SHORT
 
 
 def framed(message: bytes) -> bytes:
     """Frame a short message: its length, then its bytes."""
-    return bytes([len(message)]) + message.ljust(_ROOM, b"\0")
+    return bytes([len(message)]) + message.ljust(SHORT, b"\0")
 
 
 def unframed(frames: Sequence[bytes]) -> list[bytes] | None:

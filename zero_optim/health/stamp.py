@@ -1,4 +1,4 @@
-"""What a rank tells the others beside its rows: the stamp, its way, and the verdict on all ranks' stamps.
+"""Stamps: what each rank tells the others, how it travels, and the verdict on those of all ranks.
 
 A stamp has 4 bytes beside the rows of a unit, 32 in a row, and more between the replicas of a mesh. Each form
 is the beginning of the next; the text fills the rest.

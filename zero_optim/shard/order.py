@@ -6,7 +6,7 @@ It needs equal initial values on all ranks, and distinct ones (not zeros).
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,10 +23,14 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only values distinguish: indices by kind, and some values of each, as bytes."""
+    """Unnamed parameters that only values distinguish: indices by kind, and some values of each.
+
+    ``sizes``: of the values in bytes.
+    """
 
     kinds: list[list[int]]
-    values: list[Tensor]
+    sizes: list[int]
+    values: bytes
 
     @classmethod
     def among(cls, groups: Sequence[ParamGroup], apart: Collection[Tensor]) -> "Alike":
@@ -42,18 +46,12 @@ class Alike(NamedTuple):
         parts = [_some_elements(params[index]) for indices in kinds for index in indices]
         sizes = [part.numel() * part.element_size() for part in parts]
         alike = groupby(parts, key=lambda part: (part.dtype, part.device))  # few copies for many parameters
-        return cls(kinds, _packed([torch.cat(list(members)) for _, members in alike], sizes))
+        values = _packed([torch.cat(list(members)) for _, members in alike], sum(sizes))
+        return cls(kinds, sizes, values)
 
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
         """Raise if ranks have the same values in another order; all ranks call; communicates."""
-        if not self.kinds:
-            return
-        digest = hashlib.sha256()
-        for value in self.values:
-            digest.update(value.numpy().data)
-        if len(set(group.all_gather_fixed(digest.digest()))) == 1:
-            return
-        mine = b"".join(map(_digest, self.values))
+        mine = b"".join(_digests(self.values, self.sizes))
         names = param_names(groups)
         first: dict[Hashable, tuple[int, list[bytes]]] = {}
         for rank, payload in zip(group.numbers, group.all_gather_bytes(mine), strict=True):
@@ -79,15 +77,17 @@ def _some_elements(param: Tensor) -> Tensor:
 
 def digests(memories: Sequence[Tensor]) -> list[bytes]:
     """Return digests of 8 bytes of 1-D bytes on any devices; the CPU waits."""
-    return list(map(_digest, _packed(memories, [memory.numel() for memory in memories])))
+    sizes = [memory.numel() for memory in memories]
+    return _digests(_packed(memories, sum(sizes)), sizes)
 
 
-def _packed(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Copy tensors on any devices to CPU memory, and cut that to sizes in bytes."""
-    packed = torch.empty(sum(sizes), dtype=torch.uint8)
+def _packed(tensors: Sequence[Tensor], nbytes: int) -> bytes:
+    """Copy tensors on any devices to the CPU, as bytes."""
+    packed = torch.empty(nbytes, dtype=torch.uint8)
     pack(tensors, packed)
-    return list(torch.split(packed, list(sizes)))
+    return packed.numpy().tobytes()
 
 
-def _digest(memory: Tensor) -> bytes:
-    return hashlib.blake2b(memory.numpy().tobytes(), digest_size=_NBYTES).digest()
+def _digests(octets: bytes, sizes: Sequence[int]) -> list[bytes]:
+    ends = accumulate(sizes, initial=0)
+    return [hashlib.blake2b(octets[a:b], digest_size=_NBYTES).digest() for a, b in pairwise(ends)]

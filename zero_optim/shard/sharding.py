@@ -108,7 +108,7 @@ class Sharding:
         """
         new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
-        with agreeing(self._group, "the parameters and options of the optimizer", _HINTS) as items:
+        with agreeing(self._group, "the parameters and options of the optimizer", _HINTS) as agreed:
             check_shardable(groups, set(filter(is_freed, store.params)))
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
@@ -125,11 +125,13 @@ class Sharding:
                 reasons = why_whole(plan.pieces)
             alike = Alike.among(new, store.params.keys())
             # Owners come last: they differ if anything else does, and only the first difference is reported.
-            items.extend([*describe_params(new), *describe_options(new), *about])
+            items = [*describe_params(new), *describe_options(new), *about]
             items.append(f"buckets of {self.cap_nbytes} bytes")
-            items.extend([f"units of the parameters: {numbers}, used as {used}"] if store.params else [])
-            items.extend(describe_owners(new, plan) + (describe_costs(new, plan) if reasons else []))
-        alike.check_order(self._group, new)
+            items += [f"units of the parameters: {numbers}, used as {used}"] if store.params else []
+            items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
+            agreed.items, agreed.beside = items, alike.values
+        if agreed.differs:
+            alike.check_order(self._group, new)
         if why_whole is None:
             return plan
         return self._cut_where_all_agree(plan, planned, reasons, why_whole)

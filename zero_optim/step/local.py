@@ -6,15 +6,13 @@ The public groups have all parameters and the true options. Each step copies the
 back: schedulers write to the public groups, schedule-free classes to their own.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import said_by_all
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import (
     PARAM_KEYS,
     ParamGroup,
@@ -32,7 +30,7 @@ _ABSENT = object()
 
 
 class LocalOptimizer:
-    """The user's optimizers over one rank's leaves. Only `agree_on_traits` communicates.
+    """The user's optimizers over one rank's leaves. No communication.
 
     Every public group, with its spec in ``specs``, has a local one, even if this rank owns none of it; it
     receives the class's defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no
@@ -105,15 +103,19 @@ class LocalOptimizer:
         """Each class's probe result; None if not probed."""
         return [(built.spec.name, built.traits) for built in self._built]
 
-    def agree_on_traits(self, group: RankGroup) -> None:
-        """Keep the probe results that hold on every rank; all ranks call.
+    def answers(self) -> list[bool]:
+        """Return the probe results, as bools for ranks to combine."""
+        return [answer for _, traits in self.traits() if traits is not None for answer in traits.answers()]
+
+    def combine(self, answers: Iterable[bool]) -> None:
+        """Keep the probe results that hold on every rank.
 
         Probes may differ between processors; decisions from them, such as the gathered buckets, must not.
         """
-        probed = [(built, built.traits) for built in self._built if built.traits is not None]
-        answers = iter(said_by_all(group, [answer for _, traits in probed for answer in traits.answers()]))
-        for built, traits in probed:
-            built.traits = traits.combined([next(answers) for _ in traits.answers()])
+        said = iter(answers)
+        for built in self._built:
+            if built.traits is not None:
+                built.traits = built.traits.combined([next(said) for _ in built.traits.answers()])
 
     @property
     def defaults(self) -> dict[str, Any]:
