@@ -1,5 +1,6 @@
 # One environment, .venv, made at the first use of any target and kept. It holds exactly what constraints.txt says.
-# TORCH=2.8.0 makes and uses another one, .venv-torch-2.8.0, which differs in PyTorch and what that brings.
+# TORCH=2.8.0 makes and uses another one, .venv-torch-2.8.0, which differs in PyTorch and what that brings; `make
+# integrations` a third, .venv-integrations, with the training frameworks.
 #
 # PyTorch comes first, on its own, from wherever pip is pointed: `pip install torch==2.13.0` takes a CPU build where
 # the index or the folder that pip looks in offers one; elsewhere, on Linux, it brings gigabytes of CUDA libraries. To
@@ -19,7 +20,7 @@ LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes ove
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
-EXTRAS := demo,optimizers,lightning,test,dev
+EXTRAS := demo,optimizers,test,dev
 PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # make gpu PYTHON=/path/to/python3 takes that interpreter as it is, with the PyTorch that it has, and makes no
