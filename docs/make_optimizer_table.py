@@ -38,6 +38,12 @@ Before a class is sharded, `zero_optim.probe` tries with these options whether
 - one optimizer may step some of its parameters now and the others later (*in parts*, for `zero_step`);
 - several ranks may own *rows* of one parameter, also if an option that is zero, as a weight decay, changes.
 
+Trying cannot see a coupling that begins after 9 steps, or only among parameters of more than 8,192 elements
+(cuts: more than 45,056 elements), or with gradients or options unlike those tried.
+
+A class whose state cannot be saved and resumed is trained, with a warning when it is built; saving raises.
+Tried are classes with a `state_dict` of their own, objects in their state, or attributes that steps change.
+
 "Fails" lists the trials that a class does not pass. "Bitwise equal": the parameters after each of 13 steps,
 and the saved state, are those of the unsharded optimizer.
 

@@ -1,8 +1,11 @@
 """Optimizer classes of our own, each with one habit that the library has to find out by trying."""
 
 import random
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,152 @@ class Small(Optimizer):
             self.update(p, group)
 
 
+# ---------------------------------------------------------------------- state saved in ways of their own
+
+
+class WarmsUp(Small):
+    """Saves the number of its steps beside its state, as SPAM and StableSPAM do."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group, p in self.each():
+            p.add_(p.grad / self.steps, alpha=-group["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.steps = state_dict["steps"]
+
+
+class Forgets(WarmsUp):
+    """Does not load what it saves."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        Small.load_state_dict(self, state_dict)
+
+
+class CountsWhatItHas(WarmsUp):
+    """Saves beside its state what depends on the parameters it has."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": len(self.state), "own": len(list(self.each()))}
+
+
+class Nests(Small):
+    """Saves its momentum one level deeper than it keeps it, as bitsandbytes' classes do."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["m"] = state["m"] * 0.9 + p.grad if state else p.grad.clone()
+        p.add_(state["m"], alpha=-group["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        return {**packed, "state": {key: {"nested": dict(held)} for key, held in packed["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = {key: held.get("nested", held) for key, held in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})
+
+
+class Projector:
+    """Keeps the first gradient, as GaLore's keeps a projection."""
+
+    def __init__(self, grad: Tensor, sort: "Sort") -> None:
+        self.first, self.sort, self.shape = grad.clone(), sort, grad.shape
+
+
+class Sort(Enum):
+    """An option of a projector."""
+
+    SIGN = "sign"
+    FULL = "full"
+
+
+class KeepsObjects(Small):
+    """Keeps an object and a queue for each parameter."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(projector=Projector(p.grad, Sort.FULL), last=deque())
+        state["last"].append(p.grad.clone())
+        if len(state["last"]) > 3:
+            state["last"].popleft()  # torch.optim loses a maximum length in load_state_dict
+        p.add_(state["projector"].first * len(state["last"]) + state["last"][0], alpha=-group["lr"])
+
+
+class KeepsLocks(Small):
+    """Keeps what cannot be saved."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        self.state[p]["lock"] = threading.Lock()
+        super().update(p, group)
+
+
 # ---------------------------------------------------------------------- parameters that are not stepped apart
+
+
+class CouplesLarge(Small):
+    """Scales by a common norm, but only parameters above a size."""
+
+    def __init__(self, params: Any, above: int = 4096, **options: Any) -> None:
+        super().__init__(params, above=above, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        large = [p.grad.square().sum() for group, p in self.each() if p.numel() >= group["above"]]
+        for group, p in self.each():
+            total = sum(large, torch.zeros(())).sqrt() if p.numel() >= group["above"] else torch.ones(())
+            p.add_(p.grad / total, alpha=-group["lr"])
+
+
+class CouplesLate(Small):
+    """Scales by a common norm, but only from a step on."""
+
+    def __init__(self, params: Any, begin: int = 50, **options: Any) -> None:
+        super().__init__(params, begin=begin, count=0, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        total = sum((p.grad.square().sum() for _, p in self.each()), torch.zeros(())).sqrt()
+        for group in self.param_groups:
+            group["count"] += 1
+        for group, p in self.each():
+            p.add_(p.grad / (total if group["count"] > group["begin"] else 1), alpha=-group["lr"])
+
+
+class SeededNoise(Small):
+    """Draws from a generator of its own with a fixed seed, for one parameter after the other."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.generator = np.random.default_rng(0)
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.add_(p.grad * float(self.generator.random()), alpha=-group["lr"])
+
+
+class StateByIndex(Small):
+    """Keeps momentum under the place of a parameter in the whole list, in ``state`` or in an attribute."""
+
+    def __init__(self, params: Any, in_state: bool = True, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.in_state, self.buffers = in_state, {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        kept: Any = self.state if self.in_state else self.buffers
+        every = [(group, p) for group in self.param_groups for p in group["params"]]
+        for index, (group, p) in enumerate(every):
+            if p.grad is not None:
+                kept[index] = kept[index] * 0.9 + p.grad if index in kept else p.grad.clone()
+                p.add_(kept[index], alpha=-group["lr"])
 
 
 class ClipsGlobally(Small):

@@ -344,9 +344,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.
         self.state = dicts.whole_state(self.core)
         try:
-            return super().state_dict()
+            packed = super().state_dict()
         finally:
             self.state = own
+        return dicts.with_beside(packed)
 
     @called_by_all
     def load_state_dict(self, state_dict: dict[str, Any] | None, src: int | None = None) -> None:

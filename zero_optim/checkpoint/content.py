@@ -200,6 +200,7 @@ def _add_model(part: RankContent, objects: Objects, group: RankGroup) -> list[st
 def _add_optimizer(
     part: RankContent, shared: RankContent, optimizer: ZeroRedundancyOptimizer, names: Names, rank: int
 ) -> None:
+    optimizer.core.owned.local.check_dicts()
     options = [options_of(group) for group in optimizer.param_groups]
     params = {name: [dtype_name(kept_dtype(p)), list(p.shape)] for name, p in names.param.items()}
     groups = shared.packed_groups(zip(names.groups, options, strict=True))

@@ -50,6 +50,7 @@ from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.groups import PARAM_KEYS
 from zero_optim.plan.partition import assign_owners
 from zero_optim.run.progress import progress
+from zero_optim.state.dicts import with_beside
 
 
 def _check_output(source: Path, out: Path) -> None:
@@ -111,7 +112,7 @@ def _state_dict(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[
         packed = {index: values.get(f"{STATE}/{key_of(names[index])}") for index in members}
         state |= {index: unpack(part, get) for index, part in packed.items() if part is not None}
     state |= unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {}
-    return {"state": state, "param_groups": groups}
+    return with_beside({"state": state, "param_groups": groups})
 
 
 def _mapped_tensors(

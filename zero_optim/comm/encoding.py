@@ -6,8 +6,9 @@ A skeleton has containers, plain values, and each tensor's dtype, shape and stri
 
 import io
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 # The first class that fits counts: dict fits all.
 _DICTS: dict[str, type[dict[Any, Any]]] = {"ordered": OrderedDict, "counter": Counter, "dict": dict}
 
+# Classes of objects that optimizers of this process keep in their state; a file builds no others.
+_object_classes: set[type] = set()
+
 Skeleton = list[Any]
 Nested = Any  # dicts, lists and tuples of tensors and plain values
 
@@ -33,7 +37,43 @@ def encode(value: object, where: str) -> tuple[Skeleton, list[Tensor]]:
     return _encode(value, where, tensors), tensors
 
 
-def _encode(value: object, where: str, tensors: list[Tensor]) -> Skeleton:
+def allow_objects(value: Nested) -> None:
+    """Allow the classes of plain objects and enum members in a value to be sent and read."""
+    for inner in _objects_in(value, set()):
+        kind = type(inner)
+        is_plain = (
+            hasattr(inner, "__dict__")
+            and kind.__reduce__ is object.__reduce__
+            and kind.__reduce_ex__ is object.__reduce_ex__
+            and kind.__new__ is object.__new__
+            and not any(hasattr(kind, name) for name in ("__setstate__", "__slots__", "__del__"))
+            and vars(sys.modules.get(kind.__module__, object)).get(kind.__qualname__) is kind
+        )
+        if is_plain or isinstance(inner, Enum):
+            _object_classes.add(kind)
+
+
+def holds_objects(value: Nested) -> bool:
+    """Whether there are objects or deques in a value."""
+    return any(True for _ in _objects_in(value, set()))
+
+
+def _objects_in(value: Nested, seen: set[int]) -> Iterator[object]:
+    """Iterate over the objects in a value, also inside each other."""
+    if isinstance(value, Mapping | list | tuple | deque):
+        if isinstance(value, deque):
+            yield value
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _objects_in(inner, seen)
+        return
+    is_object = not isinstance(value, Tensor | np.ndarray | np.generic) and type(value) not in _PLAIN
+    if is_object and id(value) not in seen:
+        seen.add(id(value))
+        yield value
+        yield from _objects_in({} if isinstance(value, type) else getattr(value, "__dict__", {}), seen)
+
+
+def _encode(value: object, where: str, tensors: list[Tensor]) -> Skeleton:  # noqa: PLR0911 - one a kind
     if isinstance(value, Tensor):
         return _encode_tensor(value, where, tensors)
     if isinstance(value, np.ndarray):
@@ -42,8 +82,16 @@ def _encode(value: object, where: str, tensors: list[Tensor]) -> Skeleton:
         kind = next(name for name, container in _DICTS.items() if isinstance(value, container))
         return [kind, [[_plain(k, where), _encode(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]]
     if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
+        kind = "list" if isinstance(value, list) else "size" if isinstance(value, torch.Size) else "tuple"
         return [kind, [_encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]]
+    if isinstance(value, deque):
+        return ["deque", [_encode(value.maxlen, where, []), _encode(list(value), where, tensors)]]
+    if type(value) in _object_classes:
+        is_enum = isinstance(value, Enum)
+        inner = value.value if isinstance(value, Enum) else vars(value)
+        name = [type(value).__module__, type(value).__qualname__]
+        kind = "enum" if is_enum else "object"
+        return [kind, [_encode(name, where, []), _encode(inner, where, tensors)]]
     return ["plain", _plain(value, where)]
 
 
@@ -90,6 +138,14 @@ def flattened(tensor: Any) -> tuple[list[str], Any]:  # noqa: ANN401 - a class t
     return attributes, context
 
 
+def rewrapped(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply ``change`` to the tensors that a tensor wraps."""
+    attributes, context = flattened(tensor)
+    inner = {attribute: change(getattr(tensor, attribute)) for attribute in attributes}
+    whole: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return whole
+
+
 def _inner(tensor: Tensor, attribute: str, where: str, tensors: list[Tensor]) -> list[Any]:
     return [attribute, _encode(getattr(tensor, attribute), f"{where}.{attribute}", tensors)]
 
@@ -116,7 +172,30 @@ def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PL
     if kind in _DICTS:
         return _DICTS[kind]({key: decode(part, tensors) for key, part in body})
     items = [decode(part, tensors) for part in body]
-    return items if kind == "list" else tuple(items)
+    return items if kind == "list" else _BUILT[kind](items)
+
+
+def _built_object(items: list[Any]) -> object:
+    name, inner = items
+    kind = next((kind for kind in _object_classes if [kind.__module__, kind.__qualname__] == name), None)
+    if kind is None:
+        raise TypeError(
+            f"a value needs the class {'.'.join(name)}: build the optimizer that keeps objects of it first"
+        )
+    if issubclass(kind, Enum):
+        return kind(inner)
+    built = object.__new__(kind)
+    vars(built).update(inner)
+    return built
+
+
+_BUILT: dict[str, Callable[[list[Any]], object]] = {
+    "tuple": tuple,
+    "size": torch.Size,
+    "deque": lambda items: deque(items[1], items[0]),
+    "object": _built_object,
+    "enum": _built_object,
+}
 
 
 def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> Tensor:
@@ -214,7 +293,14 @@ def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
         return container({key: map_tensors(part, change) for key, part in value.items()})
     if isinstance(value, list | tuple):
         parts = [map_tensors(part, change) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
+        kind = list if isinstance(value, list) else torch.Size if isinstance(value, torch.Size) else tuple
+        return kind(parts)
+    if isinstance(value, deque):
+        return deque((map_tensors(part, change) for part in value), value.maxlen)
+    if type(value) in _object_classes and not isinstance(value, Enum):
+        mapped = object.__new__(type(value))
+        vars(mapped).update(map_tensors(vars(value), change))
+        return mapped
     return value
 
 
@@ -227,5 +313,7 @@ def inner_tensors(value: Nested) -> list[Tensor]:
         return [private.indices(value), private.values(value)] if value.is_sparse else [value]
     if isinstance(value, Mapping):
         value = list(value.values())
-    children = value if isinstance(value, list | tuple) else ()
+    if type(value) in _object_classes and not isinstance(value, Enum):
+        value = list(vars(value).values())
+    children = value if isinstance(value, list | tuple | deque) else ()
     return [tensor for child in children for tensor in inner_tensors(child)]

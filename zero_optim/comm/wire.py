@@ -16,6 +16,7 @@ from zero_optim.comm.encoding import (
     blank_tensors,
     decode,
     new_memory,
+    rewrapped,
     skeleton_from_bytes,
     skeleton_to_bytes,
 )
@@ -80,11 +81,15 @@ def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
 
 def copied(tensor: Tensor) -> Tensor:
     """Copy a tensor with its strides and a subclass's attributes, detached."""
+    if wraps_tensors(tensor):
+        return rewrapped(tensor, copied)  # not all of these classes have a clone()
     return _like(tensor, tensor.detach().clone())
 
 
 def copied_to_cpu(tensor: Tensor) -> Tensor:
     """Copy a tensor as `copied` does, into CPU memory."""
+    if wraps_tensors(tensor):
+        return rewrapped(tensor, copied_to_cpu)
     return copied(tensor) if tensor.device.type == "cpu" else _like(tensor, tensor.detach().cpu())
 
 

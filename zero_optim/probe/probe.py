@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zero_optim.probe.comparison import difference, state_difference
 from zero_optim.probe.feeds import Feed
+from zero_optim.probe.saved import why_not_saved
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.traits import NEEDS_CLOSURE, NEEDS_SECOND_ORDER, Traits
 from zero_optim.probe.trials import (
@@ -139,7 +140,8 @@ def _traits(trial: TrialRecord) -> Traits:
         counting: str | None = "it changes parameters that have no gradient, and these are not stepped then"
     else:
         counting = difference(trial, Variant("stepped in parts", in_parts=True))
-    return Traits(None, counting, _why_shape_used(trial), moves_frozen=moves_frozen)
+    shape_use, unsaved = _why_shape_used(trial), why_not_saved(trial)
+    return Traits(None, counting, shape_use, unsaved=unsaved, moves_frozen=moves_frozen)
 
 
 def _why_coupled(trial: TrialRecord, *, with_state: bool = True) -> str | None:

@@ -22,6 +22,7 @@ class Traits:
     counting: str | None = None  # why one optimizer cannot step part of its parameters at a time
     shape_use: str | None = None  # why a parameter cannot be cut in pieces
     untried: str | None = None  # why the class could not be tried at all
+    unsaved: str | None = None  # why its state cannot be saved and resumed
     moves_frozen: bool = False  # whether a step changes parameters that never had a gradient
 
     def answers(self) -> list[bool]:

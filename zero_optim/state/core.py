@@ -228,6 +228,7 @@ class Core:
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         others = set(self.params).difference(self.own_params())
         own = {key: value for key, value in self.state.items() if key not in others}
+        own.update(self.owned.local.beside())
         return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 
     def held(self) -> Held:

@@ -13,6 +13,7 @@ from zero_optim.errors import StateMismatchError
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import describe_options, param_names
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
+from zero_optim.probe.saved import BESIDE
 from zero_optim.run.progress import progress
 from zero_optim.state.core import Core
 from zero_optim.state.moving import Held, move, sent_by
@@ -30,6 +31,11 @@ def whole_state(core: Core) -> dict[Any, Any]:
         return core.owned.local.initial_state(core.groups)
     whole = core.snapshot.get(core.ranks.rank)
     return {params[key] if isinstance(key, int) else key: value for key, value in whole.items()}
+
+
+def with_beside(packed: dict[str, Any]) -> dict[str, Any]:
+    """Put what a class saves beside its state where its own ``state_dict`` has it."""
+    return {**packed, **packed["state"].pop(BESIDE, {})}
 
 
 def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
@@ -80,6 +86,9 @@ def load(
             keys, state = _saved_keys(state_dict), state_dict["state"]
             held[source] = Held({index: state[key] for index, key in enumerate(keys) if key in state})
             everywhere = {key: value for key, value in state.items() if key not in set(keys)}
+            if core.owned.local.has_own_dict:
+                more = {key: state_dict[key] for key in state_dict if key not in ("state", "param_groups")}
+                everywhere.update({BESIDE: more} if more else {})
             groups = state_dict["param_groups"]
             options = [{key: group[key] for key in group if key != "params"} for group in groups]
             beside = {"options": options, "everywhere": everywhere}

@@ -1,5 +1,6 @@
 """One optimizer of the user's class over this rank's leaves."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options
 from zero_optim.plan.option_values import plain
 from zero_optim.probe.cut_rows import CutRows, why_not_sparse_rows
 from zero_optim.probe.probe import probe, state_entries
+from zero_optim.probe.saved import BESIDE, NEVER, has_own_dict, load_packed
 from zero_optim.probe.traits import Traits, refusal
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.spec import OptimizerSpec
@@ -60,6 +62,21 @@ class BuiltOptimizer:
             if steps_parts:
                 self.check_parts(traits)
             self.traits = traits
+            if traits.unsaved not in (None, NEVER):
+                warnings.warn(
+                    f"{self._unsaved(traits.unsaved)}. Without saving it trains as it should", stacklevel=2
+                )
+
+    def check_saved(self) -> None:
+        """Raise TypeError if the state cannot be saved and resumed."""
+        if self.traits is not None and self.traits.unsaved is not None:
+            raise TypeError(self._unsaved(self.traits.unsaved))
+        if self.traits is None and has_own_dict(self.optimizer):
+            raise TypeError(self._unsaved("it was not tried (assume_separable=True)"))
+
+    def _unsaved(self, reason: str | None) -> str:
+        own = "has a state_dict() of its own, and its" if has_own_dict(self.optimizer) else "keeps what its"
+        return f"{self.spec.name} {own} state can be neither consolidated, saved nor loaded: {reason}"
 
     def check_parts(self, traits: Traits | None) -> None:
         """Raise ValueError if probed traits forbid steps of some parameters at a time."""
@@ -154,15 +171,10 @@ class BuiltOptimizer:
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
         """Replace the state through the class's ``load_state_dict``, as `LocalOptimizer.load`."""
-        own_groups = self.optimizer.param_groups
-        place = {leaf: index for index, leaf in enumerate(params_of(own_groups))}
-        packed_groups = [
-            {"params": [place[leaf] for leaf in group["params"]], **options_of(groups[number])}
-            for number, group in zip(self.numbers, own_groups, strict=True)
-        ]
-        keys = [key for key in state if key in place or not isinstance(key, Tensor)]
-        packed = {place.get(key, key): state[key] for key in keys}
-        self.optimizer.load_state_dict({"state": packed, "param_groups": packed_groups})
+        leaves = set(params_of(self.optimizer.param_groups))
+        keys = [key for key in state if key in leaves or not isinstance(key, Tensor)]
+        own, public = {key: state[key] for key in keys if key != BESIDE}, [groups[n] for n in self.numbers]
+        load_packed(self.optimizer, own, public, state.get(BESIDE, {}))
         if exact:
             held: dict[Any, Any] = self.optimizer.state
             held.update({key: _as_saved(held[key], state[key]) for key in held if key in state})

@@ -22,6 +22,7 @@ from zero_optim.plan.groups import (
 )
 from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable
 from zero_optim.probe.cut_rows import CutRows
+from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.spec import GroupSpec, OptimizerSpec
@@ -91,13 +92,24 @@ class LocalOptimizer:
         self._steps_parts = True
 
     def check_dicts(self) -> None:
-        """Raise TypeError if a class has its own ``state_dict``, as wrappers do."""
+        """Raise TypeError if a class's state cannot be saved and resumed, as that of many wrappers."""
         for built in self._built:
-            if type(built.optimizer).state_dict is not Optimizer.state_dict:
-                raise TypeError(
-                    f"{built.spec.name} has a state_dict() of its own, so what it keeps outside its `state` "
-                    "would be lost: it can be trained sharded, but neither consolidated nor loaded"
-                )
+            built.check_saved()
+        names = [built.spec.name for built in self._built if has_own_dict(built.optimizer)]
+        if names and len(self._built) > 1:
+            raise TypeError(f"{names[0]} has a state_dict() of its own, and is one of several optimizers")
+
+    def beside(self) -> dict[str, Any]:
+        """Return what a class saves beside its state, as a global entry: Note [Beside the state]."""
+        beside = beside_of(self._built[0].optimizer) if self.has_own_dict else {}
+        return {BESIDE: beside} if beside else {}
+
+    @property
+    def has_own_dict(self) -> bool:
+        """Whether there is one class, with a ``state_dict`` of its own that can be saved."""
+        traits = self._built[0].traits
+        is_saved = traits is not None and traits.unsaved is None
+        return is_saved and len(self._built) == 1 and has_own_dict(self._built[0].optimizer)
 
     def traits(self) -> list[tuple[str, Traits | None]]:
         """Each class's probe result; None if not probed."""
@@ -311,8 +323,10 @@ class LocalOptimizer:
         state: dict[Any, Any] = {}
         for built in self._built:
             of_all = [_over_leaves(groups[number], everything) for number in built.numbers]
-            state.update(built.spec.build(of_all).state)
-        return state
+            fresh = built.spec.build(of_all)
+            state.update(fresh.state)
+        beside = beside_of(fresh) if self.has_own_dict else {}
+        return {**state, BESIDE: beside} if beside else state
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
         """Replace the state through the classes' ``load_state_dict``, which fills gaps of old state dicts.

@@ -1,0 +1,113 @@
+"""Whether an optimizer class's state can be saved and resumed, by trial. No communication.
+
+Note [Beside the state]
+    A class with a ``state_dict`` of its own may add entries beside ``state`` and ``param_groups``, such as
+    the step of a warm-up. They travel as a global entry of the state, `BESIDE`, and its ``load_state_dict``
+    gets them back. A trial shows whether that is all it needs: an optimizer built anew, which loads the raw
+    state, the groups and these entries, must go on with equal bits, and the entries must not depend on the
+    parameters that a rank owns.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from zero_optim.comm.encoding import Nested, allow_objects, decode, encode, holds_objects
+from zero_optim.errors import message_of
+from zero_optim.plan.groups import ParamGroup, options_of, params_of
+from zero_optim.probe.comparison import same
+from zero_optim.probe.trials import TrialRecord, Variant, first_line_of, record, recorded, start
+
+BESIDE = "beside the state"
+_LARGE = (256, 176)
+_SAVED = ("state", "param_groups", "defaults")
+NEVER = "its own state_dict() fails with this PyTorch"
+
+
+def has_own_dict(optimizer: Optimizer) -> bool:
+    """Whether the class changes what ``state_dict`` returns, by a method or a hook of its constructor."""
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)  # wrappers may not have it
+    return type(optimizer).state_dict is not Optimizer.state_dict or bool(hooks)
+
+
+def beside_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the entries that a class saves beside its state and groups."""
+    own = optimizer.state_dict() if has_own_dict(optimizer) else {}
+    return {key: value for key, value in own.items() if key not in ("state", "param_groups")}
+
+
+def load_packed(
+    optimizer: Optimizer, state: Mapping[Any, Any], groups: list[ParamGroup], beside: Mapping[str, Any]
+) -> None:
+    """Load state by leaf, and the groups' options, through the class's ``load_state_dict``."""
+    place = {leaf: index for index, leaf in enumerate(params_of(optimizer.param_groups))}
+    packed_groups = [
+        {"params": [place[leaf] for leaf in own["params"]], **options_of(group)}
+        for own, group in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    packed = {place.get(key, key): value for key, value in state.items()}
+    optimizer.load_state_dict({"state": packed, "param_groups": packed_groups, **beside})
+
+
+def why_not_saved(trial: TrialRecord) -> str | None:
+    """Return why a class's state cannot be saved and resumed, or None; tries what is not plain state."""
+    optimizer = trial.run.optimizer
+    try:
+        has_objects = _check_plain(optimizer)
+        large = recorded(trial.subject, trial.feed.of_one(_LARGE, num_steps=2)) if has_objects else None
+        if large is not None:  # an object may hold others from some size on
+            _check_plain(large.run.optimizer)
+    except (TypeError, RecursionError) as error:
+        return message_of(error)
+    except Exception:  # noqa: BLE001 - the user's class may raise anything
+        return NEVER
+    if not (has_own_dict(optimizer) or has_objects or _keeps_attributes(trial)):
+        return None
+    try:
+        return _why_not_resumed(trial)
+    except Exception as error:  # noqa: BLE001
+        return f"loaded into a new one, it raises {first_line_of(error)}"
+
+
+def _keeps_attributes(trial: TrialRecord) -> bool:
+    """Whether steps change attributes of the optimizer, in which it may keep state."""
+    built, stepped = (vars(run.optimizer) for run in (trial.begin(), trial.run))
+    return not same(*({key: each[key] for key in each if key not in _SAVED} for each in (built, stepped)))
+
+
+def _check_plain(optimizer: Optimizer) -> bool:
+    """Raise TypeError for what cannot be sent; allow objects, and return whether there are some."""
+    groups = [options_of(group) for group in optimizer.param_groups]
+    parts = [list(optimizer.state.values()), groups, beside_of(optimizer)]
+    allow_objects(parts)
+    encode(parts, "its state")
+    return holds_objects(parts)
+
+
+def _sent(value: Nested) -> Nested:
+    skeleton, tensors = encode(value, "its state")
+    return decode(skeleton, iter([tensor.clone() for tensor in tensors]))
+
+
+def _why_not_resumed(trial: TrialRecord) -> str | None:
+    alone = trial.begin(Variant("alone", only=(0,)))
+    for number, gradients in enumerate(trial.gradients):
+        alone.step(number, {0: gradients[0]})
+    if not same(beside_of(trial.run.optimizer), beside_of(alone.optimizer)):
+        return "what it saves beside its state depends on the parameters it has"
+    before = record(trial.subject, trial.feed).run
+    values = {index: leaf.detach() for index, (leaf,) in before.leaves.items()}
+    after = start(trial.subject, trial.feed, values)
+    index_of = {leaf: index for index, (leaf,) in before.leaves.items()}
+    raw = {index_of.get(key, key): entries for key, entries in before.optimizer.state.items()}
+    everything = [raw, [options_of(group) for group in before.optimizer.param_groups]]
+    raw, groups, beside = _sent([*everything, beside_of(before.optimizer)])
+    of_leaves = {after.leaves[key][0] if key in after.leaves else key: value for key, value in raw.items()}
+    load_packed(after.optimizer, of_leaves, groups, beside)
+    for number, gradients in enumerate(trial.gradients):
+        for run in (before, after):
+            run.step(number, gradients)
+        if any(before.bits(index) != after.bits(index) for index in values):
+            return "what a new one loads is not all that it needs to go on equally"
+    return None
