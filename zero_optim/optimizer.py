@@ -329,7 +329,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError: ``to`` names a rank that is not in the group.
-            TypeError: sending some state would run its own code, or the class keeps state outside ``state``.
+            TypeError: sending some state would run its own code, or a new optimizer could not go on with it.
         """
         dicts.consolidate(self.core, to)
 
