@@ -62,13 +62,15 @@ class LoRA(nn.Module):
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    return model(inputs).float().square().mean()
+    loss: Tensor = model(inputs).float().square().mean()
+    return loss
 
 
 def names(path: Path) -> dict[str, Any]:
     """What the scripts of the right side leave open."""
     model = Tower()  # sets a seed
-    known = {"ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "ShardedDataParallel": ShardedDataParallel}
+    known: dict[str, Any] = {}
+    known |= {"ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "ShardedDataParallel": ShardedDataParallel}
     known |= {"fully_shard": fully_shard, "checkpoint": checkpoint, "AdamW": AdamW, "LoRA": LoRA}
     known |= {"torch": torch, "dist": dist, "path": path, "loss_of": loss_of}
     return {**known, "model": model, "batches": [batch(step) for step in range(4)]}
@@ -123,7 +125,7 @@ def test_masters_and_averages_are_those_of_plain_loops(tmp_path: Path) -> None:
     known = names(tmp_path)
     exec(RECIPES["masters and average"], known)
     model = DistributedDataParallel(Tower().bfloat16())
-    masters = [nn.Parameter(param.detach().float()) for param in model.parameters()]
+    masters = [param.detach().float().requires_grad_() for param in model.parameters()]
     optimizer, averages = AdamW(masters, lr=3e-4), [master.detach().clone() for master in masters]
     for inputs in known["batches"]:
         loss_of(model, inputs).backward()
@@ -200,7 +202,7 @@ def test_torchrun_starts_a_job_again_that_ends_with_the_bits_of_one_without_a_de
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as the page says
-        command = [*torchrun, "--max-restarts", "1", folder / "train.py"]
+        command = [*torchrun, "--max-restarts", "1", str(folder / "train.py")]
         options: Any = {"env": environment, "capture_output": True, "text": True, "timeout": 600}
         done = subprocess.run(command, check=False, **options)
         assert done.returncode == 0, done.stderr
