@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers.trainer
-from torch import nn
+from torch import nn, optim
 from transformers import TrainerCallback
 
 from zero_optim.ddp import full_state_dict
 from zero_optim.ddp.full.module_hooks import units_of
 from zero_optim.integrations.stages import check_stage, consolidate, inner, wrapped
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-
-__all__ = ["ConsolidatesBeforeSaves", "ZeroRedundancyOptimizer", "ZeroTrainer"]
 
 
 class ConsolidatesBeforeSaves(TrainerCallback):
@@ -65,6 +63,8 @@ class ZeroTrainer(_Trainer):
         if self.optimizer is None:
             chosen = self.optimizer_cls_and_kwargs
             kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model or self.model)
+            if not isinstance(kind, type) or not issubclass(kind, optim.Optimizer):
+                raise TypeError(f"expected an optimizer's class, got {kind!r}, for Trainer a factory")
             if kind is not ZeroRedundancyOptimizer:
                 options = {"optimizer_class": kind, **options}
             self.optimizer_cls_and_kwargs = ZeroRedundancyOptimizer, options
