@@ -217,6 +217,7 @@ class Directory:
 
     def publish(self, address: Address) -> None:
         """Write this rank's address to the store."""
+        self._addresses[self.rank] = address
         default_store().set(_key(self.rank), json.dumps(address))
 
     def leave(self) -> None:
@@ -240,6 +241,14 @@ class Directory:
         calls = {place: partial(self._ask, rank, question) for place, rank in others.items()}
         answers = in_threads(calls, 3 * ANSWER_LIMIT)
         return {place: answers.get(place, Presence.UNKNOWN) for place in others}
+
+    def catch_up(self) -> None:
+        """Wait until this rank's watchdog has answered the questions that came before.
+
+        A process that was stopped may find a verdict among them.
+        """
+        if self.rank in self._addresses:
+            ask(self._addresses[self.rank], {"ranks": []})
 
     def _ask(self, rank: int, question: Message) -> Message | Presence:
         if rank not in self._addresses:

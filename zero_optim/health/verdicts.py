@@ -177,6 +177,7 @@ class Verdicts:
                 reports = without_absent(reports)
             is_silent = is_closed and is_over and any(what is not Presence.UNKNOWN for what in mute)
             if is_late or ended_ranks(reports) or is_silent or _verdict_in(reports) is not None:
+                self._directory.catch_up()
                 return self._decide(work, None, reports).error()
             if not is_closed or is_over:
                 return None

@@ -312,9 +312,10 @@ class Core:
         if self.is_mirrored:
             self.mirror.take_lanes(self.group)
 
-    def mirror_state(self) -> None:
-        """Begin a version of the mirrors after a step; all ranks call; communicates."""
+    def mirror_state(self, steps: int | None = None) -> None:
+        """Begin a version of the mirrors, which has taken ``steps``, or all; all ranks call; communicates."""
         if self.is_mirrored:
             self.follow_state()
             options, snapshot = list(map(options_of, self.groups)), self.snapshot
-            self.mirror.update(self.group, self.held(), options, steps=snapshot.steps, age=snapshot.age)
+            steps = snapshot.steps if steps is None else steps
+            self.mirror.update(self.group, self.held(), options, steps=steps, age=snapshot.age)
