@@ -52,8 +52,9 @@ late: $(STAMP)  ## run what communicates with collectives as late as they may, m
 	@for seed in $(SEEDS); do \
 	    $(PYTEST) -m "not slow and not exhaustive" --late-seed $$seed $(LATE) $(ARGS) || exit 1; done
 
-integrations:  ## run the adapters with the real frameworks, in an environment of their own
+integrations:  ## run the adapters with the real frameworks, and all optimizer classes of other packages, each in an environment
 	@$(MAKE) --no-print-directory test VENV=.venv-integrations EXTRAS=integrations ARGS='tests/integrations $(ARGS)'
+	@$(MAKE) --no-print-directory test VENV=.venv-classes EXTRAS=classes ARGS='tests/integrations/test_classes.py $(ARGS)'
 
 gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
@@ -78,7 +79,7 @@ format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove the environments and everything that was built
-	rm -rf .venv .venv-torch-* .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-torch-* .venv-integrations .venv-classes build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted set-up is no set-up. It is removed first, so an interrupted update is

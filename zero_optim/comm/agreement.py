@@ -101,7 +101,7 @@ def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mappin
 def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
     """Return for each answer whether it is True on every rank. All ranks call; one small collective."""
     everyone = group.all_gather_fixed(bytes(answers))
-    return [all(said) for said in zip(*everyone, strict=True)]
+    return [all(common) for common in zip(*everyone, strict=True)]
 
 
 @contextmanager
@@ -118,8 +118,8 @@ def answering_together(group: RankGroup) -> Iterator[list[bool]]:
         error = mine
     most = SHORT - 1
     everyone = _all_well(group, error, bytes(answers[:most]).ljust(most, b"\0"))
-    said = [all(each) for each in zip(*everyone, strict=True)]
-    answers[:] = said[: len(answers)] + said_by_all(group, answers[most:])
+    common = [all(each) for each in zip(*everyone, strict=True)]
+    answers[:] = common[: len(answers)] + said_by_all(group, answers[most:])
 
 
 @contextmanager
@@ -161,7 +161,8 @@ def failure_of(error: BaseException, more: str = "") -> Failure:
 def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | None:
     """Return the exception for another rank's failure; None on a failed rank. All ranks call."""
     everyone = group.all_gather_json(mine)
-    failed = [(rank, told) for rank, told in zip(group.numbers, everyone, strict=True) if told is not None]
+    reports = zip(group.numbers, everyone, strict=True)
+    failed = [(rank, report) for rank, report in reports if report is not None]
     if mine is not None or not failed:
         return None
     rank, (name, message) = failed[0]

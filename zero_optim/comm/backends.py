@@ -181,8 +181,8 @@ def device_for_small_tensors(
     if "cpu" in backends or not backends:
         return torch.device("cpu")
     served = (device for device in (*data, bound) if device is not None and device.type in backends)
-    found = next(served, None)
-    return current_device(next(iter(backends))) if found is None else found
+    device = next(served, None)
+    return current_device(next(iter(backends))) if device is None else device
 
 
 def backend_for(backends: Mapping[str, str], data: Sequence[torch.device]) -> str:

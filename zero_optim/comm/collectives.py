@@ -159,7 +159,7 @@ class RankGroup:
         """Return the transport for a device; its name is "" without a backend."""
         name = self.backends.get(device.type, "")
         kind: Any = TRANSPORTS.get(name, Transport)
-        return _made(kind, name, device)
+        return _transport(kind, name, device)
 
     @property
     def data_backend(self) -> str:
@@ -285,8 +285,8 @@ class RankGroup:
         """Build the error for ranks in different agreements; communicates."""
         activity = self.works.log.activity
         inside = [mark.name for mark in list(activity.open.values())][:1]
-        told = self.all_gather_json([dict(activity.counts), inside])
-        return RankMismatchError(met_otherwise(dict(zip(self.numbers, told, strict=True))))
+        reports = self.all_gather_json([dict(activity.counts), inside])
+        return RankMismatchError(met_otherwise(dict(zip(self.numbers, reports, strict=True))))
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:
         """Gather 1-D uint8 tensors of equal length, on `device`; returns (ranks, length). One collective.
@@ -317,7 +317,7 @@ class RankGroup:
 
 
 @lru_cache  # a step asks several times
-def _made(kind: type[Transport], name: str, device: torch.device) -> Transport:
+def _transport(kind: type[Transport], name: str, device: torch.device) -> Transport:
     return kind(name, device)
 
 

@@ -48,9 +48,9 @@ def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
     return texts
 
 
-def met_otherwise(told: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]) -> str:
+def met_otherwise(reports: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]) -> str:
     """Describe ranks in different calls, from their counts and open calls."""
-    inside = ", ".join(f"rank {rank} is in {name}" for rank, (_, names) in told.items() for name in names)
-    known = [inside] * bool(inside) + differences({rank: counts for rank, (counts, _) in told.items()})
+    inside = ", ".join(f"rank {rank} is in {name}" for rank, (_, names) in reports.items() for name in names)
+    known = [inside] * bool(inside) + differences({rank: counts for rank, (counts, _) in reports.items()})
     what = f": {'; '.join(known)}" if known else ""
     return f"ranks have made different calls{what}. All ranks must make the same calls, in the same order"

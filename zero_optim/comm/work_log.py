@@ -156,8 +156,9 @@ class WorkLog:
         for key, works in list(self.groups.items()):
             if works.group() is None:
                 self.groups.pop(key, None)
-        made = self.groups[id(process_group)] = GroupWorks(self, process_group, ranks, limit, can_cut=can_cut)
-        return made
+        works = GroupWorks(self, process_group, ranks, limit, can_cut=can_cut)
+        self.groups[id(process_group)] = works
+        return works
 
     def waits(self) -> "list[Work]":
         """Return the works that a thread waits for."""
@@ -187,12 +188,12 @@ _LOGS: WeakKeyDictionary[dist.ProcessGroup, WorkLog] = WeakKeyDictionary()
 
 def log_of(world: dist.ProcessGroup) -> WorkLog:
     """Return the log of this process, by the default group."""
-    found = _LOGS.get(world)
-    return _LOGS.setdefault(world, WorkLog()) if found is None else found
+    known = _LOGS.get(world)
+    return _LOGS.setdefault(world, WorkLog()) if known is None else known
 
 
 def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:
     """Return the works of a group, if recorded."""
     world = dist.group.WORLD
-    found = None if world is None else log_of(world).groups.get(id(group))
-    return found if found is not None and found.group() is group else None
+    known = None if world is None else log_of(world).groups.get(id(group))
+    return known if known is not None and known.group() is group else None

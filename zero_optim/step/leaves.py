@@ -270,7 +270,7 @@ def entries_named(
 
     StateMismatchError if an entry is not dense or has another shape.
     """
-    taken = {}
+    values = {}
     for param, own in held.items():
         saved = entries.get(param, {}).get(name)
         if saved is None:
@@ -286,5 +286,5 @@ def entries_named(
                 f"of that shape, got {got}{kind}"
             )
         is_alike = type(saved) is Tensor and (saved.dtype, saved.device) == (own.dtype, own.device)
-        taken[param] = saved if is_alike else torch.empty_like(own.detach()).copy_(saved)
-    return taken
+        values[param] = saved if is_alike else torch.empty_like(own.detach()).copy_(saved)
+    return values

@@ -112,10 +112,10 @@ class LocalOptimizer:
 
         Probes may differ between processors; decisions from them, such as the gathered buckets, must not.
         """
-        said = iter(answers)
+        rest = iter(answers)
         for built in self._built:
             if built.traits is not None:
-                built.traits = built.traits.combined([next(said) for _ in built.traits.answers()])
+                built.traits = built.traits.combined([next(rest) for _ in built.traits.answers()])
 
     @property
     def defaults(self) -> dict[str, Any]:

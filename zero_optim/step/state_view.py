@@ -43,9 +43,9 @@ class _Beside:
         value, own = entries.get(self.name), self.shown(param)
         if type(value) is Tensor and value.is_set_to(own):
             return
-        taken = self.keeper.taken_from({param: dict(entries)})
+        values = self.keeper.taken_from({param: dict(entries)})
         self.prepare()
-        self.keeper.load(taken, [param])
+        self.keeper.load(values, [param])
 
 
 class _View(MutableMapping[Any, Any]):
