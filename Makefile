@@ -1,5 +1,6 @@
 # One environment, .venv, made at the first use of any target and kept. It holds exactly what constraints.txt says.
-# TORCH=2.8.0 makes and uses another one, .venv-torch-2.8.0, which differs in PyTorch and what that brings.
+# TORCH=2.8.0 makes and uses another one, .venv-torch-2.8.0, which differs in PyTorch and what that brings; `make
+# integrations` a third, .venv-integrations, with the training frameworks.
 #
 # PyTorch comes first, on its own, from wherever pip is pointed: `pip install torch==2.13.0` takes a CPU build where
 # the index or the folder that pip looks in offers one; elsewhere, on Linux, it brings gigabytes of CUDA libraries. To
@@ -19,7 +20,7 @@ LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes ove
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
-EXTRAS := demo,optimizers,lightning,test,dev
+EXTRAS := demo,optimizers,test,dev
 PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # make gpu PYTHON=/path/to/python3 takes that interpreter as it is, with the PyTorch that it has, and makes no
@@ -51,8 +52,9 @@ late: $(STAMP)  ## run what communicates with collectives as late as they may, m
 	@for seed in $(SEEDS); do \
 	    $(PYTEST) -m "not slow and not exhaustive" --late-seed $$seed $(LATE) $(ARGS) || exit 1; done
 
-integrations:  ## run the adapters with the real frameworks, in an environment of their own
+integrations:  ## run the adapters with the real frameworks, and all optimizer classes of other packages, each in an environment
 	@$(MAKE) --no-print-directory test VENV=.venv-integrations EXTRAS=integrations ARGS='tests/integrations $(ARGS)'
+	@$(MAKE) --no-print-directory test VENV=.venv-classes EXTRAS=classes ARGS='tests/integrations/test_classes.py $(ARGS)'
 
 gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
@@ -77,7 +79,7 @@ format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove the environments and everything that was built
-	rm -rf .venv .venv-torch-* .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-torch-* .venv-integrations .venv-classes build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted set-up is no set-up. It is removed first, so an interrupted update is

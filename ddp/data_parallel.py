@@ -217,15 +217,11 @@ class DistributedDataParallel(RebindableWrapper):
             if self._is_detached and trains and syncs:
                 self.reducer.expect()  # raises
         else:
-            if trains:
-                self._own().activity.end("forward pass")
             if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
                 self._sync_buffers()  # type: ignore[no-untyped-call]
-            if trains:
-                self._own().expect(syncs)
             self.require_forward_param_sync = trains and syncs
-            if trains and syncs:
-                self._own().prepare(output)
+            if trains:
+                self._own().end_forward(output, syncs=syncs)
         self._clear_grad_buffer()  # type: ignore[no-untyped-call]
         return output
 

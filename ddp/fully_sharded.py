@@ -192,8 +192,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         """Begin a forward pass; called by the module's hook, as is `after_forward`."""
         self.units.forget_calls()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._reducer.activity.begin("forward pass")
-            self._reducer.check_finished(waits=False)
+            self._reducer.begin_forward()
         if self._sends_buffers and self._options.get("broadcast_buffers") is not False:
             send_buffers(self.module, self._reducer)
         if not self._options.get("device_ids"):
@@ -203,14 +202,11 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
 
     def after_forward(self, output: object) -> object:
         """Expect a backward pass; not called if the module has raised."""
-        trains = torch.is_grad_enabled()
-        self._sends_buffers = trains and self.require_backward_grad_sync
+        trains, syncs = torch.is_grad_enabled(), self.require_backward_grad_sync
+        self._sends_buffers = trains and syncs
         if trains:
             self._check_frozen()
-            self._reducer.activity.end("forward pass")
-            self._reducer.expect(self.require_backward_grad_sync)
-        if self._sends_buffers:
-            self._reducer.prepare(output)
+            self._reducer.end_forward(output, syncs=syncs)
         return output
 
     # ------------------------------------------------------------------ as in `ShardedDataParallel`

@@ -25,8 +25,7 @@ class TorchReducerAdapter:
     def prepare_for_forward(self) -> None:
         """Begin an iteration."""
         self.num_forwards += 1
-        self.own.activity.begin("forward pass")
-        self.own.check_finished(waits=False)
+        self.own.begin_forward()
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
         """Expect a backward pass, though the last forward pass was under ``no_sync``."""

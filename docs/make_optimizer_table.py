@@ -29,6 +29,7 @@ HEAD = f"""# Every optimizer class
 
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
+[Other packages](#other-packages) have a section of their own.
 
 Before a class is sharded, `zero_optim.probe` tries with these options whether
 
@@ -86,7 +87,8 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="This overload of", category=UserWarning)
     with Pool() as pool:
         lines = list(rows(pool))
-    TARGET.write_text(HEAD + "\n".join(lines) + "\n")
+    _, heading, other_packages = TARGET.read_text().partition("\n## Other packages")
+    TARGET.write_text(HEAD + "\n".join(lines) + "\n" + heading + other_packages)
     failed = sum("| NO" in line for line in lines)
     sys.stderr.write(f"{TARGET}: {len(CASES)} classes, {len(lines)} rows, {failed} failed\n")
     return 1 if failed else 0

@@ -115,8 +115,8 @@ class SteppedPass:
             if self.unsure.isdisjoint(members):
                 late.update(members)
             elif not leaves_unsure:
-                asked = {param: param.grad if has_grads else None for param in self.unsure & members.keys()}
-                late.update({**members, **asked})
+                waiting = self.unsure & members.keys()
+                late.update({**members, **{param: param.grad if has_grads else None for param in waiting}})
         self.reduced.clear()
         for gradient in late.values():
             if gradient is not None:

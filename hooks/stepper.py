@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together
+from zero_optim.comm.agreement import agreeing, check_flags, raise_together
 from zero_optim.comm.works import Work
 from zero_optim.compat.engine import (
     after_backward,
@@ -57,10 +57,10 @@ def zero_step(
     """Return a comm hook that steps ``optimizer`` during the backward pass.
 
     Use ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours, with the
-    state of ``hook``. All ranks call it before the first backward pass. An optimizer's bucket
-    (``bucket_cap_mb``) is stepped and gathered when all its trained parameters are reduced: by a thread on
-    gloo with CPU parameters, which may create process groups, else by hooks on a side stream. There ``hook``
-    must complete a bucket's future without a later call, unless ``interleave=False``.
+    state of ``hook``. All ranks call it before the first backward pass; it may create process groups. An
+    optimizer's bucket (``bucket_cap_mb``) is stepped and gathered when all its trained parameters are
+    reduced: by a thread on gloo with CPU parameters, else by hooks on a side stream. There ``hook`` must
+    complete a bucket's future without a later call, unless ``interleave=False``.
 
     Parameters equal, bit for bit, those of ``hook`` alone; with None those without a hook, but for the last
     bits if DDP divides (``gradient_as_bucket_view=True`` with ``zero_grad(set_to_none=False)``, ranks no
@@ -86,12 +86,12 @@ def zero_step(
         RankMismatchError: on every rank, if arguments or hook code differ.
     """
     require_ours(optimizer)
-    with failing_together(optimizer.ranks):
+    with agreeing(optimizer.ranks, "the arguments of zero_step") as agreed:
         _check_arguments(hook, interleave, gradients, ddp)
-    all_used = _all_used_by(ddp)
-    wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
-    items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
-    agree(optimizer.ranks, [*items, f"ddp={wrapper}"], "the arguments of zero_step")
+        all_used = _all_used_by(ddp)
+        wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
+        agreed.items += [f"hook {describe(hook, bound=False)}", f"interleave={interleave}"]
+        agreed.items += [f"gradients={gradients!r}", f"ddp={wrapper}"]
     to_owners = gradients == "owners"
     return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
 
@@ -167,9 +167,8 @@ def _require_wrapper(ddp: object) -> None:
 class ZeroStep:
     """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass.
 
-    ``to_owners`` replaces ``hook``; all ranks then construct this, which may create process groups.
-    ``all_used`` is called for each bucket, with the same result on all ranks. ``buckets``: those that our DDP
-    takes, None for its own.
+    ``to_owners`` replaces ``hook``. ``all_used`` is called for each bucket, with the same result on all
+    ranks. ``buckets``: those that our DDP takes, None for its own.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from training import (
     twin,
 )
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.agreement import agree, agreeing, answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
 
 AdamW = torch.optim.AdamW
@@ -147,6 +147,37 @@ def test_unfreezing_after_construction_is_agreed() -> None:
 class StrangeError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
+
+
+@on_ranks(2)
+def test_ranks_fail_and_agree_in_one_collective() -> None:
+    group, odd, counts = RankGroup.of(None), dist.get_rank() == 1, list[int]()
+    real = RankGroup.all_gather_fixed
+
+    def counted(self: RankGroup, payload: bytes) -> list[bytes]:
+        counts.extend([1] * bool(payload))  # without any it does not communicate
+        return real(self, payload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankGroup, "all_gather_fixed", counted)
+        for beside in (b"same", str(odd).encode()):
+            with agreeing(group, "numbers") as agreed:
+                agreed.items, agreed.beside = ["one"], beside
+            assert agreed.differs == (beside != b"same")
+        with answering_together(group) as answers:
+            answers.extend([True, odd, False])
+        assert answers == [True, False, False]
+        assert len(counts) == 3
+    with answering_together(group) as answers:
+        answers.extend([True] * 60 + [odd])
+    assert answers == [True] * 60 + [False]
+    told = pytest.raises(RankMismatchError, match="numbers: rank 0 has False; rank 1 has True")
+    with told, agreeing(group, "numbers") as agreed:
+        agreed.items.append(str(odd))
+    for context in (agreeing(group, "numbers"), answering_together(group), failing_together(group)):
+        with pytest.raises(ValueError, match="no"), context:  # noqa: PT012
+            if odd:
+                raise ValueError("no")
 
 
 @on_ranks(2)

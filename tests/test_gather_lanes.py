@@ -23,7 +23,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.shard import gathers
 
-LARGE = [(300, 256)] * 5 + [(7,)]  # 1.5 MB
+LARGE = [(300, 256)] * 7 + [(7,)]  # 2.2 MB
 CAP = 0.3  # MiB, so that there are several buckets
 
 

@@ -259,7 +259,9 @@ def save_alone(folder: Path, rank: int, result: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     c10d._set_pg_timeout(timedelta(seconds=5))  # not before: coming together may take longer
     model = nn.Linear(3, 3)
+    store.set(f"rank {rank} has come", "")
     if rank == 1:
+        store.wait(["rank 0 has come"])  # or its group could not be made
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         checkpoint.save_async(folder / "saved", model=model)

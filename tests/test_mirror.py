@@ -203,6 +203,18 @@ def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(tmp_path: Path) 
             assert_trained(optimizer, several, 3)
 
 
+@on_ranks(2)
+def test_a_version_is_labelled_with_the_steps_that_its_state_has_taken() -> None:
+    optimizer = mirrored(adamw)
+    for step in range(4):
+        if step == 2:  # drops the versions, so that the next step begins with one
+            optimizer.load_state_dict(copy.deepcopy(whole(optimizer)))
+        train(optimizer, step, step + 1)
+        report = optimizer.core.mirror.report([])
+        assert report is not None
+        assert [steps for _, steps, _ in report.own] == [step, step + 1]
+
+
 # ---------------------------------------------------------------------- ways of stepping
 
 

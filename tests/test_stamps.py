@@ -14,6 +14,7 @@ from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.health.stamp import LAST_CALL, PRESENT_CALL, Kind, Stamp, marked, verdict
 from zero_optim.hooks import zero_step
 from zero_optim.plan.option_values import OptionValues
 
@@ -481,3 +482,57 @@ def test_a_rank_whose_rows_lie_in_the_middle_of_a_parameter_is_heard() -> None:
         with pytest.raises(RankMismatchError, match=f"rank {rank} has 0.25"):
             step(optimizer)
     check_equal(optimizer)
+
+
+def stamp(number: int = 3, name: str = "step()", *, failed: bool = False) -> Stamp:
+    return Stamp(0, failed, number, b"options!", name.encode())
+
+
+FAILED, OTHER = stamp(name="KeyError", failed=True), stamp(4, "eval()")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stamps", "message"),
+    [
+        (PRESENT_CALL, [stamp(), stamp(), stamp()], None),
+        (
+            PRESENT_CALL,
+            [stamp(), OTHER, stamp()],
+            "ranks 4, 6 in step(), call 3 there; rank 5 in eval(), call 4 there",
+        ),
+        (
+            PRESENT_CALL,
+            [stamp(), Stamp(0)],
+            "rank 4 in step(), call 3 there; rank 5 in a gather that is no step",
+        ),
+        (PRESENT_CALL, [stamp(), stamp(4)], "All ranks must make the same calls. A GradScaler's step counts"),
+        (
+            PRESENT_CALL,
+            [FAILED, OTHER, stamp()],
+            "rank 4 failed with KeyError in eval(); its own output has more",
+        ),
+        (PRESENT_CALL, [FAILED, FAILED], None),  # each has raised its own
+        (
+            LAST_CALL,
+            [stamp(0), stamp(1)],
+            "rank 4 made 0; rank 5 made 1, the last one step(). All ranks must",
+        ),
+        (LAST_CALL, [stamp(), FAILED], "rank 5 failed with KeyError in step()"),
+    ],
+)
+def test_a_verdict_names_the_cause_and_the_ranks(
+    kind: Kind, stamps: list[Stamp], message: str | None
+) -> None:
+    error = verdict(kind, dict(enumerate(stamps)), (4, 5, 6))
+    assert error is None if message is None else message in str(error)
+
+
+def test_each_form_of_a_stamp_is_the_beginning_of_a_longer_one() -> None:
+    whole = Stamp(7, has_failed=True, number=2**32 - 1, digest=b"options!", text="Wrong: größer".encode() * 9)
+    octets = whole.packed(224)
+    assert Stamp.read(octets) == whole
+    assert Stamp.read(whole.packed()) == whole._replace(text=whole.text[:16])
+    assert Stamp.read(octets[:32]) == Stamp.read(whole.packed())
+    assert Stamp.read(octets[:4]).mark == Stamp.read(marked(bytes(4), 7 + 2**16)).mark == 7
+    assert Stamp.read(marked(whole.packed(), 0)) == Stamp.read(whole.packed())._replace(mark=0)
+    assert Stamp.read(whole.packed(26)).name == "Wrong: gr"  # without half a letter

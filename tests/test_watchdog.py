@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,6 +227,26 @@ def test_who_does_not_have_the_token_is_not_answered(listener: Listener) -> None
     assert answered == []
 
 
+def test_who_asks_himself_has_answered_what_came_before(listener: Listener) -> None:
+    answered: list[object] = []
+    directory = Directory.__new__(Directory)
+    directory.rank, directory._addresses = 1, {1: listener.address}
+    with socket.create_connection(listener.address[:2]) as earlier:
+        earlier.sendall(json.dumps({"verdict": "why", "token": listener.address.token}).encode() + b"\n")
+
+        def serve() -> None:
+            for _ in range(2):
+                wait_until(lambda: listener.wait(0.1))
+                listener.answer(lambda question: answered.append(question) or {})  # type: ignore[func-returns-value]
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with patient_questions():
+            directory.catch_up()
+    server.join()
+    assert answered == [{"verdict": "why"}, {"ranks": []}]
+
+
 class SlowToAnswer:
     """Stands for the directory, where one rank does not answer until it may."""
 
@@ -263,6 +283,7 @@ class Dying:
 
     def __init__(self, answers: Sequence[Presence]) -> None:
         self.answers = iter(answers)
+        self.catch_up: Callable[[], None] = lambda: None
 
     def is_current(self) -> bool:
         return True
@@ -295,6 +316,20 @@ def test_a_killed_rank_that_takes_long_to_end_is_named(ranks1: Ranks) -> None:
     (said,) = ranks1.run(explain_closed, [Presence.SILENT], 0.0)
     assert "rank 1 does not answer" in str(said)
     assert ranks1.run(explain_closed, [Presence.UNKNOWN], 0.0) == [None]
+
+
+@on_ranks(1)
+def test_a_rank_that_was_stopped_keeps_the_verdict_that_has_come_meanwhile() -> None:
+    group = RankGroup.of(None)
+    directory: Any = Dying([Presence.LEFT])
+    verdicts = Verdicts(group.works.log, directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group.works, "ranks", (0, 1))
+        patch.setattr(group.works, "_can_cut", False)  # there is no rank 1
+        told = {"ranks": group.works.whole, "verdict": ["rank 0 does not answer", [0]]}
+        directory.catch_up = lambda: verdicts.answer(told)
+        error = verdicts.explain(group.begin_work(), RuntimeError("Connection reset by peer"))
+    assert "rank 0 does not answer" in str(error)
 
 
 def test_a_rank_whose_link_is_cut_is_named_whatever_the_backend_says(ranks1: Ranks) -> None:

@@ -67,8 +67,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             arguments, so it must find out what differs between ranks when it is called.
         process_group: ranks to shard over; None for the default group, or that of the fully sharded model.
         parameters_as_bucket_view: move parameters into flat tensors, each with its own storage, where gathers
-            write in place. False leaves ``param.data`` alone and copies at each step, as is always done for
-            shared memory and devices without DLPack.
+            write in place. False copies at each step, as for shared memory and devices without DLPack.
         overlap_with_ddp: a comm hook (``hook_with_zero_step``, ``zero_step`` of `zero_optim.hooks`) steps
             during the backward pass. The class is checked now; `step` raises if no hook ran.
         bucket_cap_mb: capacity of a bucket in MiB, above 0. A step sends one broadcast for each bucket and
@@ -77,15 +76,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             the class orthogonalizes matrices (Muon), or a function of the parameter. Also a group key.
         master_dtype: dtype of the owner's copies, through which parameters of narrower floating-point dtypes
             are stepped: torch.float32 for bf16 and fp16. In the state: ``zero_optim.master``.
-        ema_decay: factor below 1 for the past in a moving average of the weights, for `averaged_weights`;
-            each rank averages what it owns. In the state: ``zero_optim.ema``.
+        ema_decay: factor below 1 for the past in a moving average of the weights, for `averaged_weights`. In
+            the state: ``zero_optim.ema``.
         gather_lazily: a model, in DDP or not, for `gather_lazily`. A copy of the optimizer waits in `step`.
-        assume_separable: do not try the class. Otherwise it steps small tensors, whole and in parts, for 10
-            to 60 ms the first time, and is refused if the results differ.
+        assume_separable: do not try the class. Otherwise it steps small tensors, for 10 to 60 ms the first
+            time, and is refused if results differ in parts.
         cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
-            same bits. What the CPU steps in half precision is never cut. `step` and `load_state_dict` raise
-            ValueError if later options forbid existing cuts, and `step` for a sparse gradient of a cut
-            parameter that the class does not bear (plain SGD does). Also a group key.
+            same bits; never what the CPU steps in half precision. ValueError in `step` and `load_state_dict`
+            if later options forbid existing cuts, or in `step` for a sparse gradient of a cut parameter that
+            the class does not bear (plain SGD does). Also a group key.
         timeout: longest wait in seconds; None for the process group's timeout. After half of it a warning is
             logged; then every rank raises `StalledError` with the missing ranks and their last calls.
         on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
@@ -351,15 +350,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @called_by_all
     def load_state_dict(self, state_dict: dict[str, Any] | None, src: int | None = None) -> None:
-        """Load a whole state; all ranks call.
+        """Load a whole state: of ``torch.optim``, PyTorch's ``ZeroRedundancyOptimizer``, or this class.
 
-        Takes dicts of ``torch.optim``, of PyTorch's ``ZeroRedundancyOptimizer`` and of this class. Each rank
-        copies what it owns; the caller's dict and tensors do not change.
+        All ranks call. Each copies what it owns; the caller's dict and tensors do not change.
 
         Args:
             state_dict: the same dict on every rank; with ``src`` on that rank alone, None on the others.
-            src: the only group rank that has the dict, for example from a file. It sends each rank what that
-                rank owns; no other rank ever holds the whole state.
+            src: the only group rank that has the dict. It sends each rank what that rank owns; no other rank
+                ever holds the whole state.
 
         Raises:
             StateMismatchError: names each parameter whose state does not fit.
@@ -408,9 +406,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         wrapper of `zero_optim.ddp` has its own `detach`, which also drops comm hooks.
 
         Args:
-            wait: wait for pending gathers. If a rank died before it sent its part, its parameters may have
-                old values here until `rebind`. Use False if a rank is stopped, not dead: the wait would last
-                until the group's timeout.
+            wait: wait for pending gathers, whose parameters may have old values until `rebind` if their owner
+                has died. Use False if a rank is stopped: the wait would last until the group's timeout.
             staying: the group ranks of a smaller next group, the same on all ranks, which all call: the
                 others first send their state to these. None sends nothing.
 
@@ -433,13 +430,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         the others' options. A lazily gathered model stays so; comm hooks must be registered anew.
 
         With ``mirror=True`` ranks may be lost, or hold state of different steps. Then all go back to the end
-        of the last step whose mirrors are complete: parameters, state, averages and options. Options that
-        a scheduler changes must be set again.
+        of the last step whose mirrors are complete: parameters, state, averages and options.
 
         Args:
             process_group: the new ranks; None for the default group.
-            keep_state: False begins with new state and the present parameters. If state was lost,
-                `zero_optim.checkpoint.rebind` does that and loads.
+            keep_state: False begins with new state and the present parameters.
 
         Returns:
             `num_steps` of the state, equal on every rank; after going back as a rule one less than before.
@@ -447,6 +442,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             LostStateError: no rank of the group holds the state of some parameters, which are named, or a
                 step broke off half way. With mirrors: a rank and its buddy are lost, or no step was taken.
+                `zero_optim.checkpoint.rebind` then loads.
             RankMismatchError: ranks hold state of different steps, or have other parameters or arguments.
             RuntimeError: an optimizer is not detached on some rank.
             ValueError: the class does not bear cuts with the present options.
@@ -510,8 +506,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         leaves the counts alone, for a second reader.
 
         - ``exposed_seconds/PHASE``: time that callers waited for communication and late ranks, packed and
-          added up on the CPU: Note [Exposed seconds] in `zero_optim.comm.traffic`.
-        - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] there.
+          added up on the CPU; ``sent_bytes/PHASE``: what this rank's network interface sends. Notes [Exposed
+          seconds] and [Bytes sent] in `zero_optim.comm.traffic`.
         - ``collectives/PHASE``, ``steps``: how many.
 
         Phases: ``gather`` (parameters from owners), ``reduce`` (gradients, to owners or averaged by

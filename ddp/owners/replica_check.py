@@ -3,17 +3,15 @@
 Note [Replicas that drift]
     The gradients of replicas have equal bits, so parameters stay equal as long as each replica takes the same
     steps. Inside a replica gathers carry stamps; across replicas nothing is gathered. So the owners of the
-    same rows gather their stamps, with the number of steps and a digest of all options, beside each backward
-    pass. Where these differ, they exchange more, and all raise. On an accelerator the stamps are read when
-    the next pass begins, so that the CPU does not wait.
+    same rows gather stamps of their last step beside each backward pass. Where these differ, all raise. On an
+    accelerator the next pass reads them, so that the CPU does not wait.
 
 Note [Failures in one replica]
-    A rank that raises a failure of its replica sends its next stamp at once, with an excerpt of the error,
-    and waits for nothing: it may never begin another backward pass. If it does, that begins a new gather, as
-    on a rank that has read the failure and raised. On the CPU the stamps are read before the pass has
-    launched anything, as an error in the middle would leave reductions that nobody meets. All ranks of the
-    replica tell, each across its own column, so only failures that were sent in gathers are told, of which
-    all of them hear.
+    A rank that raises a failure of its replica sends its next stamp at once, with the message, and waits for
+    nothing: it may never begin another backward pass. If it does, that begins a new gather, as on a rank that
+    has read the failure and raised. On the CPU the stamps are read before the pass has launched anything, as
+    an error in the middle would leave reductions half done. Each rank tells its own column, so only failures
+    of which all ranks of a replica hear, in gathers, are told.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -234,13 +234,13 @@ class BackwardPass:
         bucket = self._assignment.buckets[self.num_passed]
         bucket.schedule.at(
             Moment.BUCKET_FULL,
-            {Operation.REDUCE: self._start, Operation.FREE: lambda each: each.free()},
+            {
+                Operation.REDUCE: lambda each: self._waits.append((each, self._launch(each))),
+                Operation.FREE: lambda each: each.free(),
+            },
             bucket,
         )
         self.num_passed += 1
-
-    def _start(self, bucket: ReducerBucket) -> None:
-        self._waits.append((bucket, self._launch(bucket)))
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
         """Launch all buckets as they are; the other ranks use what this one used in its last pass.

@@ -109,8 +109,7 @@ class Reducer:
         return self.divisor is not None
 
     @property
-    def activity(self) -> Activity:
-        """This rank's activity, for the messages of other ranks."""
+    def _activity(self) -> Activity:
         return self.group.works.log.activity
 
     @property
@@ -193,12 +192,23 @@ class Reducer:
         """Remove the hooks; a second call does nothing."""
         remove(self._inbox.handles)
 
+    def begin_forward(self) -> None:
+        """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""
+        self._activity.begin("forward pass")
+        self.check_finished(waits=False)
+
+    def end_forward(self, output: object, *, syncs: bool) -> None:
+        """End a forward pass with gradients; if it `syncs`, its backward pass must be reduced."""
+        self._activity.end("forward pass")
+        self.expect(syncs)
+        if syncs:
+            self.prepare(output)
+
     def prepare(self, outputs: object = ()) -> None:
-        """Look at a forward pass's output before the user gets it. Optional in ordinary loops.
+        """Look at a forward pass's output before the user gets it; no communication.
 
         Needed for reentrant checkpointing, and so that unused parameters hold up no bucket. Every rank calls
-        it after the same forward passes; no communication. Finds tensors in containers and dataclasses.
-        RuntimeError inside ``torch.distributed.autograd``.
+        it after the same forward passes. RuntimeError inside ``torch.distributed.autograd``.
         """
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -239,7 +249,7 @@ class Reducer:
         if self.slot.is_empty:
             divisor = self.group.size if self.divisor is None else self.divisor()
         current = self._new_pass(self.assignment, self._open(), divisor, keeps_graph=torch.is_grad_enabled())
-        self.activity.begin("backward pass")
+        self._activity.begin("backward pass")
         current.is_held = self._holds()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
@@ -285,7 +295,7 @@ class Reducer:
             current.give_back(drops=True)
             raise
         finally:
-            self.activity.end("backward pass")
+            self._activity.end("backward pass")
         current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
     def _conclude(self, current: BackwardPass) -> None:

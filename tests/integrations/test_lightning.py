@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -35,10 +36,12 @@ class Module(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parts = [isinstance(param.grad, PartialGradient) for param in self.parameters()]
-        assert any(parts) == (self.stage > 1)
+        assert any(parts) == (self.stage > 1 and dist.get_world_size() > 1)
 
     def test_step(self, batch: list[Tensor], index: int) -> None:
         self.log("loss", self.training_step(batch, index), sync_dist=True)
+
+    validation_step = test_step
 
     def configure_optimizers(self) -> Any:
         if self.stage:
@@ -78,10 +81,9 @@ class Fit:
             strategy=self.strategy(),
             max_epochs=self.epochs,
             logger=False,
-            enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **self.options,
+            **{"enable_checkpointing": False, **self.options},
         )
 
     def run(self) -> tuple[pl.Trainer, Module]:
@@ -191,6 +193,29 @@ def test_a_folder_is_loaded_by_a_strategy_that_is_told_so(tmp_path: Path) -> Non
     Fit(2, sharded=True, saves=path).run()
     with pytest.raises(ValueError, match="is a folder: load with ZeroStrategy"):
         Fit(2, epochs=2, resumes=path).run()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_best_checkpoint_is_kept_and_loads(tmp_path: Path, stage: int, sharded: bool) -> None:
+    results = []
+    for each in (0, stage):
+        folder = tmp_path / str(each)
+        best = ModelCheckpoint(folder, "{epoch}", monitor="loss", save_top_k=1, save_last=False)
+        options = {"callbacks": [best], "enable_checkpointing": True}
+        fit = Fit(each, epochs=3, sharded=sharded and each > 0, options=options)
+        with as_torchrun_says():
+            trainer, module = fit.trainer(), Module(each)
+            trainer.fit(module, batches(), batches())
+        dist.barrier()  # rank 0 removes the older ones
+        assert [path.name for path in folder.iterdir()] == [Path(best.best_model_path).name]
+        resumed = Fit(each, epochs=4, sharded=fit.sharded, resumes=best.best_model_path).weights()
+        results.append((Path(best.best_model_path).name, best.best_model_score, whole(module), resumed))
+    (name, score, trained, resumed), (got_name, got_score, got_trained, got_resumed) = results
+    assert (got_name, got_score) == (name, score)
+    assert_same(got_trained, trained)
+    assert_same(got_resumed, resumed)
 
 
 # ---------------------------------------------------------------------- evaluation, several optimizers

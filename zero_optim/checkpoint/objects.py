@@ -109,8 +109,8 @@ class Objects:
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
         """Use state dicts of the model without communication; yields the rows of freed ones by address."""
         buckets = [] if self.optimizer is None else self.optimizer.core.sharding.row_buckets
-        with left_freed(buckets) as kept:
-            yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
+        with left_freed(buckets) as rows_of:
+            yield {param.data_ptr(): rows for param, rows in rows_of.items() if param.numel()}
 
     def model_state(self) -> dict[str, Any]:
         """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model."""

@@ -4,13 +4,14 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import ranks_by_value, ranks_text
+from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,
@@ -24,6 +25,7 @@ from zero_optim.errors import (
 P = ParamSpec("P")
 T = TypeVar("T")
 Failure = list[str]  # class and message of an exception, without the exception
+_DIGEST_NBYTES = 32  # of sha256
 
 # Exceptions that can be made from a message alone, so that every rank raises the same class.
 _KINDS = {
@@ -46,12 +48,43 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
 
     One small collective if they agree. The message has the first difference, and a hint by its first word.
     """
-    digest = hashlib.sha256("\n".join(items).encode()).digest()
-    if len(set(group.all_gather_fixed(digest))) > 1:
+    _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What ranks compare at the end of `agreeing`: items, and bytes of which it tells whether they differ."""
+
+    items: list[str] = field(default_factory=list)
+    beside: bytes = b""
+    differs: bool = False
+
+
+@contextmanager
+def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None) -> Iterator[Agreement]:
+    """Run the body as `failing_together`, then `agree` on the items that it adds, in one collective."""
+    agreed = Agreement()
+    error: Exception | None = None
+    try:
+        yield agreed
+    except Exception as mine:  # noqa: BLE001 - sent to the others, raised again below
+        error = mine
+    beside = hashlib.blake2b(agreed.beside, digest_size=SHORT - 1 - _DIGEST_NBYTES).digest()
+    everyone = _all_well(group, error, _digest(agreed.items) + beside)
+    _compare(group, [each[:_DIGEST_NBYTES] for each in everyone], agreed.items, what, hints or {})
+    agreed.differs = len(set(everyone)) > 1
+
+
+def _digest(items: Sequence[str]) -> bytes:
+    return hashlib.sha256("\n".join(items).encode()).digest()
+
+
+def _compare(
+    group: RankGroup, digests: Sequence[bytes], items: Sequence[str], what: str, hints: Mapping[str, str]
+) -> None:
+    if len(set(digests)) > 1:
         everyone = group.all_gather_json(list(items))
-        raise RankMismatchError(
-            f"ranks disagree about {what}: {_first_difference(group, everyone, hints or {})}"
-        )
+        raise RankMismatchError(f"ranks disagree about {what}: {_first_difference(group, everyone, hints)}")
 
 
 def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mapping[str, str]) -> str:
@@ -68,7 +101,25 @@ def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mappin
 def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
     """Return for each answer whether it is True on every rank. All ranks call; one small collective."""
     everyone = group.all_gather_fixed(bytes(answers))
-    return [all(said) for said in zip(*everyone, strict=True)]
+    return [all(common) for common in zip(*everyone, strict=True)]
+
+
+@contextmanager
+def answering_together(group: RankGroup) -> Iterator[list[bool]]:
+    """Run the body as `failing_together`; then the answers that it adds are those that hold on every rank.
+
+    One small collective for up to 46 answers.
+    """
+    answers: list[bool] = []
+    error: Exception | None = None
+    try:
+        yield answers
+    except Exception as mine:  # noqa: BLE001 - sent to the others, raised again below
+        error = mine
+    most = SHORT - 1
+    everyone = _all_well(group, error, bytes(answers[:most]).ljust(most, b"\0"))
+    common = [all(each) for each in zip(*everyone, strict=True)]
+    answers[:] = common[: len(answers)] + said_by_all(group, answers[most:])
 
 
 @contextmanager
@@ -81,19 +132,25 @@ def failing_together(group: RankGroup) -> Iterator[None]:
     mine: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - kept, sent to the others, raised again below
+    except Exception as error:  # noqa: BLE001 - sent to the others, raised again below
         mine = error
+    _all_well(group, mine)
+
+
+def _all_well(group: RankGroup, mine: Exception | None, payload: bytes = b"") -> list[bytes]:
+    """Raise any rank's exception on every rank, or return all ranks' payloads; they have one length."""
     try:
-        flags = group.all_gather_fixed(b"\0" if mine is None else b"\1")
+        everyone = group.all_gather_fixed((b"\0" if mine is None else b"\1") + payload)
     except (RemoteRankError, RankMismatchError) as unanswered:
         if mine is None:
             raise
         raise mine from unanswered  # it tells more, and may be why nobody answered: a device of no use
-    if any(flag != b"\0" for flag in flags):
+    if any(each[0] for each in everyone):
         other = failure_of_others(group, None if mine is None else failure_of(mine))
         failure = other if mine is None else mine
         if failure is not None:
             raise failure
+    return [each[1:] for each in everyone]
 
 
 def failure_of(error: BaseException, more: str = "") -> Failure:
@@ -104,7 +161,8 @@ def failure_of(error: BaseException, more: str = "") -> Failure:
 def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | None:
     """Return the exception for another rank's failure; None on a failed rank. All ranks call."""
     everyone = group.all_gather_json(mine)
-    failed = [(rank, told) for rank, told in zip(group.numbers, everyone, strict=True) if told is not None]
+    reports = zip(group.numbers, everyone, strict=True)
+    failed = [(rank, report) for rank, report in reports if report is not None]
     if mine is not None or not failed:
         return None
     rank, (name, message) = failed[0]

@@ -10,8 +10,7 @@ Note [Devices of a group]
     GPU host, gloo elsewhere. Its configuration (``cpu:gloo,cuda:nccl``) and the registered types do.
 
     The library's small tensors are on the CPU if it has a backend, so no CPU waits for a GPU; else with the
-    parameters. Scripts with ``model.to(rank)`` never set the current device: it is GPU 0 on all ranks, which
-    NCCL refuses.
+    parameters. The current device would be GPU 0 on all ranks of scripts with ``model.to(rank)``.
 """
 
 import re
@@ -182,8 +181,8 @@ def device_for_small_tensors(
     if "cpu" in backends or not backends:
         return torch.device("cpu")
     served = (device for device in (*data, bound) if device is not None and device.type in backends)
-    found = next(served, None)
-    return current_device(next(iter(backends))) if found is None else found
+    device = next(served, None)
+    return current_device(next(iter(backends))) if device is None else device
 
 
 def backend_for(backends: Mapping[str, str], data: Sequence[torch.device]) -> str:

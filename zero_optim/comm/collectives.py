@@ -1,13 +1,11 @@
 """The ranks of a process group, and their collectives.
 
 Ranks are group ranks, except here, in `sending`, and where `lanes` makes groups. All ranks call every
-communicating method in one order. If a rank is missing, gloo raises after the timeout; NCCL's watchdog ends
-the process.
+communicating method in one order.
 
 Note [Rows at once]
-    NCCL and XCCL launch a bucket's broadcasts at once. An all-gather takes one tensor of each rank, but an
-    owner may have several spans, and PyTorch's copies the bucket. gloo runs the broadcasts side by side, in a
-    third of an all-gather's time.
+    NCCL and XCCL launch a bucket's broadcasts at once. PyTorch's all-gather would copy the bucket, and takes
+    one tensor of each rank. gloo runs the broadcasts side by side, in a third of an all-gather's time.
 
 Note [Agreements that meet]
     If a rank leaves out a call, different agreements may meet. If messages differ in length, gloo's own
@@ -48,6 +46,9 @@ LET_GO = (
     "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
     "the one before, such as comm hooks, has to be made again"
 )
+
+
+_FEW = 256  # bytes, which are copied one by one in a fifth of the time
 
 
 class _LetGo:
@@ -158,7 +159,7 @@ class RankGroup:
         """Return the transport for a device; its name is "" without a backend."""
         name = self.backends.get(device.type, "")
         kind: Any = TRANSPORTS.get(name, Transport)
-        return _made(kind, name, device)
+        return _transport(kind, name, device)
 
     @property
     def data_backend(self) -> str:
@@ -284,8 +285,8 @@ class RankGroup:
         """Build the error for ranks in different agreements; communicates."""
         activity = self.works.log.activity
         inside = [mark.name for mark in list(activity.open.values())][:1]
-        told = self.all_gather_json([dict(activity.counts), inside])
-        return RankMismatchError(met_otherwise(dict(zip(self.numbers, told, strict=True))))
+        reports = self.all_gather_json([dict(activity.counts), inside])
+        return RankMismatchError(met_otherwise(dict(zip(self.numbers, reports, strict=True))))
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:
         """Gather 1-D uint8 tensors of equal length, on `device`; returns (ranks, length). One collective.
@@ -316,7 +317,7 @@ class RankGroup:
 
 
 @lru_cache  # a step asks several times
-def _made(kind: type[Transport], name: str, device: torch.device) -> Transport:
+def _transport(kind: type[Transport], name: str, device: torch.device) -> Transport:
     return kind(name, device)
 
 
@@ -332,6 +333,8 @@ def bytes_to_tensor(payload: bytes) -> Tensor:
 
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:
-    """Copy a 1-D uint8 tensor into bytes."""
+    """Copy a uint8 tensor into bytes."""
+    if tensor.numel() <= _FEW:
+        return bytes(tensor.flatten().tolist())
     # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs where pages cannot move.
     return tensor.cpu().clone().numpy().tobytes()

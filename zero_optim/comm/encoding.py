@@ -120,15 +120,17 @@ def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PL
 
 
 def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> Tensor:
-    found: Any = _loaded_subclass(*body[0])
+    subclass: Any = _loaded_subclass(*body[0])
     if kind == "wrapper":
         _, context, (shape, strides), *parts = body
         inner = {attribute: decode(part, tensors) for attribute, part in parts}
-        whole = found.__tensor_unflatten__(inner, decode(context, tensors), torch.Size(shape), tuple(strides))
+        whole = subclass.__tensor_unflatten__(
+            inner, decode(context, tensors), torch.Size(shape), tuple(strides)
+        )
     else:
         attributes, plain = (decode(part, tensors) for part in body[1:])
         with private.DisableTorchFunctionSubclass():
-            whole = plain.as_subclass(found)
+            whole = plain.as_subclass(subclass)
         vars(whole).update(attributes)
     assert isinstance(whole, Tensor)
     return whole
@@ -136,15 +138,15 @@ def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> T
 
 def _loaded_subclass(module: str, name: str) -> type[Tensor]:
     """Return an imported tensor subclass, past ``__getattr__`` of modules: a file never causes an import."""
-    found: object = sys.modules.get(module)
+    subclass: object = sys.modules.get(module)
     for part in name.split("."):
         try:
-            found = object.__getattribute__(found, "__dict__").get(part)
+            subclass = object.__getattribute__(subclass, "__dict__").get(part)
         except AttributeError:
-            found = None
-    if not (isinstance(found, type) and issubclass(found, Tensor)):
+            subclass = None
+    if not (isinstance(subclass, type) and issubclass(subclass, Tensor)):
         raise TypeError(f"a value needs the tensor subclass {module}.{name}: import {module} first")
-    return found
+    return subclass
 
 
 def parts_of(skeleton: Skeleton) -> list[Skeleton]:

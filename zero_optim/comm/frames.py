@@ -5,17 +5,17 @@ from typing import TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
-_ROOM = 47  # bytes: a digest, a word of a mirror
+SHORT = 47  # bytes: a digest, a word of a mirror
 
 
 def is_short(message: bytes) -> bool:
     """Return whether a message fits into a frame."""
-    return len(message) <= _ROOM
+    return len(message) <= SHORT
 
 
 def framed(message: bytes) -> bytes:
     """Frame a short message: its length, then its bytes."""
-    return bytes([len(message)]) + message.ljust(_ROOM, b"\0")
+    return bytes([len(message)]) + message.ljust(SHORT, b"\0")
 
 
 def unframed(frames: Sequence[bytes]) -> list[bytes] | None:
@@ -48,9 +48,9 @@ def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
     return texts
 
 
-def met_otherwise(told: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]) -> str:
+def met_otherwise(reports: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]) -> str:
     """Describe ranks in different calls, from their counts and open calls."""
-    inside = ", ".join(f"rank {rank} is in {name}" for rank, (_, names) in told.items() for name in names)
-    known = [inside] * bool(inside) + differences({rank: counts for rank, (counts, _) in told.items()})
+    inside = ", ".join(f"rank {rank} is in {name}" for rank, (_, names) in reports.items() for name in names)
+    known = [inside] * bool(inside) + differences({rank: counts for rank, (counts, _) in reports.items()})
     what = f": {'; '.join(known)}" if known else ""
     return f"ranks have made different calls{what}. All ranks must make the same calls, in the same order"

@@ -3,8 +3,8 @@
 Note [Lanes]
     Collectives of two threads on one process group mix. Code beside the main thread, or that must not queue
     behind its traffic, uses its own groups: lanes. A gloo group costs three threads and several file
-    descriptors, so a user borrows lanes until its `Lease` is dropped. That time differs between ranks, so
-    they agree which lanes are free. The next user waits for pending sends and receives.
+    descriptors, so a user borrows lanes until its `Lease` is dropped. Ranks agree which lanes are free, and
+    the next user waits for pending sends and receives.
 
     A failed rank may have started fewer collectives, which would pair later ones wrongly. So a user abandons
     its lanes after a failure, and a lane is lent only if every rank started as many collectives.
@@ -73,12 +73,12 @@ class _Pool:
 
     def offer(self) -> _Free:
         """Take all free lanes out, so that no other thread offers them too."""
-        taken = {name: self.free.pop(name) for name in list(self.free)}
-        return {name: under_way for name, under_way in taken.items() if name in self.lanes}
+        offered = {name: self.free.pop(name) for name in list(self.free)}
+        return {name: under_way for name, under_way in offered.items() if name in self.lanes}
 
     def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
-        made = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
-        return Lease({name: replace(lane, phase=group.phase) for name, lane in made.items()}, self.free)
+        groups = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
+        return Lease({name: replace(lane, phase=group.phase) for name, lane in groups.items()}, self.free)
 
 
 # By the default group, then by ranks, backend and timeout. PyTorch keeps groups in globals, so this has to be
@@ -131,7 +131,7 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         chosen = _common(everyone)[:number]
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
-            pool.lanes[name] = _made(group, backend, name)
+            pool.lanes[name] = _new_group(group, backend, name)
             offered[name] = []
             chosen.append(name)
         for name in chosen:
@@ -183,7 +183,7 @@ def num_started(lane: RankGroup) -> int:
     return int(count()) - lane.works.apart if count is not None else 0
 
 
-def _made(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
+def _new_group(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group.process_group)
     try:
         with group.begin_work("process groups to be made beside the one given").waiting():

@@ -1,9 +1,8 @@
 """A 2-D mesh of ranks: rows have owners in a replica, and each owner has copies across replicas.
 
 Note [Whose state it is]
-    The optimizer's ranks say how the state is divided. Over one row of the mesh each replica has all state.
-    Over all ranks the state exists once, and a replica only gathers parameters; clipping, scaling, state
-    dicts, checkpoints and stamps are those of one group.
+    If the optimizer's ranks are one row of the mesh, each replica has all state. If they are all ranks, the
+    state exists once, and a replica only gathers parameters; all else is that of one group.
 
 Note [Numbers in a mesh]
     Owners of the same rows need the same group rank in all replicas, but process groups number ranks in
@@ -57,10 +56,10 @@ class RankMesh:
         inner = _part(mesh, 1, owners) if splits else owners
         everyone = owners if splits else _everyone(ranks, inner, across)
         places = {rank: (row, number) for row, line in enumerate(table) for number, rank in enumerate(line)}
-        found = cls(everyone, inner, across, splits, tuple(places[rank] for rank in ranks))
+        replicas = cls(everyone, inner, across, splits, tuple(places[rank] for rank in ranks))
         for part in (inner, across):
-            part.works.log.wholes[part.works.ranks] = found.everyone.works.ranks
-        return found
+            part.works.log.wholes[part.works.ranks] = replicas.everyone.works.ranks
+        return replicas
 
     def owned_by(self, owners: RankGroup) -> "RankMesh":
         """Return the same ranks for another optimizer with the same process group."""
@@ -124,7 +123,7 @@ def made_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> Rank
     token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
     name, timeout = f"zero_optim:{token.decode()}", timeout_of(inner.process_group)
     try:
-        made = make_group(ranks, inner.data_backend, name, timeout)
+        process_group = make_group(ranks, inner.data_backend, name, timeout)
     except RuntimeError as error:
         raise across.unanswered("no process group of the whole mesh could be made", error) from error
-    return RankGroup.of(made, inner.data_devices).within(inner.phase.timeout)
+    return RankGroup.of(process_group, inner.data_devices).within(inner.phase.timeout)

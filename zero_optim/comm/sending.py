@@ -2,13 +2,13 @@
 
 Note [gloo and CUDA]
     gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host
-    memory. So gloo exchanges CUDA tensors by an all-to-all of one tensor of bytes, as it knows few dtypes and
-    no lists; `send` and `recv` go through the CPU. CPU tensors go piece by piece, without a second copy.
+    memory. So gloo exchanges CUDA tensors by an all-to-all of one tensor of bytes; `send` and `recv` go
+    through the CPU. CPU tensors go piece by piece, without a second copy.
 
 Note [Two ranks of many]
-    For a single send NCCL makes a communicator of two ranks, which takes some hundred ms and MiB, and stays.
-    Sends started as one use the group's communicator, so all are. All ranks make it, in the group's first
-    call, so that call must not be a send: ranks agree first.
+    For a single send NCCL makes a communicator of two ranks, of some hundred MiB, which stays. Sends started
+    as one use the group's communicator, so all are. All ranks make it, in the group's first call, so that
+    call must not be a send: ranks agree first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -66,10 +66,10 @@ def _all_to_all(
     sent, into = ([*of[:rank], own[:0], *of[rank + 1 :]] for of in (pieces, received))
     if as_bytes:  # Note [gloo and CUDA]
         packed = torch.cat(sent).view(torch.uint8)
-        came = torch.empty(sum(part.nbytes for part in into), dtype=torch.uint8, device=own.device)
+        arrivals = torch.empty(sum(part.nbytes for part in into), dtype=torch.uint8, device=own.device)
         there, back = ([part.nbytes for part in parts] for parts in (sent, into))
-        work = dist.all_to_all_single(came, packed, back, there, group=process_group, async_op=True)
-        arrived = torch.split(came.view(own.dtype), [part.numel() for part in into])
+        work = dist.all_to_all_single(arrivals, packed, back, there, group=process_group, async_op=True)
+        arrived = torch.split(arrivals.view(own.dtype), [part.numel() for part in into])
         received = [*arrived[:rank], own, *arrived[rank + 1 :]]
     else:
         work = dist.all_to_all(into, sent, group=process_group, async_op=True)
@@ -136,7 +136,7 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     work = group.begin_work("", staged.device)
     with work.starting(), _at_once(group, staged.device) as started:
         each = [_isend(group, staged, rank) for rank in to]
-    handles = started or _made(each)
+    handles = started or _started(each)
     group.phase.sent(staged.nbytes * len(handles), len(handles))
     on_host = group.transport(staged.device).waits_on_host
     work.take(*([Paired(handles)] if on_host else handles)).wait()
@@ -148,7 +148,7 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
     with group.phase.held_up(), group.begin_work().waiting():
         with _at_once(group, staged.device) as started:
             each = [_irecv(group, staged, source)]
-        for work in started or _made(each):
+        for work in started or _started(each):
             work.wait()
     if tensor.device.type == "cpu" and staged is not tensor:
         tensor.copy_(group.read(HostCopy(staged)))
@@ -160,7 +160,7 @@ def start_send(group: RankGroup, tensor: Tensor, to: int) -> Waitable:
     """Start to send a contiguous CPU tensor on gloo; keep the handle until it is received."""
     work = group.begin_work("", tensor.device)
     with work.starting():
-        work.take(Paired(_made([_isend(group, tensor, to)])))
+        work.take(Paired(_started([_isend(group, tensor, to)])))
     group.phase.sent(tensor.nbytes)
     return work
 
@@ -169,7 +169,7 @@ def start_recv(group: RankGroup, tensor: Tensor, source: int) -> Waitable:
     """Start to receive into a contiguous CPU tensor on gloo."""
     work = group.begin_work()
     with work.starting():
-        work.take(*_made([_irecv(group, tensor, source)]))
+        work.take(*_started([_irecv(group, tensor, source)]))
     return work
 
 
@@ -182,9 +182,9 @@ def _start_paired(
 ) -> Paired:
     """Start sends and receives, on the lanes of the senders."""
     lane, sends = lanes[group.rank % len(lanes)], list(sends)
-    sent = _made([_isend(lane, tensor, rank, tag) for rank, tensor in sends])
-    came = _made([_irecv(lanes[rank % len(lanes)], tensor, rank, tag) for rank, tensor in receives])
-    return Paired(sent, came, is_small=all(tensor.nbytes <= SMALL for _, tensor in sends))
+    sent = _started([_isend(lane, tensor, rank, tag) for rank, tensor in sends])
+    arrivals = _started([_irecv(lanes[rank % len(lanes)], tensor, rank, tag) for rank, tensor in receives])
+    return Paired(sent, arrivals, is_small=all(tensor.nbytes <= SMALL for _, tensor in sends))
 
 
 def _count_as_one(group: RankGroup, lanes: Lanes) -> None:
@@ -209,5 +209,5 @@ def _irecv(group: RankGroup, tensor: Tensor, source: int, tag: int = 0) -> dist.
     return dist.irecv(tensor, group.global_rank(source), group=group.process_group, tag=tag)
 
 
-def _made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
+def _started(works: Iterable[dist.Work | None]) -> list[dist.Work]:
     return [work for work in works if work is not None]

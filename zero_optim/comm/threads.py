@@ -15,8 +15,7 @@ _RUNNING: set[threading.Thread] = set()
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
     """Run ``work`` on a new thread; the end of the process waits for it, at most 5 s.
 
-    A thread that returns from PyTorch while the interpreter ends aborts the process (exit status 134). That
-    is likely after a group was given up, while such a thread breaks connections.
+    A thread that returns from PyTorch while the interpreter ends aborts the process (exit status 134).
     """
 
     def run() -> None:

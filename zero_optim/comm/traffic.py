@@ -69,14 +69,14 @@ class Traffic:
         """Return the counts of some phases and the totals; ``reset`` counts from zero again."""
         with self._lock:
             counts, num_steps = self._counts, self._steps
-            told = _told(counts, phases)
+            figures = _figures(counts, phases)
             if reset:
                 self._counts, self._steps = {}, 0
-        told[steps] = float(num_steps)
-        return told
+        figures[steps] = float(num_steps)
+        return figures
 
 
-def _told(counts: Mapping[str, _Counts], phases: tuple[str, ...]) -> dict[str, float]:
+def _figures(counts: Mapping[str, _Counts], phases: tuple[str, ...]) -> dict[str, float]:
     named = {phase: counts.get(phase, _Counts()) for phase in phases}
     every = list(counts.values())
     named["total"] = _Counts(
@@ -84,9 +84,9 @@ def _told(counts: Mapping[str, _Counts], phases: tuple[str, ...]) -> dict[str, f
         sum(each.nbytes for each in every),
         sum(each.collectives for each in every),
     )
-    told = {f"exposed_seconds/{phase}": each.seconds for phase, each in named.items()}
-    told |= {f"sent_bytes/{phase}": float(each.nbytes) for phase, each in named.items()}
-    return told | {f"collectives/{phase}": float(each.collectives) for phase, each in named.items()}
+    figures = {f"exposed_seconds/{phase}": each.seconds for phase, each in named.items()}
+    figures |= {f"sent_bytes/{phase}": float(each.nbytes) for phase, each in named.items()}
+    return figures | {f"collectives/{phase}": float(each.collectives) for phase, each in named.items()}
 
 
 @dataclass(frozen=True, slots=True)

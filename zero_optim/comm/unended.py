@@ -2,9 +2,9 @@
 
 Note [Waits that nothing ends]
     gloo forgets a send for good if the connection closes just when its thread begins to write, above all to a
-    stopped process that resumes after the others gave up. Then no wait raises, even if connections break. So
-    a wait polls every `LOOK` seconds, and raises one poll after the group was given up. A gloo thread still
-    hangs, and the group's end would wait for it, so the group is never freed.
+    stopped process that resumes after the others gave up. Then no wait raises. So a wait polls every `LOOK`
+    seconds, and raises one poll after the group was given up. A gloo thread still hangs, and the group's end
+    would wait for it, so the group is never freed.
 
 Note [Sends that nothing ends]
     A send's timeout breaks the connections of a group that may be well. So a thread waits for it without a

@@ -65,9 +65,9 @@ def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
         return
     start = 0
     for piece in pieces_of([memory.numel() for memory in memories]):
-        came = HostCopy(*(memories[index][first:last] for index, first, last in piece)).read()
-        into[start : start + came.numel()].copy_(came)
-        start += came.numel()
+        octets = HostCopy(*(memories[index][first:last] for index, first, last in piece)).read()
+        into[start : start + octets.numel()].copy_(octets)
+        start += octets.numel()
 
 
 def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
@@ -99,10 +99,10 @@ def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     staged = [i for i, tensor in enumerate(tensors) if is_asynchronous(tensor.device)]
     sources, targets = ([memory_of(held[i]) for i in staged] for held in (tensors, copies))
     for piece in pieces_of([memory.numel() for memory in sources]):
-        came = HostCopy(*(sources[i][start:stop] for i, start, stop in piece)).read()
+        octets = HostCopy(*(sources[i][start:stop] for i, start, stop in piece)).read()
         places = [targets[i][start:stop] for i, start, stop in piece]
-        private.foreach_copy_(places, list(torch.split(came, [place.numel() for place in places])))
-        del came  # its memory serves the next piece
+        private.foreach_copy_(places, list(torch.split(octets, [place.numel() for place in places])))
+        del octets  # its memory serves the next piece
     return copies
 
 

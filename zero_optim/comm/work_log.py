@@ -3,15 +3,14 @@
 No communication, but for `GroupWorks.cut`.
 
 Note [Waits that end]
-    Nothing can interrupt a thread that waits in C++. gloo cannot wait for sends and receives in slices: a
-    timeout breaks all connections of the group. So waits have no limit, and to give up a group the watchdog
-    breaks its connections from another thread (`GroupWorks.cut`). Each wait then raises, and
-    `WorkLog.explain` says why.
+    Nothing can interrupt a thread that waits in C++, and a timeout of gloo breaks all connections of the
+    group. So waits have no limit, and to give up a group the watchdog breaks its connections from another
+    thread (`GroupWorks.cut`). Each wait then raises, and `WorkLog.explain` says why.
 
 Note [Groups that end]
     gloo closes a group's connections when nothing refers to it. An error's traceback does, by the frames that
-    waited, in a cycle until garbage is collected, while other ranks wait. So nothing here keeps an error. A
-    caller may: so releasing ranks after a failed wait cuts all their groups (`WorkLog.cut_if_failed`).
+    waited, while other ranks wait. So nothing here keeps an error. A caller may: so releasing ranks after a
+    failed wait cuts all their groups (`WorkLog.cut_if_failed`).
 """
 
 import itertools
@@ -43,10 +42,9 @@ class GroupWorks:
     """The works of one process group in this process, with a weak reference to it.
 
     ``limit``: the timeout in seconds. ``verdict``: why the group was given up; no work begins any more.
-    ``has_failed``: a wait raised the backend's error. ``tags``: message numbers of exchanges in parts, equal
-    on all ranks. ``apart``: sends and receives the backend counted, less one for each exchange. ``pending``:
-    works of the CPU that are not known to have ended, or that failed. ``outstanding``: the one pending work
-    of a device (they end in order).
+    ``tags``: message numbers of exchanges in parts, equal on all ranks. ``apart``: sends and receives the
+    backend counted, less one for each exchange. ``pending``: works of the CPU that are not known to have
+    ended, or that failed. ``outstanding``: the one pending work of a device (they end in order).
     """
 
     def __init__(
@@ -158,8 +156,9 @@ class WorkLog:
         for key, works in list(self.groups.items()):
             if works.group() is None:
                 self.groups.pop(key, None)
-        made = self.groups[id(process_group)] = GroupWorks(self, process_group, ranks, limit, can_cut=can_cut)
-        return made
+        works = GroupWorks(self, process_group, ranks, limit, can_cut=can_cut)
+        self.groups[id(process_group)] = works
+        return works
 
     def waits(self) -> "list[Work]":
         """Return the works that a thread waits for."""
@@ -189,12 +188,12 @@ _LOGS: WeakKeyDictionary[dist.ProcessGroup, WorkLog] = WeakKeyDictionary()
 
 def log_of(world: dist.ProcessGroup) -> WorkLog:
     """Return the log of this process, by the default group."""
-    found = _LOGS.get(world)
-    return _LOGS.setdefault(world, WorkLog()) if found is None else found
+    known = _LOGS.get(world)
+    return _LOGS.setdefault(world, WorkLog()) if known is None else known
 
 
 def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:
     """Return the works of a group, if recorded."""
     world = dist.group.WORLD
-    found = None if world is None else log_of(world).groups.get(id(group))
-    return found if found is not None and found.group() is group else None
+    known = None if world is None else log_of(world).groups.get(id(group))
+    return known if known is not None and known.group() is group else None

@@ -2,10 +2,9 @@
 
 Note [Works that outlive the interpreter]
     The last reference to a work releases its tensors, which takes the GIL. If gloo's thread does that while
-    Python ends, Python ends the thread inside a destructor, and the process aborts (exit status 134). It was
-    seen after a wait was given up: the thread had just told the waiting one of the failure. So works are
-    kept until they have ended, once one has failed as long as their group, or until Python's modules are
-    gone, when PyTorch takes no GIL any more.
+    Python ends, Python ends the thread inside a destructor, and the process aborts (exit status 134). So
+    works are kept until they have ended; once one has failed as long as their group, or until Python's
+    modules are gone, when PyTorch takes no GIL any more.
 """
 
 import time

@@ -181,11 +181,11 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
     if (group.size(), group.group_name) != (len(ranks), name):
         size = f"{group.size()} ranks, not {name} of {len(ranks)}"
         raise _changed(f"a group named {group.group_name} of {size}")
-    for made in backends_behind(group):  # Note [No split communicators]
-        options: Any = getattr(made, "options", None)
+    for one in backends_behind(group):  # Note [No split communicators]
+        options: Any = getattr(one, "options", None)
         if getattr(options, "split_from", None) is not None:
             options.split_from = None
-            if made.options.split_from is not None:
+            if one.options.split_from is not None:
                 raise _changed("the options of a group in a copy")
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     result: dist.ProcessGroup = group

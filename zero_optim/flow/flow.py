@@ -47,8 +47,7 @@ class Flow:
     """Work under way, in the order of its start.
 
     The sum of its sizes is at most ``most``: before more is started, the oldest is waited for. On an
-    accelerator work stays until it is over, as each stream that reads must wait. Two threads may use one
-    flow: one may step during backward, while checkpointing runs a forward pass.
+    accelerator work stays until it is over, as each stream that reads must wait. Two threads may use a flow.
 
     ``streams``: an extra stream waits for the work, and `wait` lets the current one wait for that.
     ``thread``: starts the work and waits for it, beside the caller. What fails there is raised by `wait`.
@@ -97,7 +96,7 @@ class Flow:
         ``is_behind``: ``begin`` lets it wait for what the work reads, so that `finish_first` need not.
         """
         with self._lock:
-            while self._entries and sum(entry.size for entry in self._entries) + size > self._most:
+            while self._entries and size + sum(entry.size for entry in self._entries) > self._most:
                 self.finish_first()
         work = begin() if self._thread is None else self._thread.run(lambda: begin().wait())
         behind: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -162,8 +161,8 @@ class Flow:
 class Worker:
     """A thread for `Flow`, which runs work in order. It ends with this object or the process.
 
-    It keeps nothing alive while idle. The end of this object does not wait for it: it may wait for another
-    rank, and a finalizer can run anywhere.
+    It keeps nothing alive while idle. The end of this object does not wait for it, as a finalizer can run
+    anywhere.
     """
 
     def __init__(self, name: str) -> None:

@@ -19,8 +19,7 @@ class Status:
     """What a process says of itself; as JSON, tuples are lists.
 
     ``waits``: of its threads, longest first. ``open``: names and counts of its calls, outermost first.
-    ``last``: its last begin or end. ``verdict``: message and missing ranks, if it gave up; ``is_deciding``:
-    it is about to.
+    ``last``: begin or end. ``verdict``: message and missing ranks. ``is_deciding``: it is about to give up.
     """
 
     waits: Sequence[str]
@@ -56,19 +55,19 @@ _GONE = (Presence.ENDED, Presence.LEFT, Presence.NEVER)
 
 
 def ended_ranks(reports: Reports) -> list[int]:
-    """Return the ranks whose processes have ended, or that released the group."""
+    """Return ranks whose processes have ended, or that released the group."""
     return [rank for rank, what in reports.items() if what in _GONE]
 
 
 def without_absent(reports: Reports) -> Reports:
-    """Take absent ranks for ended, after a connection was closed, if no process is known to have ended."""
+    """Take absent ranks for ended, unless others have: a connection was closed."""
     if ended_ranks(reports):
         return reports
     return {rank: Presence.NEVER if what is Presence.ABSENT else what for rank, what in reports.items()}
 
 
 def judge(reports: Reports, own: int, seconds: float | None) -> Verdict:
-    """Describe which ranks are missing, what they did last, and what the others wait for.
+    """Describe the missing ranks, what they did last, and what the others wait for.
 
     ``seconds``: how long ``own`` has waited; None if its wait failed early.
     """
@@ -118,7 +117,7 @@ def _irregular(reports: Reports) -> list[str]:
 
 
 def _steps_beside(status: Status) -> bool:
-    """Return whether a thread steps; waits for its work are waits for this rank itself."""
+    """Return whether a thread steps; then other threads wait for this rank itself."""
     return any(name == OVERLAPPED_STEP for name, _ in status.open)
 
 

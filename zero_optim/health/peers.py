@@ -2,7 +2,7 @@
 
 Note [Dead, stopped or slow]
     Each watchdog listens on a port. If the connection is refused or reset, the process has ended. If the
-    kernel accepts but nobody answers, it is stopped or its host too busy. So no rank writes a heartbeat.
+    kernel accepts but nobody answers, it is stopped or its host too busy. Nobody needs a heartbeat.
 
     A question carries a token from the store, so only ranks that can read the store get answers. Messages are
     one line of JSON. The socket is bound to the interface that reaches the store.
@@ -64,8 +64,8 @@ class Listener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.create_server((host, 0), family=family, backlog=128)
         self.socket.setblocking(False)
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
+        self._receiver, self._sender = socket.socketpair()  # for `wake`
+        for end in (self._receiver, self._sender):
             end.setblocking(False)
         port = self.socket.getsockname()[1]
         self.address = Address(host, port, secrets.token_hex(16), socket.gethostname())
@@ -73,17 +73,17 @@ class Listener:
     def wait(self, seconds: float) -> bool:
         """Wait for a question, a `wake`, or some seconds; True for a question."""
         with _Selector() as selector:
-            for each in (self.socket, self._woken):
+            for each in (self.socket, self._receiver):
                 selector.register(each, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(seconds)]
-        if self._woken in ready:
-            self._woken.recv(4096)
+        if self._receiver in ready:
+            self._receiver.recv(4096)
         return self.socket in ready
 
     def wake(self) -> None:
         """End a `wait`, from any thread, also during garbage collection."""
         with suppress(OSError):  # it has ended, or has been woken often enough
-            self._waker.send(b"\0")
+            self._sender.send(b"\0")
 
     def answer(self, answer: Callable[[Message], Message]) -> None:
         """Answer one question, if there is one."""
@@ -101,7 +101,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
-        for each in (self.socket, self._woken, self._waker):
+        for each in (self.socket, self._receiver, self._sender):
             each.close()
 
 
@@ -123,7 +123,7 @@ def ask(address: Address, question: Message) -> Message | Presence:
 
 
 def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:
-    """Make calls in threads; returns the results of those that end within ``limit`` seconds."""
+    """Make calls in threads; returns the results within ``limit`` seconds."""
     results: dict[int, T] = {}
     over = threading.Semaphore(0)
 
@@ -166,7 +166,7 @@ def _line(message: Message) -> bytes:
 
 
 def _read(connection: socket.socket, limit: float) -> Message:
-    """Read a line within ``limit`` seconds, or raise, so that a slow sender holds nobody up."""
+    """Read a line within ``limit`` seconds, or raise."""
     content, deadline = bytearray(), time.monotonic() + limit
     while not content.endswith(b"\n"):
         connection.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would be another error
@@ -191,9 +191,9 @@ _LEFT = "left"  # in the store, in the place of an address
 
 
 class Directory:
-    """The addresses of all watchdogs by global rank, from the default group's store, which it does not keep.
+    """The addresses of all watchdogs by global rank, from the default group's store.
 
-    The store's port must be free when the default group is gone.
+    It does not keep the store, whose port must be free when the default group is gone.
     """
 
     def __init__(self, is_current: Callable[[], bool]) -> None:
@@ -203,7 +203,7 @@ class Directory:
 
     @staticmethod
     def can_be_kept() -> bool:
-        """Return whether the store takes entries; that of PyTorch's "fake" groups does not."""
+        """Return whether the store takes entries, unlike a "fake" group's."""
         try:
             default_store().set("zero_optim/watchdog", "")
         except RuntimeError:
@@ -212,15 +212,16 @@ class Directory:
 
     @staticmethod
     def own_host() -> str:
-        """Return the address at which other ranks reach this machine."""
+        """Return this machine's address for other ranks."""
         return host_towards(*address_of_store(default_store()))
 
     def publish(self, address: Address) -> None:
         """Write this rank's address to the store."""
+        self._addresses[self.rank] = address
         default_store().set(_key(self.rank), json.dumps(address))
 
     def leave(self) -> None:
-        """Record that this rank listens no more; nobody takes it for dead."""
+        """Record that this rank has ended well."""
         with suppress(RuntimeError, ValueError):  # the store is gone, and so is whoever would ask
             store = default_store()
             if self.is_current():  # asked second: the store is not that of a default group made since
@@ -241,6 +242,14 @@ class Directory:
         answers = in_threads(calls, 3 * ANSWER_LIMIT)
         return {place: answers.get(place, Presence.UNKNOWN) for place in others}
 
+    def catch_up(self) -> None:
+        """Wait until this rank's watchdog has answered the questions that came before.
+
+        A process that was stopped may find a verdict among them.
+        """
+        if self.rank in self._addresses:
+            ask(self._addresses[self.rank], {"ranks": []})
+
     def _ask(self, rank: int, question: Message) -> Message | Presence:
         if rank not in self._addresses:
             absence = self._look_up(rank)
@@ -258,7 +267,7 @@ class Directory:
         return Presence.ENDED
 
     def _look_up(self, rank: int) -> Presence | None:
-        """Read an address from the store; returns why if there is none."""
+        """Read an address from the store; returns why there is none."""
         store = default_store()
         if not store.check([_key(rank)]):
             return Presence.ABSENT

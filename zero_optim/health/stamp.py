@@ -1,4 +1,4 @@
-"""What a rank tells the others beside its rows: the stamp, its way, and the verdict on all ranks' stamps.
+"""Stamps: what each rank tells the others, how it travels, and the verdict on those of all ranks.
 
 A stamp has 4 bytes beside the rows of a unit, 32 in a row, and more between the replicas of a mesh. Each form
 is the beginning of the next; the text fills the rest.
@@ -22,6 +22,7 @@ STAMP_NBYTES = 32  # in a row
 HEAD_NBYTES = 4
 _MARK_NBYTES, _MARKS = 2, 2**16
 Read: TypeAlias = Callable[[HostCopy], Tensor]
+Header: TypeAlias = tuple[int, Tensor]  # an owner, and its header space in a flat tensor, as bytes
 _FORM = struct.Struct(f"<H?xI{DIGEST_NBYTES}s")  # before the text
 
 
@@ -60,29 +61,31 @@ def marked(octets: bytes, mark: int) -> bytes:
     return (mark % _MARKS).to_bytes(_MARK_NBYTES, "little") + octets[_MARK_NBYTES:]
 
 
+def headers_in(flat: Tensor, rooms: Sequence[Span]) -> list[Header]:
+    """View the header spaces of a flat tensor, as bytes."""
+    octets, size = flat.view(torch.uint8), flat.element_size()
+    return [(room.owner, octets[room.start * size :][:STAMP_NBYTES]) for room in rooms]
+
+
+def write_stamp(headers: Sequence[Header], rank: int, mine: bytes) -> None:
+    """Write this rank's stamp into its header space, if there is one; no wait."""
+    for owner, place in headers:
+        if owner == rank:
+            copy_to(place, bytes_to_tensor(mine))
+
+
 def send_stamp(
-    flat: Tensor, rooms: Sequence[Span], rank: int, mine: bytes, take: Callable[["Arrival"], None]
+    headers: Sequence[Header], rank: int, mine: bytes, take: Callable[["Arrival"], None]
 ) -> Callable[[], None] | None:
-    """Write this rank's stamp into its header space of a flat tensor, if there is some; no wait.
+    """Write this rank's stamp, if there is header space in a gather; no wait.
 
     Call what it returns after the gather: it hands all stamps to ``take``.
     """
-    if not rooms:
+    if not headers:
         return None
-    places = write_headers(flat, rooms, rank, mine)
-    return lambda: take(Arrival([room.owner for room in rooms], torch.cat(places), mine))
-
-
-def write_headers(flat: Tensor, rooms: Sequence[Span], rank: int, mine: bytes) -> list[Tensor]:
-    """Write this rank's stamp into its header space of a flat tensor; returns all ranks' spaces."""
-    octets, size = flat.view(torch.uint8), flat.element_size()
-    places = []
-    for room in rooms:
-        begin = room.start * size
-        places.append(octets[begin : begin + len(mine)])
-        if room.owner == rank:
-            copy_to(places[-1], bytes_to_tensor(mine))
-    return places
+    write_stamp(headers, rank, mine)
+    ranks, places = zip(*headers, strict=True)
+    return lambda: take(Arrival(ranks, torch.cat(places), mine))
 
 
 class Arrival:

@@ -4,28 +4,24 @@ All ranks read the stamps of all owners and conclude the same, so they may commu
 a step has no further collective.
 
 Note [When stamps are read]
-    On the CPU at the end of the step, if it waits for its gathers; a failure is raised as soon as they are
-    over, without an exchange. Otherwise after the next step's gathers: an accelerator would make the CPU
-    wait, and gathers that modules wait for end at different times. `step()` or the next backward pass reads
-    the stamps of a step in the backward pass.
+    On the CPU when the step has waited for its gathers; a failure is raised at once, without an exchange.
+    Otherwise after the next step's gathers: an accelerator would make the CPU wait, and gathers that modules
+    wait for end at different times. `step()` or the next backward pass reads those of an overlapped step.
 
 Note [What may differ]
-    If digests differ, ranks exchange all options and who wrote them. A difference is an error unless a class
-    wrote the option in a step on some rank, or every rank has the class's default: some classes count in
-    their groups. The option leaves the digest, so a right run pays one exchange at most.
+    If digests differ, ranks exchange all options. A difference is an error unless a class wrote the option in
+    a step on some rank, or every rank has the class's default: some classes count in their groups. Such an
+    option leaves the digest, so a right run pays one exchange at most.
 
 Note [What a count cannot tell]
     Ranks whose gathers meet have counted alike. The watchdog or the next forward pass (Note [Stamps of units]
-    in `unit_stamps`) shows a step left out. Counts of backward passes may differ in right runs. But a
-    ``GradScaler`` calls the optimizer at each step, even one that it skips, so these calls are counted:
-    otherwise rows of two iterations would meet.
+    in `unit_stamps`) shows a step left out. Counts of backward passes may differ in right runs. Steps that a
+    ``GradScaler`` skips are counted: otherwise rows of two iterations would meet.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
-
-from torch import Tensor
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
 from zero_optim.comm.collectives import RankGroup
@@ -36,6 +32,7 @@ from zero_optim.health.stamp import (
     LAST_CALL,
     PRESENT_CALL,
     Arrival,
+    Header,
     Kind,
     Read,
     Stamp,
@@ -44,7 +41,6 @@ from zero_optim.health.stamp import (
     verdict,
 )
 from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.layout import Layout
 from zero_optim.plan.option_values import OptionKey, OptionValues, Plain, differing, held_by, text_of
 
 _SHOWN = 4  # options in a message
@@ -145,12 +141,12 @@ class Stamps:
         if self._step.number:
             self._step.fail(failure)
 
-    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None] | None:
+    def send(self, headers: Sequence[Header], rank: int) -> Callable[[], None] | None:
         """Send this rank's stamp with a gather of its call, as `send_stamp`."""
         step = self._step
         if not step.number:
             return None
-        return send_stamp(flat, layout.rooms, rank, step.octets(), step.arrivals.append)
+        return send_stamp(headers, rank, step.octets(), step.arrivals.append)
 
     @property
     def last(self) -> bytes:
@@ -160,7 +156,7 @@ class Stamps:
     # ------------------------------------------------------------------ when they have come
 
     def check_failures(self) -> None:
-        """Raise RemoteRankError if only other ranks failed in the last call, and their stamps are here."""
+        """Raise RemoteRankError if only other ranks failed in the last call, as far as stamps are here."""
         for step in self._unread:
             is_here = all(arrival.is_here for arrival in step.arrivals)
             if step.is_raised or step.failure is not None or not is_here or step.is_uniform(HostCopy.read):
@@ -171,12 +167,10 @@ class Stamps:
             )
             if isinstance(error, RemoteRankError):
                 step.is_raised = True
-                if replicas is not None:
-                    replicas.tell(error)
-                raise error
+                _raise_in_replica(error, replicas)
 
     def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Compare the calls not compared yet; all ranks call, at the same point of their programs.
+        """Compare the calls since the last comparison; all ranks call.
 
         Communicates, and raises on every rank, if ranks are in different calls, have different options, or
         failed; not where ``call`` failed. ``with_last``: the last call too, which all ranks are still in.
@@ -194,15 +188,16 @@ class Stamps:
                     raise error
                 break  # as on every rank
 
-    def compare_last(self, group: RankGroup, call: Call, stamps: Mapping[int, Stamp]) -> Exception | None:
-        """Compare stamps of last calls that differ; return the error for every rank, if it is new.
+    def compare_last(self, group: RankGroup, call: Call, stamps: Mapping[int, Stamp]) -> None:
+        """Compare stamps of last calls that differ; all ranks call, with the same stamps.
 
-        All ranks call, with the same stamps. Communicates if options differ or a rank failed.
+        Communicates if options differ or a rank failed; raises on every rank, once.
         """
         if not self._reported.issuperset(stamps.values()):
             self._reported = frozenset(stamps.values())
-            return self._verdict(LAST_CALL, group, self._step, stamps, call.origins, asks=True)
-        return None
+            error = self._verdict(LAST_CALL, group, self._step, stamps, call.origins, asks=True)
+            if error is not None:
+                _raise_in_replica(error, call.replicas)
 
     def _verdict(
         self,
@@ -214,7 +209,7 @@ class Stamps:
         *,
         asks: bool,
     ) -> Exception | None:
-        """Return the error for every rank; all call. ``asks``: for the class of another rank's failure."""
+        """Return the error for every rank; all call. ``asks``: for messages of failures."""
         error: Exception | None = verdict(kind, stamps, group.numbers)
         if isinstance(error, RemoteRankError) and asks:
             return failure_of_others(group, step.failure) or error
@@ -224,7 +219,7 @@ class Stamps:
         return error
 
     def _different_options(self, group: RankGroup, step: _Step, origins: Origins) -> Exception | None:
-        """Exchange the options of a call; return an error for those that must not differ."""
+        """Exchange options; return the error for those that must not differ."""
         by_default, by_class = origins(step.options)
         everyone = group.all_gather_json([step.options, sorted(by_class), sorted(by_default)])
         options = [of_rank[0] for of_rank in everyone]
@@ -247,6 +242,12 @@ class Stamps:
             "schedulers on all ranks alike, and load the same state on all. If they are meant to differ, "
             f"build it with own_options={names!r}"
         )
+
+
+def _raise_in_replica(error: Exception, replicas: Replicas | None) -> NoReturn:
+    if replicas is not None:
+        replicas.tell(error)
+    raise error
 
 
 def options_text(

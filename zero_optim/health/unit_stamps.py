@@ -1,24 +1,22 @@
 """Stamps and marks in the gathers of units: ranks of a fully sharded model fail together.
 
 Note [Stamps of units]
-    Such a step gathers nothing, so the gathers of later forward passes carry its stamp, the last call's. All
-    ranks make them in one order: the stamps of a pass are equal on every rank, so all may raise and
-    communicate; the failed rank raises again. A step too few or too many shows.
+    Such a step gathers nothing, so the gathers of later forward passes carry the stamp of the last call. All
+    ranks make them in one order and see equal stamps, so all may raise and communicate; the failed rank
+    raises again. A step too few or too many shows.
 
-    The CPU reads a unit's stamps when it has arrived; on an accelerator the next forward pass reads them.
-    Passes without gradients tell nothing there, nor do backward passes: an error would leave reductions half
-    done.
+    The CPU reads a unit's stamps when it has arrived; on an accelerator the next forward pass reads them, and
+    passes without gradients tell nothing. Backward passes tell nothing: reductions would be left half done.
 
 Note [Marks of units]
     Ranks gather units in the order of their module calls. If data decide a route, gathers of two units may
     meet, and each rank would compute with rows of both. So each gather has a mark: bucket number and purpose.
     A rank that reads another mark raises, then and in every later gather.
 
-    Where sends go in pairs, each rank sends its mark to all others, in a stamp of four bytes, and reads all
-    before it waits for rows. The mark is the rows' tag, so rows of different marks never meet: gloo ends the
-    process if rows that meet differ in length. On two ranks marks took 60 to 90 us a gather. Elsewhere the
-    stamp in each row has the mark; an accelerator reads it some gathers later. Replicas of a mesh with state
-    over all ranks have none in their rows, which are copies.
+    Where sends go in pairs, ranks exchange marks, in stamps of four bytes, and read all before they wait for
+    rows. The mark is the rows' tag, so rows of different marks never meet: gloo ends the process if rows that
+    meet differ in length. On two ranks marks took 60 to 90 us a gather. Elsewhere the stamp in each row has
+    the mark; an accelerator reads it some gathers later. Rows of replicas that hold copies have none.
 """
 
 from collections import deque
@@ -39,17 +37,19 @@ from zero_optim.health.stamp import (
     HEAD_NBYTES,
     STAMP_NBYTES,
     Arrival,
+    Header,
     Kind,
     Read,
     Stamp,
+    headers_in,
     marked,
     send_stamp,
     stamps_in,
     verdict,
-    write_headers,
+    write_stamp,
 )
 from zero_optim.health.stamps import Call, Stamps
-from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.layout import Span
 
 _MOST = 8  # more than there are purposes; a mark is so many times the number of the bucket, and the purpose
 _TAG = _MOST - 1  # of marks: no mark, as it is no purpose
@@ -76,7 +76,7 @@ _PURPOSES = {number: purpose for purpose, number in _NUMBERS.items()}
 
 
 class UnitStamps:
-    """Sends the stamp of one optimizer's last call in gathers of units, and compares what arrives.
+    """Sends the stamp of one optimizer's last call in gathers of units, and compares them.
 
     ``call`` returns what a comparison needs of the optimizer.
     """
@@ -90,21 +90,21 @@ class UnitStamps:
         self._last: dict[int, Stamp] = {}  # of each rank in this pass, without marks
 
     def own(self, device: torch.device) -> bytes | None:
-        """Return this rank's stamp; None where nobody would wait to read it."""
+        """Return this rank's stamp; None where nobody reads it."""
         may_wait = torch.is_grad_enabled() or not is_asynchronous(device)
         return self._stamps.last if may_wait else None
 
-    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None] | None:
+    def send(self, headers: Sequence[Header], rank: int) -> Callable[[], None] | None:
         """Send this rank's stamp with a gather, as `send_stamp`."""
-        own = self.own(flat.device)
-        return None if own is None else send_stamp(flat, layout.rooms, rank, own, self.arrivals.append)
+        own = self.own(headers[0][1].device) if headers else None
+        return None if own is None else send_stamp(headers, rank, own, self.arrivals.append)
 
     def write(self, span: Tensor, start: int, rooms: Sequence[Span], rank: int) -> None:
-        """Write this rank's stamp into a flat tensor's part from ``start``, if its space is there."""
+        """Write this rank's stamp into a flat tensor's part from ``start``, if it goes there."""
         stop = start + span.numel()
         here = [room for room in rooms if room.owner == rank and start <= room.start < stop]
         moved = [room._replace(start=room.start - start, stop=room.stop - start) for room in here]
-        write_headers(span, moved, rank, self._stamps.last)
+        write_stamp(headers_in(span, moved), rank, self._stamps.last)
 
     def begin_pass(self) -> None:
         """Begin a pass: compare and forget the rest of the last one; raises as `look`."""
@@ -126,14 +126,8 @@ class UnitStamps:
         for rank, stamp in stamps_in(self.arrivals, self._group.read).items():
             self._last[rank] = stamp._replace(mark=0)
         self.arrivals.clear()
-        if len(set(self._last.values())) < 2:
-            return
-        call = self._call()
-        error = self._stamps.compare_last(self._group.during("agree"), call, self._last)
-        if error is not None:
-            if call.replicas is not None:
-                call.replicas.tell(error)
-            raise error
+        if len(set(self._last.values())) > 1:
+            self._stamps.compare_last(self._group.during("agree"), self._call(), self._last)
 
 
 class UnitMarks:
@@ -153,7 +147,7 @@ class UnitMarks:
     def start_rows(
         self, mark: int, lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
     ) -> list[Waitable]:
-        """Start to send rows from their owners, with marks beside; as `start_broadcasts`."""
+        """As `start_broadcasts`, with marks beside."""
         self.check_known()
         ranks = lanes[0]
         heads = torch.zeros(ranks.size, HEAD_NBYTES, dtype=torch.uint8)
@@ -164,17 +158,17 @@ class UnitMarks:
         return [beside, *spread_rows(ranks, rows, lanes, mark, label)]
 
     def send(
-        self, mark: int, stamps: UnitStamps | None, flat: Tensor, layout: Layout, rank: int
+        self, mark: int, stamps: UnitStamps | None, headers: Sequence[Header], rank: int
     ) -> Callable[[], None] | None:
-        """Send the mark with a gather, in the stamp that ``stamps`` send if any; as `send_stamp`."""
-        own = None if stamps is None else stamps.own(flat.device)
+        """Send the mark with a gather, in the stamp if there is one; as `send_stamp`."""
+        own = None if stamps is None or not headers else stamps.own(headers[0][1].device)
 
         def take(arrival: Arrival) -> None:
             if stamps is not None and own is not None:
                 stamps.arrivals.append(arrival)
             self._arrivals.append(arrival)
 
-        return send_stamp(flat, layout.rooms, rank, marked(own or bytes(STAMP_NBYTES), mark), take)
+        return send_stamp(headers, rank, marked(own or bytes(STAMP_NBYTES), mark), take)
 
     def check(self) -> None:
         """Compare arrived marks, unless the CPU would wait; RankMismatchError if they differ."""

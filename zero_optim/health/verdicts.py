@@ -1,4 +1,4 @@
-"""Verdicts: after a wait that is too long, ranks find who is missing and give up together.
+"""Verdicts: after too long a wait, ranks find who is missing and give up together.
 
 Note [Giving up together]
     The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It sends
@@ -38,14 +38,14 @@ logger = logging.getLogger("zero_optim")
 
 
 class Verdicts:
-    """Finds out why a wait does not end, and gives up with all ranks; any thread may call.
+    """Finds out why a wait does not end, and gives up with all ranks; thread-safe.
 
     ``exits``: giving up ends the process; else its waits raise.
     """
 
     def __init__(self, log: WorkLog, directory: Directory) -> None:
         self.exits = False
-        self._log = log
+        self.log = log
         self._directory = directory
         self._deciding: set[tuple[int, ...]] = set()
 
@@ -63,7 +63,7 @@ class Verdicts:
             _beside(lambda: self._warn(work, seconds))
 
     def judge_failure(self, work: Work, error: Exception | None) -> None:
-        """Explain a failed work that nobody waits for; give up if ranks have ended."""
+        """Give up if a work that nobody waits for failed since ranks have ended."""
         if isinstance(error, RuntimeError):
             work.group.has_failed = True
             _beside(lambda: self.explain(work, error))
@@ -74,17 +74,17 @@ class Verdicts:
         if "verdict" in question:
             message, missing = question["verdict"]
             verdict = Verdict(str(message), tuple(map(int, missing)))
-            if ranks not in self._log.verdicts:
-                self._log.give_up(ranks, verdict)
+            if ranks not in self.log.verdicts:
+                self.log.give_up(ranks, verdict)
                 _beside(lambda: self._act(ranks, verdict, is_first="is_first" in question))
         return asdict(self._status(ranks))
 
     def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
         # A CPU that went on waits where its device does, whatever it is in.
-        late = [works.outstanding for works in list(self._log.groups.values()) if works.whole == ranks]
-        waits = {each for each in (*self._log.waits(), *late, work) if each is not None}
-        verdict, deciding = self._log.verdicts.get(ranks), ranks in self._deciding
-        return Status.of(waits, self._log.activity, verdict, is_deciding=deciding)
+        late = [works.outstanding for works in list(self.log.groups.values()) if works.whole == ranks]
+        waits = {each for each in (*self.log.waits(), *late, work) if each is not None}
+        verdict, deciding = self.log.verdicts.get(ranks), ranks in self._deciding
+        return Status.of(waits, self.log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, work: Work) -> Reports:
         works = work.group
@@ -102,7 +102,7 @@ class Verdicts:
             logger.warning("%s. All ranks give up after %g s", reason, work.timeout)
 
     def _decide(self, work: Work, seconds: float | None, reports: Reports | None = None) -> Verdict:
-        """Find the missing ranks, and give up with all others. See Note [Giving up together]."""
+        """Find the missing ranks, and give up: Note [Giving up together]."""
         works = work.group
         me, tells = self._rank_in(works), False
         self._deciding.add(works.whole)
@@ -115,7 +115,7 @@ class Verdicts:
                 verdict = _verdict_within(works, 2 * ANSWER_LIMIT)
             if verdict is None:
                 verdict, tells = self._first_of(works, _judge(works, reports, me, seconds), reports), True
-            verdict = self._log.give_up(works.whole, verdict)
+            verdict = self.log.give_up(works.whole, verdict)
         finally:
             self._deciding.discard(works.whole)
         if tells:
@@ -124,7 +124,7 @@ class Verdicts:
         return verdict
 
     def _first_of(self, works: GroupWorks, verdict: Verdict, reports: Reports) -> Verdict:
-        """Tell the lowest rank that answers; returns the first verdict that it heard."""
+        """Tell the lowest rank that answers; returns its first verdict."""
         question = {**_announcement(works.whole, verdict), "is_first": True}
         deadline = time.monotonic() + _LONGEST_END
         for place, rank in enumerate(works.whole[: self._rank_in(works)]):
@@ -146,12 +146,12 @@ class Verdicts:
         self._directory.ask_all(ranks, question)
 
     def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
-        """Carry out a verdict: end this process or its waits. The rank that ``is_first`` tells others."""
+        """Carry out a verdict; the rank that ``is_first`` tells others before it exits."""
         logger.error("%s", verdict.message)
         if is_first and self.exits:
             self._directory.ask_all(ranks, _announcement(ranks, verdict))
         self._exit_if_due()
-        for works in list(self._log.groups.values()):
+        for works in list(self.log.groups.values()):
             if works.whole == ranks:
                 works.cut()
 
@@ -162,7 +162,7 @@ class Verdicts:
             os._exit(EXIT_CODE)
 
     def explain(self, work: Work, error: RuntimeError) -> Exception | None:
-        """Build what a wait raises, see `WorkLog.explain`. May take seconds, and ask all ranks."""
+        """Build what a wait raises, see `WorkLog.explain`. May take seconds."""
         works = work.group
         began = time.monotonic()
         is_late, is_closed = tells_of_late_rank(error), tells_of_closed_connection(error)
@@ -177,6 +177,7 @@ class Verdicts:
                 reports = without_absent(reports)
             is_silent = is_closed and is_over and any(what is not Presence.UNKNOWN for what in mute)
             if is_late or ended_ranks(reports) or is_silent or _verdict_in(reports) is not None:
+                self._directory.catch_up()
                 return self._decide(work, None, reports).error()
             if not is_closed or is_over:
                 return None
@@ -220,12 +221,12 @@ def _verdict_in(reports: Reports) -> Verdict | None:
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread:
-    """Run slow work on a thread: the watchdog must answer meanwhile."""
+    """Run slow work on a thread, as the watchdog must answer meanwhile."""
     return start_thread(work, "zero_optim diagnosis")
 
 
 def _flush() -> None:
-    """Flush prints and logs, which a process that is killed does not."""
+    """Flush prints and logs."""
     for stream in (*logging.getLogger().handlers, *logger.handlers, sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()

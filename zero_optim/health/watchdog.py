@@ -1,7 +1,7 @@
 """The watchdog: one thread a process, which checks the library's waits and answers other ranks.
 
 It lives from the first to the last optimizer or DDP of several ranks, and takes part in no collective. See
-`verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.work_log`.
+also Note [Waits that end] in `zero_optim.comm.work_log`.
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
@@ -10,9 +10,9 @@ Note [Watching NCCL]
     `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
 
 Note [Time asleep]
-    A process may stand still for hours (SIGSTOP, a paused virtual machine, a laptop asleep), and all waits
-    look long. If the thread wakes much later than planned, it did not run: that time does not count. A busy
-    machine's delay is less than `PUNCTUAL`, and counts.
+    A process may stand still for hours (SIGSTOP, a paused virtual machine), and all waits look long. If the
+    thread wakes much later than planned, that time does not count. A busy machine's delay is less than
+    `PUNCTUAL`, and counts.
 """
 
 import atexit
@@ -53,7 +53,7 @@ def check_patience(timeout: object, on_stall: object = "raise") -> None:
 
 
 def patient(group: RankGroup, timeout: object) -> RankGroup:
-    """Return the same ranks with ``timeout``; a wrong one is ignored, to be refused later."""
+    """Return the same ranks with ``timeout``, unless it is wrong."""
     fits = type(timeout) in (int, float) and timeout > 0  # type: ignore[operator]
     return group.within(float(timeout)) if fits else group  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
         return
     watchdog = _WATCHDOGS.get(world)
     if watchdog is not None and not watchdog.add(user, group, on_stall):
-        watchdog.wait_until_left()
+        watchdog.has_left.wait(ANSWER_LIMIT)  # not longer: the store may be stuck
         watchdog = None
     if watchdog is None and Directory.can_be_kept():
         watchdog = _WATCHDOGS[world] = Watchdog(log_of(world), world)
@@ -84,7 +84,7 @@ def unwatch(user: object) -> None:
 
 @contextmanager
 def watching(group: RankGroup) -> Iterator[None]:
-    """Keep a watchdog in the body, for calls without optimizer or DDP."""
+    """Keep a watchdog in the body, without optimizer or DDP."""
     user = _User()
     watch(user, group)
     yield
@@ -95,15 +95,15 @@ class _User:
 
 
 def learn_addresses(group: RankGroup) -> None:
-    """Read all watchdogs' addresses from the store, once, when all are known to exist."""
+    """Read all watchdogs' addresses from the store, once; all exist."""
     world = dist.group.WORLD
     watchdog = None if world is None else _WATCHDOGS.get(world)
     if watchdog is not None and 1 < group.size <= _GROUP_FOR_ALL:
-        watchdog.learn(group)
+        watchdog.directory.learn(group.works.ranks)
 
 
 class AwakeTime:
-    """A clock that leaves out time in which this process did not run; for one thread."""
+    """A clock without time in which this process did not run; for one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -119,7 +119,7 @@ class AwakeTime:
         return now
 
     def since(self, start: float, now: float) -> float:
-        """Return the seconds between two times of the clock, without those asleep."""
+        """Return the seconds awake between two times of the clock."""
         lost = sum(max(0.0, end - max(begin, start)) for begin, end in self._asleep)
         return max(0.0, now - start - lost)
 
@@ -129,23 +129,22 @@ class Watchdog:
 
     def __init__(self, log: WorkLog, world: dist.ProcessGroup) -> None:
         current = weakref.ref(world)
-        self._directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
-        self._log = log
-        self._verdicts = Verdicts(log, self._directory)
+        self.directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
+        self.has_left = threading.Event()  # the store knows that this rank listens no more
+        self._verdicts = Verdicts(log, self.directory)
         self._users: WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = WeakKeyDictionary()
         self._interval = _LONGEST_LOOK
         self._awake = AwakeTime()
         self._lock = threading.Lock()
         self._is_over = False
-        self._has_left = threading.Event()
-        self._listener = Listener(self._directory.own_host())
+        self._listener = Listener(self.directory.own_host())
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
     def start(self) -> None:
         """Start the thread; it ends with the interpreter or the last user."""
         _LISTENERS.add(self._listener)
-        self._log.explain = self._verdicts.explain
-        self._directory.publish(self._listener.address)
+        self._verdicts.log.explain = self._verdicts.explain
+        self.directory.publish(self._listener.address)
         self._thread.start()
         atexit.register(self.end)
 
@@ -157,9 +156,9 @@ class Watchdog:
             if self._is_over:
                 return False
             if user not in self._users:
-                woken = weakref.finalize(user, self._listener.wake)  # called after it has left the users
-                woken.atexit = False
-                self._users[user] = woken
+                finalizer = weakref.finalize(user, self._listener.wake)  # called after it has left the users
+                finalizer.atexit = False
+                self._users[user] = finalizer
         self._verdicts.exits |= on_stall == "exit"
         limit = group.works.limit if group.phase.timeout is None else group.phase.timeout
         self._interval = min(self._interval, max(limit / 20, 0.05))
@@ -169,21 +168,13 @@ class Watchdog:
     def drop(self, user: object) -> None:
         """Drop a user, if it was added."""
         with self._lock:
-            woken = self._users.pop(user, None)
-        if woken is not None:
-            woken.detach()
+            finalizer = self._users.pop(user, None)
+        if finalizer is not None:
+            finalizer.detach()
             self._listener.wake()
 
-    def wait_until_left(self) -> None:
-        """Wait briefly until an ended watchdog has told the store, which may be stuck."""
-        self._has_left.wait(ANSWER_LIMIT)
-
-    def learn(self, group: RankGroup) -> None:
-        """Learn the other ranks' addresses."""
-        self._directory.learn(group.works.ranks)
-
     def end(self) -> None:
-        """End the thread and wait for it; called when the interpreter exits."""
+        """End the thread and wait for it; the interpreter calls it at exit."""
         self._is_over = True
         self._listener.wake()
         self._thread.join(_LONGEST_END)
@@ -192,37 +183,34 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._is_done():
+            while not self._has_ended():
                 if self._listener.wait(self._interval):
                     self._listener.answer(self._verdicts.answer)
                 self._look()
         finally:
             with self._lock:
                 self._is_over = True
-            self._leave()
-            self._listener.close()
-            atexit.unregister(self.end)
+            self._verdicts.log.explain = explain_nothing
+            try:
+                # Without the lock, which detach() takes too: a stopped process's store does not answer.
+                self.directory.leave()
+            finally:
+                self.has_left.set()
+                self._listener.close()
+                atexit.unregister(self.end)
 
-    def _is_done(self) -> bool:
+    def _has_ended(self) -> bool:
         with self._lock:
-            self._is_over |= not self._users or not self._directory.is_current()
+            self._is_over |= not self._users or not self.directory.is_current()
             return self._is_over
-
-    def _leave(self) -> None:
-        # Without the lock, which detach() takes too: the store may not answer, if its process is stopped.
-        self._log.explain = explain_nothing
-        try:
-            self._directory.leave()
-        finally:
-            self._has_left.set()
 
     def _look(self) -> None:
         now = self._awake.look(self._interval)
-        for work in self._log.waits():
+        for work in self._verdicts.log.waits():
             since = work.waiting_since
             if since is not None:  # another thread may just have ended the wait
                 self._verdicts.judge_wait(work, self._awake.since(since, now))
-        for works in list(self._log.groups.values()):
+        for works in list(self._verdicts.log.groups.values()):
             late = works.outstanding
             if late is None or late.late_on is None:
                 continue
@@ -240,7 +228,7 @@ class Watchdog:
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a forked process, or they would outlive the process that listens."""
+    """Close the sockets in a forked process, which would keep them open."""
     for listener in list(_LISTENERS):
         listener.close()
 

@@ -38,27 +38,30 @@ class Calls:
         self._core = core
         self._replicas: Replicas | None = None
 
-    def make(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
+    def make(
+        self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None, num_begun: int = 0
+    ) -> T:
         """Prepare, change this rank's parameters in ``work``, then gather, and wait as the schedules say.
 
         ``name``: of the call, such as ``step()``. ``at_end`` runs before the gather, also after an error.
+        ``num_begun``: steps that are counted already, and not taken yet.
         """
         self._core.check_attached()
         with self.telling_replicas(), self.whatever_happens(name, self._gather):
             try:
-                self.prepare()
+                self.prepare(num_begun)
                 self._core.check_sparse(self._core.sparse_cut_params())
                 return work()
             finally:
                 if at_end is not None:
                     at_end()
 
-    def prepare(self) -> None:
+    def prepare(self, num_begun: int = 0) -> None:
         """Check the parameters before a step, and apply the user's changes."""
         core = self._core
         core.check_weights()
         if core.is_mirrored and core.mirror.last_age != core.snapshot.age:
-            core.mirror_state()
+            core.mirror_state(core.snapshot.steps - num_begun)
         core.snapshot.changed()
         core.refresh()
         core.check_cuts(core.groups)

@@ -50,14 +50,16 @@ class Iteration:
         with self.calls.telling_replicas():
             if self._is_skipped(optimizer, kwargs.pop("grad_scaler", None), failure):
                 return loss
-        result = self._step_rows(shared, **kwargs)
+        result = self._step_rows(1, shared, **kwargs)
         return loss if result is None else result
 
-    def _step_rows(self, shared: SharedCall | None = None, **kwargs: object) -> float | None:
+    def _step_rows(
+        self, num_begun: int, shared: SharedCall | None = None, /, **kwargs: object
+    ) -> float | None:
         core = self._core
         core.group.phase.traffic.count_step()
         work = partial(core.owned.step, core.groups, shared, **kwargs)
-        result = self.calls.make("step()", work, None if shared is None else shared.finish)
+        result = self.calls.make("step()", work, None if shared is None else shared.finish, num_begun)
         self.joins.end_step()
         return result
 
@@ -278,4 +280,4 @@ class Iteration:
             if is_skipped_by_all(statuses):
                 return
             self.joins.lend(group, statuses)
-            self._step_rows()
+            self._step_rows(0)

@@ -95,10 +95,10 @@ class OverlappedStep:
 class Overlap:
     """Steps bucket by bucket during the backward pass, and starts each bucket's gather.
 
-    All ranks construct it, which takes process groups (``lanes``), and call its methods in one order with
-    equal parameters, one thread at a time. ``takes_thread``: another thread may step; see Note [A thread or
-    none] in `zero_optim.hooks.passes`. ``current``: the unfinished step. ``under_way``: buckets of DDP that
-    the thread steps, or the next hook, on a stream of ``streams``.
+    All ranks construct it, which takes process groups (``lanes``), and call its methods in one order, one
+    thread at a time. ``takes_thread``: Note [A thread or none] in `zero_optim.hooks.passes`. ``current``: the
+    unfinished step. ``under_way``: buckets of DDP that the thread steps, or the next hook, on a stream of
+    ``streams``.
     """
 
     def __init__(self, core: Core, calls: Calls, joins: Joins) -> None:
@@ -150,9 +150,9 @@ class Overlap:
     def begin(self, *, joined: bool) -> None:
         """Begin a step, on the thread of the backward pass: Note [Moving parameters] in `shard.bucket`.
 
-        Communicates only inside ``Join``, on the gathers' process group; there the CPU waits. ``joined``:
-        this rank has no inputs left, and gets the others' options. Raises if the last backward pass broke
-        off, or if a loop stops calling ``step()``.
+        Communicates only inside ``Join``; there the CPU waits. ``joined``: this rank has no inputs left, and
+        gets the others' options. Raises if the last backward pass broke off, or if a loop stops calling
+        ``step()``.
         """
         core, lends = self.core, self._joins.under_way
         core.group.phase.traffic.count_step()

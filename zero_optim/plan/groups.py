@@ -1,6 +1,7 @@
 """Parameters, options and names of ``torch.optim`` groups."""
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -21,9 +22,12 @@ def params_of(groups: Sequence[ParamGroup]) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def member_ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
-    """List each group's parameter ids, which compare much faster than tensors."""
-    return [list(map(id, group["params"])) for group in groups]
+def have_members(groups: Sequence[ParamGroup], members: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether groups have these very parameters, in this order; every step asks."""
+    return len(groups) == len(members) and all(
+        len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+        for group, known in zip(groups, members, strict=True)
+    )
 
 
 def options_of(group: ParamGroup) -> ParamGroup:

@@ -71,9 +71,8 @@ def why_not_cut(
     parameter's shape and is cut with it, or is equal for all rows. Zero numbers are also tried with another
     value, as options may change. `why_rows_not_cut` tries a plan's very rows.
 
-    Takes 5 to 40 ms beyond `probe`; cached. Other processors may give other answers. ``dtype``: of what is
-    stepped on the CPU, else float32: accelerators' kernels are assumed, and tested by ``make gpu``, to
-    compute elements alike wherever a tensor ends.
+    Takes 5 to 40 ms beyond `probe`; cached. ``dtype``: of what is stepped on the CPU, else float32:
+    accelerators' kernels compute elements alike wherever a tensor ends, as ``make gpu`` tests.
     """
     if dtype.itemsize < (8 if dtype.is_complex else 4):  # too few elements show it for a trial to rely on
         return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"
@@ -224,8 +223,7 @@ def why_not_sparse_rows(
 
     Coalescing, as in Adagrad, adds a row's entries in an order that depends on other rows. SGD with momentum
     keeps a gradient as state, which cannot be joined. Plain SGD adds entry by entry, with equal bits. About
-    10 ms on the CPU; cached. (Accelerator kernels that add in any order have no certain bits, cut or not.)
-    ``take`` returns a piece's rows of a gradient.
+    10 ms on the CPU; cached. ``take`` returns a piece's rows of a gradient.
     """
     return _try_sparse(OptimizerUnderTest.of(optimizer_class, options, [group]), dtype, take)
 

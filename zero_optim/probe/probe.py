@@ -76,31 +76,36 @@ def probe(
 
 
 def state_entries(
-    optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], num_dims: int
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    num_dims: int,
+    groups: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, bool]:
     """Return whether each state entry of parameters with so many dimensions has their shape.
 
-    Steps a temporary optimizer for two sizes. Empty if the class cannot be tried. A vector is long only if
-    the size makes a difference: Shampoo squares the length, which takes a minute.
+    Steps a temporary optimizer for two sizes, with each group's options. Empty if the class cannot be tried.
+    A vector is long only if the size makes a difference: Shampoo squares the length, which takes a minute.
     """
     if not 0 < num_dims <= len(_SIZES):
         return {}
-    subject = OptimizerUnderTest.of(optimizer_class, options, ())
+    subject = OptimizerUnderTest.of(optimizer_class, options, groups)
 
-    def entries_of(shape: tuple[int, ...]) -> dict[str, bool]:
+    def entries_of(shape: tuple[int, ...], group: object) -> dict[str, bool]:
         feed = Feed((shape,), gaps=False, num_groups=1, num_steps=1)
         with isolated():
-            trial = first_record(subject, feed, replace(feed, sparse="one row"))
+            trial = first_record(replace(subject, groups=(group,)), feed, replace(feed, sparse="one row"))
         if not isinstance(trial, TrialRecord):
             return {}
         (entries,) = trial.run.state_of(0)
         return {key: isinstance(entry, Tensor) and entry.shape == shape for key, entry in entries.items()}
 
-    shapes = [_SIZES[:num_dims], _LARGE_SIZES[:num_dims]]
-    if num_dims == 1:
-        differs = entries_of(_SIZES[:2]) != entries_of(_LARGE_SIZES[:2])
-        shapes[1:] = [_LARGE_VECTOR] if differs else []
-    tried = [entries for shape in shapes if (entries := entries_of(shape))]
+    tried = []
+    for group in subject.groups:
+        shapes = [_SIZES[:num_dims], _LARGE_SIZES[:num_dims]]
+        if num_dims == 1:
+            differs = entries_of(_SIZES[:2], group) != entries_of(_LARGE_SIZES[:2], group)
+            shapes[1:] = [_LARGE_VECTOR] if differs else []
+        tried += [entries for shape in shapes if (entries := entries_of(shape, group))]
     return {name: all(entries.get(name) for entries in tried) for entries in tried for name in entries}
 
 

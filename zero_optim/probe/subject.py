@@ -166,13 +166,13 @@ def _without_switches(held: object) -> object:
 
 def _awake(options: Mapping[str, Any]) -> ParamGroup:
     """Drop the parameters, and replace a zero rate, which hides differences."""
-    kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
-    rate = kept.get("lr")
+    options_kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+    rate = options_kept.get("lr")
     if isinstance(rate, int | float) and rate == 0:
-        kept["lr"] = 0.01
+        options_kept["lr"] = 0.01
     elif isinstance(rate, Tensor) and not rate.any():
-        kept["lr"] = torch.full_like(rate, 0.01, device="cpu")
-    return kept
+        options_kept["lr"] = torch.full_like(rate, 0.01, device="cpu")
+    return options_kept
 
 
 def _kind_of(group: Mapping[str, Any]) -> object:

@@ -27,7 +27,7 @@ from zero_optim.errors import StalledError, is_heard_of
 from zero_optim.run.host import end_with_parent, use_loopback
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
-_TELLING = 0.05  # seconds between two looks at whether the others have told why they failed
+_POLL = 0.05  # seconds between two looks at whether the others have told why they failed
 CAUSE = 120.0  # seconds that a rank which only heard of a failure gives the one that failed, on a busy host
 _LOST = 10.0  # seconds for ranks that do not answer, or have closed their connections
 _CLOSED = ("onnection closed by peer", "onnection reset by peer")  # what gloo says, and NCCL
@@ -82,7 +82,7 @@ class Job:
         path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
         path.with_suffix(".part").rename(path)
 
-    def is_told(self) -> bool:
+    def all_have_reported(self) -> bool:
         """Return whether every rank has reported a value or a failure."""
         return all(
             any(self.path(name, rank).exists() for name in ("failure", "value")) for rank in range(self.nproc)
@@ -116,7 +116,7 @@ def enter(rank: int, job: Job) -> None:
         job.write_failure(Failure(rank, [order_of(error), now], text, type(error).__name__))
         sys.stdout.flush()
         sys.stderr.flush()
-        let_the_cause_end_first(error, job.is_told)
+        let_the_cause_end_first(error, job.all_have_reported)
         os._exit(1)  # without destroying the process group, which may take for ever
 
 
@@ -168,7 +168,7 @@ def order_of(error: BaseException) -> int:
     return 2 if before is not None and order_of(before) < 3 else 3
 
 
-def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bool]) -> None:
+def let_the_cause_end_first(error: BaseException, all_have_reported: Callable[[], bool]) -> None:
     """Delay this rank's end if it only heard of another's failure, until all ranks have reported.
 
     The launcher ends all ranks soon after the first, maybe before the failed rank has written why.
@@ -177,5 +177,5 @@ def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bo
         return
     is_certain = is_heard_of(error) and not isinstance(error, StalledError)
     deadline = monotonic() + (CAUSE if is_certain else _LOST)
-    while monotonic() < deadline and not all_have_told():
-        sleep(_TELLING)
+    while monotonic() < deadline and not all_have_reported():
+        sleep(_POLL)

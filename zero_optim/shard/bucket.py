@@ -5,9 +5,9 @@ Parameters lie in the flat tensor if possible (`InFlat`); else each gather copie
 Note [Moving parameters]
     Moving a parameter gives it another storage; another thread or stream would then read released memory. So
     replaced parameters move only in `step` and in comm hooks, which the backward pass itself calls. That pass
-    finds the same values: autograd saves a leaf as the tensor object, and a view by its old storage, which
-    nobody writes. If a class replaces ``param.data`` in its own step, a gather moves the parameter on that
-    thread and stream; the backward pass must not read it then.
+    finds the same values: autograd saves a leaf as the tensor object, and a view by its old storage. If a
+    class replaces ``param.data`` in its own step, a gather moves the parameter on that thread and stream; the
+    backward pass must not read it then.
 """
 
 import itertools
@@ -20,6 +20,7 @@ from torch import Tensor
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others
 from zero_optim.flow.schedule import ZERO1, Schedule
+from zero_optim.health.stamp import Header, headers_in
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
@@ -56,6 +57,8 @@ class InFlat:
     def take_in_moved(self) -> list[int]:
         """Move parameters with replaced ``data`` back in; list those that do not fit."""
         moved = self.moved()
+        if not moved:  # as in most steps
+            return moved
         copy_out(self._params, self.places(moved))
         fits = [self._forms[index].fits(self._params[index]) for index in moved]
         for index in itertools.compress(moved, fits):
@@ -101,7 +104,7 @@ class Bucket:
         self, params: list[Tensor], layout: Layout, rank: int, label: str = "", *, as_views: bool = True
     ) -> None:
         self.params = params
-        self.layout = layout
+        self.layout, self._numel = layout, layout.numel
         self.rank = rank
         self.label = label  # names it in messages
         self.forms = list(map(Form.of, params))
@@ -112,7 +115,9 @@ class Bucket:
         self._others = [part for part in parts if part[1].owner != rank]
         self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
         self._in_flat = InFlat(params, self.forms, layout) if as_views and can_be_views(params) else None
-        self._rows = [] if self._in_flat is None else rows_in(self._in_flat.flat, layout)
+        known = None if self._in_flat is None else self._in_flat.flat
+        self._rows = [] if known is None else rows_in(known, layout)
+        self._headers = [] if known is None else headers_in(known, layout.rooms)
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle as a new bucket of the copied parameters."""
@@ -132,7 +137,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes of the flat tensor with padding."""
-        return self.layout.numel * self.dtype.itemsize
+        return self._numel * self.dtype.itemsize
 
     @property
     def nbytes_to_gather(self) -> int:
@@ -145,7 +150,8 @@ class Bucket:
 
     def written(self) -> list[tuple[int, int]]:
         """Return the places, as addresses, of parameters with replaced ``data``: `refresh` writes there."""
-        return [] if self._in_flat is None else self._in_flat.places(self._in_flat.moved())
+        moved = [] if self._in_flat is None else self._in_flat.moved()
+        return self._in_flat.places(moved) if self._in_flat is not None and moved else []
 
     def refresh(self) -> None:
         """Take over the user's changes; RuntimeError if a dtype, device or shape changed.
@@ -171,8 +177,14 @@ class Bucket:
 
     def rows(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """List what owners send of a flat tensor, as `rows_in`."""
-        is_known = self._in_flat is not None and flat is self._in_flat.flat  # as in most steps
-        return self._rows if is_known else rows_in(flat, self.layout)
+        return self._rows if self._is_own(flat) else rows_in(flat, self.layout)
+
+    def headers(self, flat: Tensor) -> list[Header]:
+        """List the header spaces of a flat tensor, as `headers_in`."""
+        return self._headers if self._is_own(flat) else headers_in(flat, self.layout.rooms)
+
+    def _is_own(self, flat: Tensor) -> bool:
+        return self._in_flat is not None and flat is self._in_flat.flat  # as in most steps
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Copy other ranks' rows of ``flat`` to the parameters, or to those in ``changed``; tell autograd."""

@@ -5,18 +5,16 @@ Functions that take a group or lanes communicate; all ranks call them in the sam
 Note [A lane an owner]
     A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
     With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s instead
-    of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 1 MiB lanes only cost
-    threads and file descriptors; the first larger gather of several owners creates them. An overlapped step
-    has its own, as its thread gathers in another order. Other backends have one communicator a device: Note
-    [Rows at once] in `zero_optim.comm.collectives`.
+    of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 2 MiB lanes gain
+    nothing (10.2 instead of 10.7 ms for 1.5 MiB), and cost threads and file descriptors; the first larger
+    gather of several owners creates them. An overlapped step has its own, as its thread gathers in another
+    order. Other backends have one communicator a device: Note [Rows at once] in
+    `zero_optim.comm.collectives`.
 
-Note [Small buckets]
-    Merging an owner's small rows gained nothing. Limiting the *number* of pending gathers cost time (300
-    instead of 240 ms with four small buckets between two large ones), so only memory is limited.
-
-Note [Step, then gather]
-    Gathering a bucket while stepping the next gained nothing for fused steps (1.00 to 1.04 of the time,
-    AdamW, 13.8 M parameters): the step takes 9 of 240 ms.
+Note [What gained nothing]
+    Merging an owner's small rows; gathering a bucket while the next is stepped (1.00 to 1.04 of the time,
+    AdamW, 13.8 M parameters). Limiting the *number* of pending gathers cost time (300 instead of 240 ms with
+    four small buckets between two large ones), so only memory is limited.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -31,18 +29,18 @@ from zero_optim.comm.traffic import Waitable
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
+from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Stamps
-from zero_optim.plan.layout import Layout
 from zero_optim.shard.bucket import Bucket
 
 # The flat tensors of pending gathers take at most the memory of this many largest buckets.
 NUM_FLAT_TENSORS = 4
 # See Note [A lane an owner].
-LANES_FROM_NBYTES = 2**20
+LANES_FROM_NBYTES = 2**21
 
 
 # As `Stamps.send`.
-Send: TypeAlias = Callable[[Tensor, Layout, int], Callable[[], None] | None]
+Send: TypeAlias = Callable[[Sequence[Header], int], Callable[[], None] | None]
 # As `start_broadcasts`.
 StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor]], str], list[Waitable]]
 
@@ -60,7 +58,7 @@ def start_gather(
     before ``wait()``. For autograd the other parameters than those that ``changed`` stay as they are.
     """
     flat = bucket.fill()
-    take = None if send is None else send(flat, bucket.layout, lanes[0].rank)
+    take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
     return gather_into(flat, bucket, lanes, bucket.rows(flat), take, start_rows=start_rows, changed=changed)
 
 

@@ -1,15 +1,14 @@
 """How a rank keeps its rows and gradients: in ordinary memory, on an accelerator's host, or in mapped files.
 
 Note [Kept on the host]
-    With ``offload="cpu"`` a rank's rows, gradients, state, masters and averages lie in pinned host memory,
-    and the optimizer steps on the CPU, which waits for copies only where rows (`Leaves.rows`,
-    `RowBucket.places`) or gradients (`PartialGradient.piece`) are read. A device cannot add to host memory,
-    so an earlier gradient returns to it, and the sum goes back.
+    With ``offload="cpu"`` what a rank owns lies in pinned host memory, and the optimizer steps on the CPU,
+    which waits for copies only where rows (`Leaves.rows`, `RowBucket.places`) or gradients
+    (`PartialGradient.piece`) are read. A device cannot add to host memory, so an earlier gradient returns to
+    it, and the sum goes back.
 
 Note [A budget]
-    In files, a rank's rows, gradients, state, masters and averages lie in mapped memory
-    (`zero_optim.shard.mapped`), except tensors smaller than a page. They are used in portions, each written
-    out before the next, so at most ``budget`` bytes are resident.
+    In files, what a rank owns lies in mapped memory (`zero_optim.shard.mapped`), except tensors smaller than
+    a page. It is used in portions, each written out before the next: at most ``budget`` bytes are resident.
 """
 
 import os

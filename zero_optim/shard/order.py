@@ -6,7 +6,7 @@ It needs equal initial values on all ranks, and distinct ones (not zeros).
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
-from itertools import islice
+from itertools import accumulate, groupby, islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,14 +23,18 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only values distinguish: indices by kind, and digests."""
+    """Unnamed parameters that only values distinguish: indices by kind, and some values of each.
+
+    ``sizes``: of the values in bytes.
+    """
 
     kinds: list[list[int]]
-    digests: bytes
+    sizes: list[int]
+    values: bytes
 
     @classmethod
     def among(cls, groups: Sequence[ParamGroup], apart: Collection[Tensor]) -> "Alike":
-        """Find them and digest 64 elements of each not in ``apart``; the CPU waits."""
+        """Find them and read 64 elements of each not in ``apart``; the CPU waits."""
         params = params_of(groups)
         unnamed = [param for group in groups if "param_names" not in group for param in group["params"]]
         is_read = set(unnamed).difference(apart)
@@ -39,15 +43,18 @@ class Alike(NamedTuple):
             if param in is_read and param.numel():
                 members[param.shape, param.dtype, dense_strides(param), param.requires_grad].append(index)
         kinds = [indices for indices in members.values() if len(indices) > 1]
-        return cls(kinds, b"".join(digests([_read(params[index]) for indices in kinds for index in indices])))
+        parts = [_some_elements(params[index]) for indices in kinds for index in indices]
+        sizes = [part.numel() * part.element_size() for part in parts]
+        alike = groupby(parts, key=lambda part: (part.dtype, part.device))  # few copies for many parameters
+        values = _packed([torch.cat(list(members)) for _, members in alike], sum(sizes))
+        return cls(kinds, sizes, values)
 
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
         """Raise if ranks have the same values in another order; all ranks call; communicates."""
-        if not self.kinds or len(set(group.all_gather_fixed(hashlib.sha256(self.digests).digest()))) == 1:
-            return
+        mine = b"".join(_digests(self.values, self.sizes))
         names = param_names(groups)
         first: dict[Hashable, tuple[int, list[bytes]]] = {}
-        for rank, payload in zip(group.numbers, group.all_gather_bytes(self.digests), strict=True):
+        for rank, payload in zip(group.numbers, group.all_gather_bytes(mine), strict=True):
             left = (payload[at : at + _NBYTES] for at in range(0, len(payload), _NBYTES))
             for number, indices in enumerate(self.kinds):
                 own = list(islice(left, len(indices)))
@@ -62,15 +69,25 @@ class Alike(NamedTuple):
                     )
 
 
-def _read(param: Tensor) -> Tensor:
-    elements = memory_of(param).view(-1, param.element_size())
-    return elements[:: -(-len(elements) // _NUM_READ)].reshape(-1)
+def _some_elements(param: Tensor) -> Tensor:
+    is_plain = param.is_contiguous() and not param.is_conj() and not param.is_neg()
+    elements = param.detach().view(-1) if is_plain else memory_of(param).view(param.dtype)
+    return elements[:: -(-len(elements) // _NUM_READ)]
 
 
 def digests(memories: Sequence[Tensor]) -> list[bytes]:
     """Return digests of 8 bytes of 1-D bytes on any devices; the CPU waits."""
     sizes = [memory.numel() for memory in memories]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8)
-    pack(memories, packed)
-    parts = torch.split(packed, sizes)
-    return [hashlib.blake2b(part.numpy().tobytes(), digest_size=_NBYTES).digest() for part in parts]
+    return _digests(_packed(memories, sum(sizes)), sizes)
+
+
+def _packed(tensors: Sequence[Tensor], nbytes: int) -> bytes:
+    """Copy tensors on any devices to the CPU, as bytes."""
+    packed = torch.empty(nbytes, dtype=torch.uint8)
+    pack(tensors, packed)
+    return packed.numpy().tobytes()
+
+
+def _digests(octets: bytes, sizes: Sequence[int]) -> list[bytes]:
+    ends = accumulate(sizes, initial=0)
+    return [hashlib.blake2b(octets[a:b], digest_size=_NBYTES).digest() for a, b in pairwise(ends)]

@@ -3,8 +3,8 @@
 Note [Pages that move]
     On the CPU a flat tensor keeps its addresses. Freeing it moves its pages (``mremap``) to the next unit; a
     few repeated pages of a memory file then show NaN (zero for dtypes without), so kept views stay readable.
-    New pages are zeroed, in 0.4 to 0.9 ms a MiB on a virtual machine, more than all other work of a unit;
-    moving takes 0.03 ms. *Huge pages* (2 MiB) took 0.04 to 0.2 ms a MiB, so tensors are aligned for them.
+    New pages are zeroed, in 0.4 to 0.9 ms a MiB on a virtual machine (*huge pages* of 2 MiB, for which
+    tensors are aligned, in 0.04 to 0.2); moving takes 0.03 ms.
 
     A *period* lasts from one moment without a whole unit to the next. Free pages wait only if the last period
     needed them at this point, which leaves memory for the gradients; pages that two periods did not need are

@@ -5,8 +5,7 @@ Note [A storage for each parameter]
     storage. So each parameter has its own, exactly its slice of the flat tensor, made by DLPack in bytes, as
     it lacks some dtypes. Autograd cannot see a gather change it; `Bucket.receive` tells it. The storage
     cannot be resized. A parameter moved to shared memory gets other memory, and gathers copy it. On CUDA its
-    ``record_stream`` does nothing, and it can hardly be sent to a process
-    (``parameters_as_bucket_view=False`` avoids this).
+    ``record_stream`` does nothing, and it can hardly be sent to a process.
 
 Note [Memory that is touched late]
     Padding is zeroed, as it is sent. Zeroing the whole flat tensor would make it resident beside the
@@ -78,7 +77,7 @@ def _over(octets: Tensor, form: Form) -> Tensor:
 def can_be_views(params: Sequence[Tensor]) -> bool:
     """Whether parameters can become views of a flat tensor with own storages."""
     device = params[0].device
-    if device.type == "cpu" and any(param.is_shared() for param in params):  # type: ignore[no-untyped-call]
+    if device.type == "cpu" and any(param.untyped_storage().is_shared() for param in params):
         return False  # other processes use them where they are
     try:
         byte = torch.zeros(1, dtype=torch.uint8, device=device)

@@ -4,9 +4,8 @@ The attribute also makes ``pickle`` and ``copy`` of a freed parameter raise.
 
 Note [An optimizer that comes later]
     Before the optimizer is built, one that never steps holds the rows. The real constructor plans owners for
-    its own class and reuses buckets whose plan did not change. Other buckets are gathered one by one, in the
-    owners' dtype, for each rank to copy its new rows. Old rows stay until all checks pass, so a constructor
-    that raises changes nothing; a mesh's replicas agree before any rank does.
+    its own class and reuses buckets whose plan did not change. Others are gathered one by one, in the owners'
+    dtype, for each rank to copy its new rows. Old rows stay until all checks pass on all replicas.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

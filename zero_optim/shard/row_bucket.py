@@ -11,9 +11,8 @@ Note [Freed in place]
 
 Note [Views that somebody keeps]
     While the parameters are freed, a user's view shows NaN on the CPU and loses writes; the next gather or
-    step raises if autograd counts them. On an accelerator operators raise or read address 0. Only a mode for
-    all operators, at some µs each, could guard this: storage references do not tell these views from
-    autograd's, which `zero_optim.ddp.full.saved_reads` guards.
+    step raises if autograd counts them. On an accelerator operators raise or read address 0. Storage
+    references do not tell these views from autograd's, which `zero_optim.ddp.full.saved_reads` guards.
 
 Note [Kept in one dtype, computed with in another]
     The row keeps the original dtype; owners round it into the flat tensor. Freed parameters have the compute

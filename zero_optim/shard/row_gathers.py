@@ -198,7 +198,7 @@ class GathersInReplicas:
         self._renewals.wait_for([column])
         flat, rank = column.fill(), self._mesh.everyone.rank
         tells = stamps is not None and column.renewed_in == stamps.num_passes
-        take = stamps.send(flat, bucket.layout, rank) if stamps is not None and tells else None
+        take = stamps.send(bucket.headers(flat), rank) if stamps is not None and tells else None
         places = self._mesh.places
         rows = [(places[span.owner][1], flat[span.start : span.stop]) for span in bucket.layout.spans()]
         start_rows = None

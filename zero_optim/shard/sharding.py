@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together, said_by_all
+from zero_optim.comm.agreement import agree, agreeing, failing_together, said_by_all
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import is_asynchronous
@@ -80,6 +80,7 @@ class Sharding:
         self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
         self.gathers = Gathers() if gathers is None else gathers
         self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
+        self.cut_params: list[Tensor] = []
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._group = group
         self._maker = BucketMaker(as_views, store)
@@ -107,7 +108,7 @@ class Sharding:
         """
         new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
-        with failing_together(self._group):
+        with agreeing(self._group, "the parameters and options of the optimizer", _HINTS) as agreed:
             check_shardable(groups, set(filter(is_freed, store.params)))
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
@@ -128,8 +129,9 @@ class Sharding:
             items.append(f"buckets of {self.cap_nbytes} bytes")
             items += [f"units of the parameters: {numbers}, used as {used}"] if store.params else []
             items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
-        agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
-        alike.check_order(self._group, new)
+            agreed.items, agreed.beside = items, alike.values
+        if agreed.differs:
+            alike.check_order(self._group, new)
         if why_whole is None:
             return plan
         return self._cut_where_all_agree(plan, planned, reasons, why_whole)
@@ -182,12 +184,7 @@ class Sharding:
     @property
     def has_cuts(self) -> bool:
         """Whether any parameter is cut; the same on every rank."""
-        return any(bucket.layout.is_cut for bucket in self.buckets)
-
-    def cut_params(self) -> list[Tensor]:
-        """List the cut parameters; free without cuts, as every step calls it."""
-        cut = [bucket.params for bucket in self.buckets if bucket.layout.is_cut]
-        return [param for params in cut for param in params if self.is_cut(param)]
+        return bool(self.cut_params)
 
     def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> None:
         """Store a plan's owners and make its buckets."""
@@ -201,6 +198,7 @@ class Sharding:
             for number, bucket in enumerate(plan.buckets, len(self.buckets))
         ]
         buckets = self._maker.make(self._group, params, plan, labels)
+        self.cut_params += (param for bucket in buckets for param in bucket.params if self.is_cut(param))
         for number, bucket in enumerate(buckets, len(self.buckets)):
             self._numbers.update(dict.fromkeys(bucket.params, number))
         self.buckets += buckets
@@ -232,7 +230,7 @@ class Sharding:
         """Like `refresh`, without waiting."""
         failure: Exception | None = None
         written = [place for bucket in self.buckets for place in bucket.written()]
-        for bucket in self.buckets:
+        for bucket in self.buckets if written else ():
             copy_out(bucket.params, written)
         for bucket in self.buckets:  # all of them, then it raises
             try:

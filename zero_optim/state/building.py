@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece
@@ -123,9 +123,10 @@ def new_owned(
     local_over: Callable[[dict[Tensor, Tensor]], LocalOptimizer],
 ) -> OwnedState:
     """Build this rank's owned state, with files if the store has some; all ranks call."""
-    with failing_together(group):
+    with answering_together(group) as answers:
         local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
-    local.agree_on_traits(group)
+        answers.extend(local.answers())
+    local.combine(answers)
     files = inputs.store.files
     in_files = None if files is None else KeptState(files, leaves, average, local)
     owned = OwnedState(group, leaves, average, local, pieces, in_files)

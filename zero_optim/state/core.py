@@ -22,7 +22,7 @@ from zero_optim.errors import NotConsolidatedError
 from zero_optim.plan.groups import (
     ParamGroup,
     describe_options,
-    member_ids,
+    have_members,
     options_of,
     param_names,
     params_of,
@@ -152,10 +152,9 @@ class Core:
 
     def follow_members(self) -> None:
         """Give the local groups the members of the public ones; ValueError for a parameter without owner."""
-        members = member_ids(self.groups)
-        if members != self.owned.local.members:
+        if not have_members(self.groups, self.owned.local.members):
             self.sharding.check_owned(self.groups)
-            self.owned.local.follow_members(self.groups, members)
+            self.owned.local.follow_members(self.groups)
 
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse group options with which a class cannot step cut parameters; may try the class."""
@@ -174,7 +173,7 @@ class Core:
 
     def sparse_cut_params(self) -> list[Tensor]:
         """List the cut parameters with sparse gradients, on whichever rank."""
-        return [param for param in self.sharding.cut_params() if is_sparse(param.grad)]
+        return [param for param in self.sharding.cut_params if is_sparse(param.grad)]
 
     def check_unreduced(self, *, in_join: bool) -> None:
         """Refuse to step with unreduced gradients; communicates only if there may be some."""
@@ -320,9 +319,10 @@ class Core:
         if self.is_mirrored:
             self.mirror.take_lanes(self.group)
 
-    def mirror_state(self) -> None:
-        """Begin a version of the mirrors after a step; all ranks call; communicates."""
+    def mirror_state(self, steps: int | None = None) -> None:
+        """Begin a version of the mirrors, which has taken ``steps``, or all; all ranks call; communicates."""
         if self.is_mirrored:
             self.follow_state()
             options, snapshot = list(map(options_of, self.groups)), self.snapshot
-            self.mirror.update(self.group, self.held(), options, steps=snapshot.steps, age=snapshot.age)
+            steps = snapshot.steps if steps is None else steps
+            self.mirror.update(self.group, self.held(), options, steps=steps, age=snapshot.age)

@@ -3,8 +3,7 @@
 Note [Infinities]
     ``torch.amp.GradScaler`` leaves out ``step()`` if this rank's gradients have an infinity. With whole
     reduced gradients every scaler has the same result; sharded ones inform the scalers (Note [Infinities in
-    sharded gradients] in `zero_optim.step.partial`). So the optimizer takes no part, and accelerate and
-    Lightning see the truth. Without a reduction before the scaler looks, use PyTorch's ``ShardedGradScaler``.
+    sharded gradients] in `zero_optim.step.partial`). So the optimizer takes no part.
 
     Two cases are served here. Inside ``Join`` other ranks must hear of a skipped step, so the optimizer
     declares that it handles scaling: the scaler sets ``found_inf`` and ``grad_scale`` and always calls

@@ -72,7 +72,8 @@ class BuiltOptimizer:
     def state_entries(self, num_dims: int) -> dict[str, bool]:
         """Return whether each state entry of such parameters has their shape, as a probe shows."""
         if num_dims not in self._answers:
-            self._answers[num_dims] = state_entries(self.spec.optimizer_class, self.spec.arguments, num_dims)
+            known = self.spec.optimizer_class, self.spec.arguments
+            self._answers[num_dims] = state_entries(*known, num_dims, self.first_options)
         entries: dict[str, bool] = self._answers[num_dims]
         return entries
 

@@ -6,7 +6,7 @@ device; with sharded gradients the last bits may differ.
 
 Note [One gather, one wait]
     A rank sends a fixed length: an error byte, a digest of its arguments, then a byte (has a gradient) and a
-        float64 (norm) for each parameter of the fullest rank. Only an error causes more messages.
+    float64 (norm) for each parameter of the fullest rank. Only an error causes more messages.
 
     On an accelerator norms exist after the backward pass. If the group also has a CPU backend
     (``cpu:gloo,cuda:nccl``), it sends the bytes, and norms stay on the device: no wait. With NCCL alone one

@@ -4,16 +4,14 @@ In state dicts a master copy is the entry `MASTER` of the parameter's state.
 
 Note [Masters and their parameters]
     A stale master must not undo a checkpoint loaded into the model. No version counter sees every write, so
-    an element other than its rounded master was changed from outside, and the master takes it over. Other
-    elements keep their masters: else a mask or clamp after each step would round the whole tensor. A NaN is
-    always taken over, which changes nothing.
+    a master takes over each element that differs from its rounded master. Others keep theirs: else a mask or
+    clamp after each step would round the whole tensor. A NaN is always taken over, which changes nothing.
 
 Note [Leaves of cut parameters]
     The leaf of a cut parameter without a master views the owned rows only while a class uses it: users,
-        buckets or copies may give the parameter other memory, and expect the old to be freed. `Leaves.let_go`
-        points it at one expanded NaN: shapes stay readable, in-place arithmetic raises. After a step
-        `Leaves.put_back` copies values to the parameter if the class gave the leaf other memory, and tells
-        autograd about the write.
+    buckets or copies may give the parameter other memory, and expect the old to be freed. `Leaves.let_go`
+    points it at one expanded NaN: shapes stay readable, in-place arithmetic raises. After a step
+    `Leaves.put_back` copies values to the parameter if the class gave the leaf other memory.
 """
 
 import math
@@ -272,7 +270,7 @@ def entries_named(
 
     StateMismatchError if an entry is not dense or has another shape.
     """
-    taken = {}
+    values = {}
     for param, own in held.items():
         saved = entries.get(param, {}).get(name)
         if saved is None:
@@ -288,5 +286,5 @@ def entries_named(
                 f"of that shape, got {got}{kind}"
             )
         is_alike = type(saved) is Tensor and (saved.dtype, saved.device) == (own.dtype, own.device)
-        taken[param] = saved if is_alike else torch.empty_like(own.detach()).copy_(saved)
-    return taken
+        values[param] = saved if is_alike else torch.empty_like(own.detach()).copy_(saved)
+    return values

@@ -6,15 +6,13 @@ The public groups have all parameters and the true options. Each step copies the
 back: schedulers write to the public groups, schedule-free classes to their own.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import said_by_all
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import (
     PARAM_KEYS,
     ParamGroup,
@@ -32,11 +30,11 @@ _ABSENT = object()
 
 
 class LocalOptimizer:
-    """The user's optimizers over one rank's leaves. Only `agree_on_traits` communicates.
+    """The user's optimizers over one rank's leaves. No communication.
 
-    Every public group has a local one, even if this rank owns none of it; the public groups receive the
-    classes' defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no optimizer; ValueError
-    if sharding would change a class, unless ``assume_separable``.
+    Every public group, with its spec in ``specs``, has a local one, even if this rank owns none of it; it
+    receives the class's defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no
+    optimizer; ValueError if sharding would change a class, unless ``assume_separable``.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class LocalOptimizer:
         self.default = default
         self._is_tried = not assume_separable
         self._leaf_of = dict(owned)
-        self.members: list[list[int]] = []  # `member_ids` of the public groups that the local ones follow
+        self.members: list[list[Tensor]] = []  # of the public groups, which the local ones follow
         self._written: set[OptionKey] = set()  # options that classes changed in steps
         self._steps_parts = False
         self._built: list[BuiltOptimizer] = []
@@ -105,15 +103,19 @@ class LocalOptimizer:
         """Each class's probe result; None if not probed."""
         return [(built.spec.name, built.traits) for built in self._built]
 
-    def agree_on_traits(self, group: RankGroup) -> None:
-        """Keep the probe results that hold on every rank; all ranks call.
+    def answers(self) -> list[bool]:
+        """Return the probe results, as bools for ranks to combine."""
+        return [answer for _, traits in self.traits() if traits is not None for answer in traits.answers()]
+
+    def combine(self, answers: Iterable[bool]) -> None:
+        """Keep the probe results that hold on every rank.
 
         Probes may differ between processors; decisions from them, such as the gathered buckets, must not.
         """
-        probed = [(built, built.traits) for built in self._built if built.traits is not None]
-        answers = iter(said_by_all(group, [answer for _, traits in probed for answer in traits.answers()]))
-        for built, traits in probed:
-            built.traits = traits.combined([next(answers) for _ in traits.answers()])
+        rest = iter(answers)
+        for built in self._built:
+            if built.traits is not None:
+                built.traits = built.traits.combined([next(rest) for _ in built.traits.answers()])
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -202,9 +204,9 @@ class LocalOptimizer:
             built.step_some(chosen, **kwargs)
         self._give_options(groups, before)
 
-    def follow_members(self, groups: Sequence[ParamGroup], members: list[list[int]]) -> None:
-        """Step what the public groups list now; ``members``: their `member_ids`."""
-        self.members = members
+    def follow_members(self, groups: Sequence[ParamGroup]) -> None:
+        """Step what the public groups list now."""
+        self.members = [list(group["params"]) for group in groups]
         for public, local in zip(groups, self._groups(), strict=False):  # `_take_options` compares lengths
             local["params"] = _leaves_of(public, self._leaf_of)
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Piece
@@ -158,10 +158,11 @@ class OwnedState:
         """Add the owned part of a group on all ranks, or none; raises any rank's error; all ranks call."""
         before = self.local.num_groups
         try:
-            with failing_together(self._group):
+            with answering_together(self._group) as answers:
                 leaf_of = {param: self.leaves.add(param, piece) for param, piece in owned.items()}
                 self.local.add_group(group, spec, leaf_of)
-            self.local.agree_on_traits(self._group)
+                answers.extend(self.local.answers())
+            self.local.combine(answers)
         except Exception:
             self.local.drop_groups(before)
             self.leaves.drop(owned)

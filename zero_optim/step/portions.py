@@ -1,10 +1,9 @@
 """Steps of some parameters at a time, for owned tensors in files.
 
 Note [Steps in portions]
-    A step takes parameters in the order of their rows, as many at a time as the budget allows (rows,
-    gradient, state, master, average), and writes these out before the next. The class must support steps in
-    parts; then the bits are those of one call. A probe measures the state (`state_entries`); the first step
-    warns of a class with more, such as a matrix for each dimension.
+    A step takes parameters in the order of their rows, as many at a time as the budget allows, and writes
+    these out before the next. The class must support steps in parts; then the bits are those of one call. A
+    probe measures the state (`state_entries`); the first step warns of a class with more.
 """
 
 import logging

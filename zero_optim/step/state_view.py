@@ -5,9 +5,9 @@ Note [Writes to the state]
     themselves, it is the class's dict. Otherwise an `OwnedStateView` writes to that dict under the leaf, and
     a parameter's entries are `OwnedEntries` if there is more to show than the class's.
 
-    Masters and averages cannot be removed: clearing restarts them from the parameter's value, as loading a
-        state dict without them does. Setting a master also sets the parameter, which would win at the next
-        step (Note [Masters and their parameters] in `step.leaves`).
+    Masters and averages cannot be removed: clearing restarts them from the parameter's value. Setting a
+    master also sets the parameter, which would win at the next step (Note [Masters and their parameters] in
+    `step.leaves`).
 """
 
 from collections import defaultdict
@@ -43,9 +43,9 @@ class _Beside:
         value, own = entries.get(self.name), self.shown(param)
         if type(value) is Tensor and value.is_set_to(own):
             return
-        taken = self.keeper.taken_from({param: dict(entries)})
+        values = self.keeper.taken_from({param: dict(entries)})
         self.prepare()
-        self.keeper.load(taken, [param])
+        self.keeper.load(values, [param])
 
 
 class _View(MutableMapping[Any, Any]):
@@ -218,6 +218,10 @@ class OwnedStateView(_View):
         place = self._place(key)
         for state in self._holding(place):
             del state[place]
+
+    def __bool__(self) -> bool:
+        # DCP fills what is empty: Note [Steps that are none] in `state.views`.
+        return any(self._states)
 
     def __contains__(self, key: object) -> bool:
         return bool(self._holding(self._place(key)) or self._beside(key))

@@ -1,25 +1,17 @@
 """Programs that watch what a `GradScaler` does see the same with this optimizer as with one of PyTorch."""
 
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from frameworks import as_torchrun_says
 from pool import on_ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-
-pytestmark = pytest.mark.slow  # Lightning takes seconds to be imported, on each rank
-needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
 
 def make_model() -> nn.Sequential:
@@ -43,17 +35,6 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     is_infinite = step < 2 and dist.get_rank() == dist.get_world_size() - 1
     loss: Tensor = model(inputs).float().square().mean()
     return loss * math.inf if is_infinite else loss
-
-
-@contextmanager
-def as_torchrun_says() -> Iterator[None]:
-    """Tell others of the process group, which is there already, by the variables that torchrun sets."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # else accelerate sets a number, and warns
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # not used
-    with mock.patch.dict(os.environ, {**said, **threads, **where}):
-        yield
 
 
 # ---------------------------------------------------------------------- accelerate
@@ -82,7 +63,6 @@ def run_with_accelerate(is_sharded: bool) -> tuple[list[Any], list[Tensor]]:
 
 
 @on_ranks(2)
-@needs_accelerate
 def test_accelerate_knows_which_steps_were_skipped_and_leaves_them_out_of_the_schedule() -> None:
     from accelerate.state import AcceleratorState  # slow, hence here
 
@@ -142,7 +122,6 @@ def run_with_lightning(precision: str, is_sharded: bool) -> tuple[Any, list[Tens
 
 
 @on_ranks(2)
-@needs_lightning
 @pytest.mark.filterwarnings(
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"
 )  # PyTorch 2.13
