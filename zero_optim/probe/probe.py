@@ -133,13 +133,13 @@ def _traits(trial: TrialRecord) -> Traits:
         return Traits(untried=f"no parameter moved in {trial.feed.num_steps} steps")
     coupling = _why_coupled(trial)
     if coupling is not None:
-        return Traits(coupling, coupling, coupling)
+        return Traits(coupling=coupling, counting=coupling, shape_use=coupling)
     moves_frozen = _moves_frozen(trial)
     if moves_frozen:
         counting: str | None = "it changes parameters that have no gradient, and these are not stepped then"
     else:
         counting = difference(trial, Variant("stepped in parts", in_parts=True))
-    return Traits(None, counting, _why_shape_used(trial), moves_frozen=moves_frozen)
+    return Traits(counting=counting, shape_use=_why_shape_used(trial), moves_frozen=moves_frozen)
 
 
 def _why_coupled(trial: TrialRecord, *, with_state: bool = True) -> str | None:
