@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_streams import fake_streams
-from zero_optim.comm import threads
+from zero_optim.compat import threads
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.flow import flow as flow_module
 from zero_optim.flow.flow import Flow, Worker

@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 
-from zero_optim.comm import threads
-from zero_optim.comm.threads import start_thread
+from zero_optim.compat import threads
+from zero_optim.compat.threads import start_thread
 
 BESIDE = """
 import sys
 from datetime import timedelta
 from torch.distributed import HashStore
-from zero_optim.comm import threads
+from zero_optim.compat import threads
 
 def work():
     try:
@@ -63,7 +63,7 @@ def test_a_thread_that_could_not_start_leaves_nothing_to_be_waited_for(
 
 BEGINS_WHILE_PYTHON_ENDS = """
 import atexit, threading
-from zero_optim.comm.threads import start_thread
+from zero_optim.compat.threads import start_thread
 
 has_begun, is_ending = threading.Event(), threading.Event()
 start = threading.Thread.start

@@ -1,5 +1,10 @@
 """Buckets on their way to the owners of their gradients, one after the other.
 
+The whole way: a gradient's hook counts, and a full bucket copies gradients, divided, into a row for each
+owner (`OwnerBucket.take`); here the row goes to its owner, which adds up all ranks' in their order
+(`RowSum`); at the end of the pass ``param.grad`` is the sum on its owner, elsewhere a partial gradient
+(`OwnerBucket.give`).
+
 Note [Sums across replicas]
     In a mesh (`zero_optim.comm.mesh`) the owner adds gradients up in the order of ranks inside a replica;
     then the backend adds its row up over the owners of the same rows in all replicas, in place. The second

@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, ProjectConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -146,6 +146,37 @@ def test_every_node_can_save_for_itself(tmp_path: Path, stage: int) -> None:
     expected = Run(stage, epochs=2).weights()
     got = Run(stage, resumes=str(tmp_path / "x"), options={"project_config": each}).weights()
     assert_same(got, expected)
+
+
+@on_ranks(2)
+def test_accelerates_own_class_trains_at_stage_1_but_does_not_save(tmp_path: Path) -> None:
+    with fresh():
+        model = Net()
+        accelerator = accelerate.Accelerator(cpu=True)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05)
+        wrapped, prepared = accelerator.prepare(model, optimizer)
+        accelerator.backward(wrapped(samples()[0]).square().mean())
+        prepared.step()
+        with pytest.raises(NotConsolidatedError, match="call consolidate_state_dict"):
+            accelerator.save_state(str(tmp_path / "x"))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"comm_hook": DDPCommunicationHookType.FP16}, "takes no comm hook"),
+        ({"bucket_cap_mb": 1}, "bucket_cap_mb"),
+    ],
+)
+def test_options_of_ddp_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    with fresh():
+        model = Net()
+        handlers = [DistributedDataParallelKwargs(**options)]
+        accelerator = Accelerator(cpu=True, zero_stage=2, kwargs_handlers=handlers)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05)
+        with pytest.raises((RuntimeError, TypeError), match=message):
+            accelerator.prepare(model, optimizer)
 
 
 @on_ranks(2)

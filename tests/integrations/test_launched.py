@@ -39,6 +39,10 @@ if __name__ == "__main__":
     trainer.save_checkpoint("again")
 """
 
+PYTORCH_LIGHTNING = LIGHTNING.replace("lightning.pytorch", "pytorch_lightning").replace(
+    "s.light", "s.pytorch_light"
+)
+
 TRANSFORMERS = """
 import torch
 from test_transformers import GPT2Block, Tokens, gpt2
@@ -89,10 +93,16 @@ accelerator.end_training()
     [
         ([sys.executable], LIGHTNING),  # it starts the other ranks itself
         (TORCHRUN, LIGHTNING),
+        (
+            TORCHRUN,
+            LIGHTNING.replace("lightning.pytorch", "pytorch_lightning").replace(
+                "s.lightning", "s.pytorch_lightning"
+            ),
+        ),
         (TORCHRUN, TRANSFORMERS),
         (TORCHRUN, ACCELERATE),
     ],
-    ids=["lightning alone", "lightning", "transformers", "accelerate"],
+    ids=["lightning alone", "lightning", "pytorch_lightning", "transformers", "accelerate"],
 )
 def test_launched_scripts_train_and_save_all_state(tmp_path: Path, launcher: list[str], script: str) -> None:
     (tmp_path / "script.py").write_text(script)

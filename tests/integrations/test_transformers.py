@@ -306,3 +306,20 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
         trainer: Any = Zero2(model, args, train_dataset=Tokens(), optimizers=optimizers)
         with pytest.raises(TypeError, match=r"expected a zero_optim\.ZeroRedundancyOptimizer, got SGD"):
             trainer.train()
+
+
+class Factory:
+    """Builds an optimizer of a whole model, as Trainer does for some."""
+
+    def __call__(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **options)
+
+
+@on_ranks(1)
+def test_a_factory_of_trainer_is_refused(tmp_path: Path) -> None:
+    with fresh():
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+        chosen: Any = (Factory, {"lr": 0.1})
+        trainer: Any = Zero2(gpt2(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=chosen)
+        with pytest.raises(TypeError, match="factory"):
+            trainer.train()

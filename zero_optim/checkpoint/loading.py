@@ -1,4 +1,9 @@
-"""Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast."""
+"""Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast.
+
+The plan of the optimizer that loads decides, not that of the one that saved: `places_of` for values of
+parameters, `RankInput` of `zero_optim.checkpoint.fitting` for state. `CheckpointReader` reads these rows,
+wherever they lie.
+"""
 
 import os
 from collections.abc import Collection, Iterator

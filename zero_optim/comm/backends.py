@@ -2,8 +2,9 @@
 
 Note [A new transport]
     `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
-    new transport is a subclass here, with its name in `TRANSPORTS`. Above `run` nothing compares their names.
-    Collectives that start in another way get a branch in `collectives` or, for exchanges, `sending`.
+    new transport is a subclass here, with its name in `TRANSPORTS`. Beside launchers (`run`, `demo`) nothing
+    compares their names. Collectives that start in another way get a branch in `collectives` or, for
+    exchanges, `sending`.
 
 Note [Devices of a group]
     A group's name does not tell its backends: "undefined" after a plain ``init_process_group()`` is NCCL on a

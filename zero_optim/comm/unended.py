@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zero_optim.comm.threads import start_thread
+from zero_optim.compat.threads import start_thread
 
 LOOK = timedelta(seconds=1)
 SMALL = 2**16

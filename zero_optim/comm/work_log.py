@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from zero_optim.comm.backends import aborts_of
 from zero_optim.comm.records import Activity, Verdict
-from zero_optim.comm.threads import start_thread
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
+from zero_optim.compat.threads import start_thread
 
 if TYPE_CHECKING:
     from zero_optim.comm.works import Work

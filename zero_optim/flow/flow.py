@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from zero_optim.comm.threads import start_thread
 from zero_optim.compat.streams import StreamBeside
+from zero_optim.compat.threads import start_thread
 
 
 class Startable(Protocol):
@@ -214,7 +214,7 @@ def _run_all(works: "SimpleQueue[_Run | None]") -> None:
 _WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
-@atexit.register  # before `zero_optim.comm.threads` waits for all, as that was registered earlier
+@atexit.register  # before `zero_optim.compat.threads` waits for all, as that was registered earlier
 def _end_workers() -> None:
     for worker in list(_WORKERS):
         worker.end()

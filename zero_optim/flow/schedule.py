@@ -1,7 +1,11 @@
 """Recipes as data: which operation happens to a bucket at which moment of an iteration. No torch.
 
-A recipe is a `Schedule`. Code that a moment reaches calls `Schedule.at` for each bucket, which runs the row's
-operations. `picture` draws the schedules for docs/design.md.
+A recipe is a `Schedule`. `Schedule.at` runs what it has for a moment; three places call it: a full bucket
+(`ddp/reducer/backward_pass.py`), steps during the backward pass (`iteration/overlap.py`) and units
+(`ddp/full/in_use.py`). Gathers of ``step()`` and their waits read the row themselves (`shard/sharding.py`,
+`Gathers.schedules_of` in `shard/gathers.py`). So a new recipe is a row here, and a choice of it: by the
+bucket, or in these places. A row of another form is refused below: full buckets are reduced, ``step()`` steps
+at last. `picture` draws the schedules for docs/design.md.
 """
 
 from collections.abc import Callable, Mapping

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from zero_optim.comm.threads import start_thread
 from zero_optim.compat.engine import address_of_store, default_store
+from zero_optim.compat.threads import start_thread
 
 Message = dict[str, Any]  # plain JSON
 

@@ -21,9 +21,9 @@ from dataclasses import asdict
 
 from zero_optim.comm.backends import tells_of_closed_connection, tells_of_late_rank
 from zero_optim.comm.records import Verdict
-from zero_optim.comm.threads import start_thread
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
+from zero_optim.compat.threads import start_thread
 from zero_optim.health.diagnosis import Reports, Status, ended_ranks, judge, without_absent
 from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
 

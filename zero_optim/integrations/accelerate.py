@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zero_optim.ddp import full_state_dict
 from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.integrations.stages import check_stage, inner, is_ours, wrapped
+from zero_optim.integrations.stages import check_stage, consolidate, inner, is_ours, wrapped
 
 
 class Accelerator(accelerate.Accelerator):
@@ -83,8 +83,8 @@ class Accelerator(accelerate.Accelerator):
     def _optimizers_saved(self) -> Iterator[None]:
         """Consolidate; meanwhile other ranks have no optimizers, of which they would not write anything."""
         everywhere, optimizers = self.project_configuration.save_on_each_node, self._optimizers
-        for each in filter(is_ours, optimizers):
-            inner(each).consolidate_state_dict(to=None if everywhere else 0)
+        for each in optimizers:
+            consolidate(each, everywhere=everywhere)
         self._optimizers = optimizers if everywhere or self.is_main_process else []
         try:
             yield

@@ -1,89 +1,16 @@
 """Lightning: the strategies ``zero1``, ``zero2`` and ``zero3``, registered when this module is imported.
 
 ``configure_optimizers`` returns a `ZeroRedundancyOptimizer`; module and trainer stay as they are otherwise.
+For the package ``lightning.pytorch``; `zero_optim.integrations.pytorch_lightning` is for the other one.
 """
-
-import copy
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from zero_optim.ddp import unsharded
-from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.integrations.lightning_checkpoints import SavesSharded
-from zero_optim.integrations.stages import WRAPPERS, check_stage, inner
+from zero_optim.integrations.lightning_strategy import ZeroMixin, register
 
 
-class ZeroStrategy(SavesSharded):
-    """Train at a stage of ZeRO: ``Trainer(strategy="zero2")`` is ``Trainer(strategy=ZeroStrategy(2))``.
-
-    Args:
-        stage: 1 shards the state, below PyTorch's DDP; 2 gradients too; 3 parameters too. Stages 2 and 3 take
-            one optimizer, with all parameters that train.
-        wrap: options of the wrapper of stage 2 or 3, such as ``{"units": [Block]}``.
-        sharded_checkpoints: each rank writes what it owns into a folder, see `zero_optim.checkpoint`;
-            otherwise rank 0 writes all into a file. Takes one optimizer. Needed to load a folder.
-        **options: those of ``DDPStrategy``.
-    """
-
-    def __init__(
-        self,
-        stage: int = 2,
-        *,
-        wrap: Mapping[str, Any] | None = None,
-        sharded_checkpoints: bool = False,
-        **options: Any,
-    ) -> None:
-        check_stage(stage)
-        self.stage, self.wrap, self.sharded_checkpoints = stage, dict(wrap or {}), sharded_checkpoints
-        super().__init__(**options)
-
-    def setup(self, trainer: Any) -> None:
-        """Set up a run; a module that ``fit`` has sharded can be evaluated afterwards."""
-        module = self.lightning_module
-        with nullcontext() if units_of(module) is None else unsharded(module):
-            super().setup(trainer)
-
-    def configure_ddp(self) -> None:
-        """Wrap at stage 1; the others need the optimizer."""
-        if self.stage == 1:
-            super().configure_ddp()
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        """Build optimizers and schedulers, then wrap; all ranks call."""
-        super().setup_optimizers(trainer)
-        optimizers = [inner(each) for each in self.optimizers]
-        if len(optimizers) != 1 and (self.stage > 1 or self.sharded_checkpoints):
-            raise ValueError(
-                f"stages 2, 3 and sharded checkpoints take one optimizer, got {len(optimizers)}: build one "
-                "from groups with an optimizer_class each, or use zero1"
-            )
-        if self.stage == 3 and not self.lightning_module.automatic_optimization:
-            raise ValueError("manual optimization calls backward() in forward(): stage 3 does not take it")
-        if self.stage > 1:
-            self.model = WRAPPERS[self.stage](self.lightning_module, optimizers[0], **self.wrap)
-
-    def _clip_by_optimizer(self, plugin: Any) -> None:
-        """Take over a precision plugin; at stages 2 and 3 a copy that lets the optimizer clip."""
-        if plugin is not None and self.stage > 1 and not isinstance(plugin, _Clips):
-            kind, plugin = type(plugin), copy.copy(plugin)
-            names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}  # a checkpoint's key
-            plugin.__class__ = type(kind.__name__, (_Clips, kind), names)
-        self._precision_plugin = plugin
-
-    precision_plugin = property(DDPStrategy.precision_plugin.fget, _clip_by_optimizer)
+class ZeroStrategy(ZeroMixin, DDPStrategy):
+    """Trains at a stage of ZeRO; arguments are those of `ZeroMixin` and of ``DDPStrategy``."""
 
 
-class _Clips:
-    """Goes before a precision plugin's class."""
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        inner(optimizer).clip_grad_norm_(clip_val)
-
-
-for _stage in (1, *WRAPPERS):
-    StrategyRegistry.register(
-        f"zero{_stage}", ZeroStrategy, f"ZeRO stage {_stage} of zero_optim", stage=_stage
-    )
+register(StrategyRegistry, ZeroStrategy)

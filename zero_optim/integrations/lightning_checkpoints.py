@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 
 from zero_optim.checkpoint import load, peek, save
 from zero_optim.ddp import full_state_dict
@@ -15,7 +14,10 @@ from zero_optim.integrations.stages import inner
 LIGHTNING = "lightning"  # in a folder's ``extra``: what is neither parameters nor optimizer state, as bytes
 
 
-class SavesSharded(DDPStrategy):
+_Strategy: Any = object  # that of Lightning comes behind the mixin
+
+
+class SavesSharded(_Strategy):
     """Saves and loads; all ranks call each method.
 
     A file has the keys and values of a run with ``DDPStrategy`` and the plain optimizer, and either loads the
@@ -25,11 +27,6 @@ class SavesSharded(DDPStrategy):
     sharded_checkpoints: bool
     _folder: Path | None = None
     _is_ending = False
-
-    @property
-    def restore_checkpointafter_setup(self) -> bool:
-        """Whether a load needs the optimizer: ranks read what they own."""
-        return self.sharded_checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole model, at stage 3 on rank 0 alone; nothing for a folder."""

@@ -30,6 +30,12 @@ def inner(optimizer: Any) -> ZeroRedundancyOptimizer:
     return ours
 
 
+def consolidate(optimizer: Any, *, everywhere: bool) -> None:
+    """Bring a sharded optimizer's whole state to rank 0, or to all ranks; all call. Others are left alone."""
+    if is_ours(optimizer):
+        inner(optimizer).consolidate_state_dict(to=None if everywhere else 0)
+
+
 def _unwrapped(wrapper: Any) -> Any:
     """Look inside wrappers of frameworks; some of them are instances of the class that they wrap."""
     if not isinstance(wrapper, Optimizer) or "core" in vars(wrapper):

@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers.trainer
-from torch import nn
+from torch import nn, optim
 from transformers import TrainerCallback
 
 from zero_optim.ddp import full_state_dict
 from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.integrations.stages import check_stage, inner, is_ours, wrapped
+from zero_optim.integrations.stages import check_stage, consolidate, inner, wrapped
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-
-__all__ = ["ConsolidatesBeforeSaves", "ZeroRedundancyOptimizer", "ZeroTrainer"]
 
 
 class ConsolidatesBeforeSaves(TrainerCallback):
@@ -24,24 +22,18 @@ class ConsolidatesBeforeSaves(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate if a save comes next; all ranks call."""
-        if control.should_save:
-            consolidate(args, kwargs["optimizer"])
+        if control.should_save and not args.save_only_model:
+            consolidate(kwargs["optimizer"], everywhere=args.save_on_each_node)
 
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate if the metric may be the best yet, which decides about a save after this."""
-        if args.save_strategy == "best":
-            consolidate(args, kwargs["optimizer"])
+        if args.save_strategy == "best" and not args.save_only_model:
+            consolidate(kwargs["optimizer"], everywhere=args.save_on_each_node)
 
 
 transformers.trainer.DEFAULT_CALLBACKS.append(ConsolidatesBeforeSaves)
-
-
-def consolidate(args: Any, optimizer: Any) -> None:
-    """Bring a sharded optimizer's whole state to the ranks that write; all ranks call."""
-    if is_ours(optimizer) and not args.save_only_model:
-        inner(optimizer).consolidate_state_dict(to=None if args.save_on_each_node else 0)
 
 
 _Trainer: Any = object  # that of transformers, or a class of it, comes behind the mixin
@@ -71,6 +63,8 @@ class ZeroTrainer(_Trainer):
         if self.optimizer is None:
             chosen = self.optimizer_cls_and_kwargs
             kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model or self.model)
+            if not isinstance(kind, type) or not issubclass(kind, optim.Optimizer):
+                raise TypeError(f"expected an optimizer's class, got {kind!r}, for Trainer a factory")
             if kind is not ZeroRedundancyOptimizer:
                 options = {"optimizer_class": kind, **options}
             self.optimizer_cls_and_kwargs = ZeroRedundancyOptimizer, options
@@ -102,5 +96,5 @@ class ZeroTrainer(_Trainer):
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        consolidate(self.args, self.optimizer)
+        consolidate(self.optimizer, everywhere=self.args.save_on_each_node)
         super()._save_optimizer_and_scheduler(output_dir)

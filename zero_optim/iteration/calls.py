@@ -1,4 +1,11 @@
-"""Calls that change parameters: prepare, step own rows, gather even after an error; all ranks call."""
+"""Calls that change parameters: prepare, step own rows, gather even after an error; all ranks call.
+
+A rank whose step raises gathers all the same, and its stamp tells the others. They have stepped; on the CPU
+they raise as the gathers end, with that rank's number and message, which `failure_of_others` exchanges: a
+`RemoteRankError`, or an error of the same class if that is a usual one, such as ValueError. On an
+accelerator, or with lazy gathers, they raise in a later call: Note [When stamps are read] in
+`zero_optim.health.stamps`.
+"""
 
 import weakref
 from collections.abc import Callable, Collection

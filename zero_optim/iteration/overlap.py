@@ -1,5 +1,9 @@
 """The overlapped step: steps buckets while the backward pass still runs.
 
+`Overlap.step` steps and gathers. On gloo with CPU parameters the thread "zero_step" calls it, bucket by
+bucket; elsewhere the thread of the backward pass, in the next bucket's hook: Note [A thread or none] in
+`zero_optim.hooks.passes`.
+
 Note [Overlap is no mode]
     A comm hook steps a bucket once its gradients are reduced and starts its gather; ``step()`` steps the
     rest. The optimizer's owners and buckets never change, so DDP may rebuild its buckets at any time.

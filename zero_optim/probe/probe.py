@@ -134,14 +134,18 @@ def _traits(trial: TrialRecord) -> Traits:
         return Traits(untried=f"no parameter moved in {trial.feed.num_steps} steps")
     coupling = _why_coupled(trial)
     if coupling is not None:
-        return Traits(coupling, coupling, coupling)
+        return Traits(coupling=coupling, counting=coupling, shape_use=coupling)
     moves_frozen = _moves_frozen(trial)
     if moves_frozen:
         counting: str | None = "it changes parameters that have no gradient, and these are not stepped then"
     else:
         counting = difference(trial, Variant("stepped in parts", in_parts=True))
-    shape_use, unsaved = _why_shape_used(trial), why_not_saved(trial)
-    return Traits(None, counting, shape_use, unsaved=unsaved, moves_frozen=moves_frozen)
+    return Traits(
+        counting=counting,
+        shape_use=_why_shape_used(trial),
+        unsaved=why_not_saved(trial),
+        moves_frozen=moves_frozen,
+    )
 
 
 def _why_coupled(trial: TrialRecord, *, with_state: bool = True) -> str | None:

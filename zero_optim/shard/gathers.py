@@ -1,5 +1,9 @@
 """Gathers: the owners broadcast their rows of each bucket to all ranks.
 
+A plain ``step()`` comes here by `Calls.make` and `Sharding.gather`, after the local step, also if that
+raised. Every rank starts the broadcasts of every owner's rows, in the order of buckets;
+`RankGroup.broadcast_rows` sends them. ``step()`` waits for them; with lazy gathers modules do.
+
 Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
 
 Note [A lane an owner]

@@ -1,6 +1,7 @@
 """A bucket of which each rank keeps its own row; its parameters are *whole* in use, else *freed*.
 
-No communication.
+No communication. `fill` gives a unit's flat tensor its memory again: pages of units that are freed, or new
+ones (`zero_optim.shard.pages`). Units run the rows `ZERO3` and `ZERO3_KEPT` of the schedule.
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
