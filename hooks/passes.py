@@ -149,7 +149,7 @@ class Task:
 
     @torch.no_grad()
     def begin(self) -> "Task":
-        """Wait for the reduction, with the side stream."""
+        """Wait for the reduction, with the side stream; as a `Flow` starts work."""
         with self.of.overlap.streams.behind(self.buffer.device):
             with self.of.storing_errors():
                 self.receive()
@@ -166,7 +166,7 @@ class Task:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Step the buckets of the optimizer that are full now."""
+        """Step the buckets of the optimizer that are full now; as a `Flow` ends work."""
         known: list[Tensor | None] = [None] * len(self.params)
         unsure: set[int] = set()
         with self.of.storing_errors():

@@ -320,7 +320,8 @@ def page_of(package: str, results: dict[str, Result]) -> str:
 
 def documented(package: str) -> str:
     """Read what the page says of a package."""
-    return re.search(rf"^### {re.escape(package)}\n.*?(?=^##|\Z)", PAGE.read_text(), re.M | re.S)[0]
+    found = re.search(rf"^### {re.escape(package)}\n.*?(?=^##|\Z)", PAGE.read_text(), re.M | re.S)
+    return found[0].rstrip() + "\n" if found else ""
 
 
 HEAD = f"""{HEADING}

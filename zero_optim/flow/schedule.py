@@ -2,8 +2,8 @@
 
 A recipe is a `Schedule`. `Schedule.at` runs what it has for a moment; three places call it: a full bucket
 (`ddp/reducer/backward_pass.py`), steps during the backward pass (`iteration/overlap.py`) and units
-(`ddp/full/in_use.py`). The gather of ``step()`` (`shard/sharding.py`, `shard/gathers.py`) and modules that
-wait (`shard/lazy.py`) read the row themselves. So a new recipe is a row here, and a choice of it: by the
+(`ddp/full/in_use.py`). Gathers of ``step()`` and their waits read the row themselves (`shard/sharding.py`,
+`Gathers.schedules_of` in `shard/gathers.py`). So a new recipe is a row here, and a choice of it: by the
 bucket, or in these places. A row of another form is refused below: full buckets are reduced, ``step()`` steps
 at last. `picture` draws the schedules for docs/design.md.
 """

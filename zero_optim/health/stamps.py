@@ -4,9 +4,10 @@ All ranks read the stamps of all owners and conclude the same, so they may commu
 a step has no further collective.
 
 Note [When stamps are read]
-    On the CPU when the step has waited for its gathers; a failure is raised at once, without an exchange.
-    Otherwise after the next step's gathers: an accelerator would make the CPU wait, and gathers that modules
-    wait for end at different times. `step()` or the next backward pass reads those of an overlapped step.
+    On the CPU when the step has waited for its gathers; if one failed, the ranks exchange its class and
+    message and raise. A pass that only waits for gathers names the class, without an exchange. Otherwise
+    after the next step's gathers: an accelerator would make the CPU wait, and gathers that modules wait for
+    end at different times. `step()` or the next backward pass reads those of an overlapped step.
 
 Note [What may differ]
     If digests differ, ranks exchange all options. A difference is an error unless a class wrote the option in

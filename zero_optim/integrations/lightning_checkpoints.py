@@ -28,11 +28,6 @@ class SavesSharded(_Strategy):
     _folder: Path | None = None
     _is_ending = False
 
-    @property
-    def restore_checkpointafter_setup(self) -> bool:
-        """Whether a load needs the optimizer: ranks read what they own."""
-        return self.sharded_checkpoints
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole model, at stage 3 on rank 0 alone; nothing for a folder."""
         if self.sharded_checkpoints:

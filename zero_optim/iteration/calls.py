@@ -1,9 +1,10 @@
 """Calls that change parameters: prepare, step own rows, gather even after an error; all ranks call.
 
 A rank whose step raises gathers all the same, and its stamp tells the others. They have stepped; on the CPU
-they raise as the gathers end, an error of the same class with that rank's number and message
-(`failure_of_others`, which exchanges it). On an accelerator, or with lazy gathers, they raise in a later
-call: Note [When stamps are read] in `zero_optim.health.stamps`.
+they raise as the gathers end, with that rank's number and message, which `failure_of_others` exchanges: a
+`RemoteRankError`, or an error of the same class if that is a usual one, such as ValueError. On an
+accelerator, or with lazy gathers, they raise in a later call: Note [When stamps are read] in
+`zero_optim.health.stamps`.
 """
 
 import weakref

@@ -62,6 +62,7 @@ class Snapshot:
         self.saved: tuple[str, int] | None = None
         self._whole: dict[Any, Any] | None = None
         self._was_held = False
+        self._was_new = False
 
     def note_saved(self, token: str, age: int) -> None:
         """Note that a checkpoint has the state of some age."""
@@ -80,14 +81,20 @@ class Snapshot:
         self.age += 1
         self.drop()
 
-    def drop(self) -> None:
-        """Drop the whole state, which is no longer known."""
-        self.untouched, self._whole = False, None
+    def drop(self, is_new: bool = False) -> None:
+        """Drop the whole state, which is no longer known; of a new optimizer: Note [Steps that are none]."""
+        self.untouched, self._whole, self._was_new = False, None, is_new
 
     def get(self, rank: int) -> dict[Any, Any]:
         """Return the whole state, in new containers; NotConsolidatedError if absent or outdated."""
         if self._whole is None:
             call = f"call consolidate_state_dict(to={rank}) on all ranks"
+            if self._was_new:
+                raise NotConsolidatedError(
+                    "a new optimizer has no state that torch.distributed.checkpoint could fill: to load, "
+                    "call set_optimizer_state_dict with the whole state on every rank and no options, or "
+                    f"dcp.load with zero_optim.checkpoint.OptimizerState; to save, {call} first"
+                )
             if self._was_held:
                 raise NotConsolidatedError(
                     "the optimizer was stepped, loaded or given a group after the state was consolidated: "

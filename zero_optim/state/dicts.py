@@ -157,6 +157,13 @@ def check_fits(core: Core, state_dict: Mapping[str, Any]) -> None:
             f"the state dict has groups of {saved} parameters, this optimizer has {present}"
         )
     wrong, shaped = [], core.shaped_entries(core.params)
+    empty = [type(key) is str and entry == {} for key, entry in state_dict["state"].items()]
+    if empty and all(empty) and any(names - {MASTER, EMA} for names in shaped.values()):
+        raise StateMismatchError(
+            "the state dict has an entry for each parameter, and nothing in it, as from PyTorch's "
+            "set_optimizer_state_dict with flatten_optimizer_state_dict=True and a new optimizer: get and "
+            "set the state without this option"
+        )
     for name, param, key in zip(param_names(core.groups), core.params, _saved_keys(state_dict), strict=True):
         entry = state_dict["state"].get(key, {})
         if not isinstance(entry, dict):

@@ -41,7 +41,7 @@ def is_no_step(core: Core) -> bool:
     if not all(type(grad) is Tensor and not grad.is_sparse and not memory_of(grad).any() for grad in grads):
         return False
     if core.snapshot.untouched and not core.owned.local.initial_state(core.groups):
-        core.snapshot.drop()  # so that state_dict() raises and returns no empty state
+        core.snapshot.drop(is_new=True)  # so that state_dict() raises and returns no empty state
     return True
 
 

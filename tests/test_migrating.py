@@ -1,0 +1,211 @@
+"""The scripts of docs/migrating.md run as they are written there; both sides end with the same weights."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from frameworks import as_torchrun_says
+from fully import Block, Tower, batch, whole
+from pool import on_ranks
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import ShardedDataParallel, fully_shard
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(# .*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.DOTALL)
+LEFT = {"DDP": "", "FSDP2": "", "DeepSpeed": "deepspeed", "FairScale": "fairscale"}  # and its package
+RECIPES = {title: block for block in BLOCKS if (title := block.splitlines()[0].partition(": ")[2])}
+
+# torch.distributed.checkpoint imports what PyTorch deprecates, and frameworks warn of this and that.
+pytestmark = pytest.mark.filterwarnings("ignore", "error:::zero_optim")
+
+
+def pair(name: str) -> tuple[str, str]:
+    """The scripts of the left side and of the right one."""
+    at = next(index for index, block in enumerate(BLOCKS) if block.startswith(f"# {name}\n"))
+    assert BLOCKS[at + 1].startswith("# zero_optim\n")
+    return BLOCKS[at], BLOCKS[at + 1]
+
+
+def without_clipping(script: str) -> str:
+    return "\n".join(line for line in script.splitlines() if "clip" not in line)
+
+
+class LoRA(nn.Module):
+    """A frozen layer, and a product of two small matrices beside it."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.up(self.down(x))
+        return out
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss: Tensor = model(inputs).float().square().mean()
+    return loss
+
+
+def names(path: Path) -> dict[str, Any]:
+    """What the scripts of the right side leave open."""
+    model = Tower()  # sets a seed
+    known: dict[str, Any] = {}
+    known |= {"ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "ShardedDataParallel": ShardedDataParallel}
+    known |= {"fully_shard": fully_shard, "checkpoint": checkpoint, "AdamW": AdamW, "LoRA": LoRA}
+    known |= {"torch": torch, "dist": dist, "path": path, "loss_of": loss_of}
+    return {**known, "model": model, "batches": [batch(step) for step in range(4)]}
+
+
+def names_of_others(name: str, path: Path) -> dict[str, Any]:
+    """Likewise of the left side."""
+    known = {**names(path), "DistributedDataParallel": DistributedDataParallel, "fully_shard": fsdp2}
+    known |= {"clip_grad_norm_": clip_grad_norm_, "dcp": dcp, "get_state_dict": get_state_dict}
+    if name == "DeepSpeed":
+        known["deepspeed"] = import_module("deepspeed")
+    if name == "FairScale":
+        known["OSS"] = import_module("fairscale.optim").OSS
+        known["ShardedDataParallel"] = import_module("fairscale.nn").ShardedDataParallel
+    return known
+
+
+def weights(model: Any) -> list[Tensor]:
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in whole(model)]
+
+
+@on_ranks(2)
+@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
+@pytest.mark.parametrize(
+    ("name", "clips"), [*((name, True) for name in LEFT), ("FSDP2", False), ("FairScale", False)]
+)
+def test_both_scripts_of_a_pair_end_with_the_same_weights(name: str, clips: bool, tmp_path: Path) -> None:
+    left, right = (script if clips else without_clipping(script) for script in pair(name))
+    (tmp_path / "ours").mkdir(exist_ok=True)
+    (tmp_path / "theirs").mkdir(exist_ok=True)
+    ours = names(tmp_path / "ours")
+    exec(right, ours)
+    code = compile(left, name, "exec")
+    if LEFT[name] and not find_spec(LEFT[name]):
+        return
+    theirs = names_of_others(name, tmp_path / "theirs")
+    with as_torchrun_says():
+        exec(code, theirs)
+    for got, want in zip(weights(ours["model"]), weights(theirs["model"]), strict=True):
+        if clips and name in ("FSDP2", "FairScale"):  # they add up the norm in another order
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-7)
+        else:
+            assert torch.equal(got, want)
+    if name == "FairScale":
+        dist.barrier()
+        state = torch.load(tmp_path / "theirs" / "optimizer.pt", weights_only=False)
+        ours["optimizer"].load_state_dict(state)
+
+
+@on_ranks(2)
+def test_masters_and_averages_are_those_of_plain_loops(tmp_path: Path) -> None:
+    known = names(tmp_path)
+    exec(RECIPES["masters and average"], known)
+    model = DistributedDataParallel(Tower().bfloat16())
+    masters = [param.detach().float().requires_grad_() for param in model.parameters()]
+    optimizer, averages = AdamW(masters, lr=3e-4), [master.detach().clone() for master in masters]
+    for inputs in known["batches"]:
+        loss_of(model, inputs).backward()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        optimizer.step()
+        model.zero_grad()
+        with torch.no_grad():
+            for param, master, average in zip(model.parameters(), masters, averages, strict=True):
+                param.copy_(master)
+                average.lerp_(master.detach(), 1 - 0.999)
+    for got, want in zip(known["model"].parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(known["averaged"], averages, strict=True):
+        assert torch.equal(got, want.bfloat16())
+
+
+@on_ranks(2)
+def test_lora_trains_as_with_ddp(tmp_path: Path) -> None:
+    known = names(tmp_path)
+    exec(RECIPES["LoRA"], known)
+    plain = names(tmp_path)
+    model = plain["model"].requires_grad_(False)
+    for block in model.blocks:
+        block.up = LoRA(block.up)
+    wrapped = DistributedDataParallel(model)
+    optimizer = AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-4)
+    for inputs in plain["batches"]:
+        loss_of(wrapped, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = Block().state_dict()["up.weight"].shape
+    assert known["model"].blocks[0].up.layer.weight.shape == before
+    assert all(map(torch.equal, whole(known["model"]), whole(model)))
+
+
+PREAMBLE = """
+import os, signal, sys
+import torch.distributed as dist
+
+sys.path.insert(0, {tests!r})
+from test_migrating import *
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+globals().update(names({path!r}))
+starts, plain_loss = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), loss_of
+
+
+def loss_of(model, inputs):
+    if (starts, dist.get_rank(), step) == (0, {victim}, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain_loss(model, inputs)
+
+
+"""
+CLOSING = """
+if dist.get_rank() == 0:
+    torch.save([starts, weights(model)], {path!r} + "/end.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_job_again_that_ends_with_the_bits_of_one_without_a_death(tmp_path: Path) -> None:
+    ends = []
+    for victim in (-1, 1):
+        folder = tmp_path / str(victim)
+        folder.mkdir()
+        about = {"tests": str(ROOT / "tests"), "path": str(folder), "victim": victim}
+        script = PREAMBLE.format(**about) + RECIPES["restart"] + CLOSING.format(**about)
+        (folder / "train.py").write_text(script)
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as the page says
+        command = [*torchrun, "--max-restarts", "1", str(folder / "train.py")]
+        options: Any = {"env": environment, "capture_output": True, "text": True, "timeout": 600}
+        done = subprocess.run(command, check=False, **options)
+        assert done.returncode == 0, done.stderr
+        ends.append(torch.load(folder / "end.pt"))
+    assert [starts for starts, _ in ends] == [0, 1]
+    assert all(map(torch.equal, ends[0][1], ends[1][1]))
