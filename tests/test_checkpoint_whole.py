@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +342,7 @@ def test_state_dicts_of_dcp_are_not_empty_before_the_first_step_but_refused(opti
 
 @on_ranks(2)
 def test_steps_of_a_warm_up_or_without_autograd_are_steps_also_where_a_rank_owns_nothing() -> None:
-    for lr, grad, records in ((0.0, 1.0, False), (0.1, 0.0, False), (0.0, 0.0, True), (0.0, 1.0, True)):
+    for lr, grad, records in product((0.0, 0.1), (0.0, 1.0), (False, True)):
         model = nn.Linear(3, 3, bias=False)  # one parameter: the other rank owns nothing
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)
         for number in range(1, 3):

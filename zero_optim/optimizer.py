@@ -223,7 +223,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Exception: the class's own step raises. The other ranks have stepped what they own; parameters are
                 equal on all ranks.
         """
-        if closure is None and views.is_no_step(self.core):
+        if views.is_no_step(self.core):
             return None
         with self.core.group.doing("step()"):
             return self.iteration.step(self, closure, kwargs)

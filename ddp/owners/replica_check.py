@@ -87,11 +87,12 @@ class ReplicaCheck:
         stamp = Stamp(0, error is not None, num_steps % 2**32, values.digest, text.encode())
         mine = stamp.packed(_NBYTES)
         row = to_device(bytes_to_tensor(mine), self._across.device)
-        rows, work = self._across.start_all_gather(row, "the options of replicas")
+        group = self._across  # the function below is kept: it must not keep this object
+        rows, work = group.start_all_gather(row, "the options of replicas")
 
         def stamps() -> dict[int, Stamp]:
             work.wait()
-            return dict(Arrival(range(len(rows)), rows, mine).stamps(self._across.read))
+            return dict(Arrival(range(len(rows)), rows, mine).stamps(group.read))
 
         return values.by_group, stamps
 

@@ -191,6 +191,10 @@ def test_what_cannot_be_meant_is_refused() -> None:
         wrapped(samples()[0]).square().mean().backward()
         with pytest.raises(ValueError, match="takes all parameters of one sharded optimizer"):
             accelerator.clip_grad_norm_(model.last.parameters(), 1.0)
+        accelerator.gradient_state._set_sync_gradients(False)
+        with pytest.raises(ValueError, match=r"waits for accelerator\.sync_gradients"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        accelerator.gradient_state._set_sync_gradients(True)
         prepared.step()
         with pytest.raises(NotConsolidatedError, match="call consolidate_state_dict"):
             prepared.state_dict()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -134,6 +135,43 @@ def test_owners_add_up_what_lightning_accumulates(stage: int) -> None:
     options = OPTIONS["accumulated"]()
     expected = Fit(0, options=options).weights()
     assert_same(Fit(stage, options=options).weights(), expected, to_the_bit=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_options_of_ddp_reach_the_wrapper(stage: int) -> None:
+    common: dict[str, Any] = {
+        "cluster_environment": TorchElasticEnvironment(),
+        "process_group_backend": "gloo",
+    }
+
+    def fit(**options: Any) -> Any:
+        run = Fit(stage)
+        strategy = ZeroStrategy(stage, **common, **options)
+        with as_torchrun_says(), mock.patch.object(Fit, "strategy", return_value=strategy):
+            trainer, module = run.trainer(), Module(stage)
+            wrappers: list[Any] = []
+            trainer.callbacks.append(Noting(wrappers))  # type: ignore[attr-defined]
+            trainer.fit(module, batches())
+        return wrappers[0]
+
+    wrapper = fit(find_unused_parameters=True)
+    options = wrapper._options if stage == 3 else vars(wrapper)
+    assert options["find_unused_parameters"] is True
+    with pytest.raises(TypeError, match="bogus"):
+        fit(bogus=1)
+    with pytest.raises(ValueError, match="without a ddp_comm_hook"):
+        fit(ddp_comm_hook=object())
+
+
+class Noting(pl.Callback):
+    """Keeps the wrapper that trains."""
+
+    def __init__(self, wrappers: list[Any]) -> None:
+        self.wrappers = wrappers
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.wrappers.append(trainer.strategy.model)
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -147,17 +147,18 @@ class Kind(NamedTuple):
 
 
 def verdict(
-    kind: Kind, stamps: Mapping[int, Stamp], numbers: Sequence[int] = ()
+    kind: Kind, stamps: Mapping[int, Stamp], numbers: Sequence[int] = (), call: str = ""
 ) -> RankMismatchError | RemoteRankError | None:
     """Compare all ranks' stamps; return the error that names the cause and the ranks. No communication.
 
     A failure comes before a difference; None if every rank has failed. ``numbers``: of ranks in messages.
+    ``call``: its name, if some ranks send no stamp: then all that came may have failed.
     """
     named = {numbers[rank] if numbers else rank: stamp for rank, stamp in sorted(stamps.items())}
     failed = {rank: stamp for rank, stamp in named.items() if stamp.has_failed}
     if failed and kind.failures is not None:
-        call = next((stamp.name for stamp in named.values() if not stamp.has_failed), None)
-        return None if call is None else RemoteRankError(kind.failures(failed, call))
+        call = next((stamp.name for stamp in named.values() if not stamp.has_failed), call)
+        return RemoteRankError(kind.failures(failed, call)) if call else None
     text = difference(kind, named)
     return RankMismatchError(text) if text else None
 

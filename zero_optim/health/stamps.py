@@ -162,10 +162,8 @@ class Stamps:
             is_here = all(arrival.is_here for arrival in step.arrivals)
             if step.is_raised or step.failure is not None or not is_here or step.is_uniform(HostCopy.read):
                 continue
-            replicas = step.replicas
-            error = verdict(
-                PRESENT_CALL, stamps_in(step.arrivals, HostCopy.read), replicas.numbers if replicas else ()
-            )
+            replicas, stamps = step.replicas, stamps_in(step.arrivals, HostCopy.read)
+            error = verdict(PRESENT_CALL, stamps, replicas.numbers if replicas else (), step.name)
             if isinstance(error, RemoteRankError):
                 step.is_raised = True
                 _raise_in_replica(error, replicas)
@@ -211,7 +209,8 @@ class Stamps:
         asks: bool,
     ) -> Exception | None:
         """Return the error for every rank; all call. ``asks``: for messages of failures."""
-        error: Exception | None = verdict(kind, stamps, group.numbers)
+        call = step.name if kind is PRESENT_CALL else ""  # of the last call every rank has sent a stamp
+        error: Exception | None = verdict(kind, stamps, group.numbers, call)
         if isinstance(error, RemoteRankError) and asks:
             return failure_of_others(group, step.failure) or error
         is_well = not any(stamp.has_failed for stamp in stamps.values())

@@ -28,11 +28,7 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[Any]
 
     def __init__(
-        self,
-        *args: Any,
-        zero_stage: int = 2,
-        wrap: Mapping[str, Any] | None = None,
-        **options: Any,
+        self, *args: Any, zero_stage: int = 2, wrap: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         check_stage(zero_stage)
         self.zero_stage, self.wrap = zero_stage, dict(wrap or {})
@@ -66,6 +62,8 @@ class Accelerator(accelerate.Accelerator):
         """Clip the gradients of an optimizer's parameters; at stages 2 and 3 of all of them at once."""
         if self.zero_stage == 1:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if not self.sync_gradients:
+            raise ValueError("at stages 2 and 3 clip_grad_norm_() waits for accelerator.sync_gradients")
         params = set(parameters)
         trained = {param for param in params if param.requires_grad}
         for ours in map(inner, filter(is_ours, self._optimizers)):

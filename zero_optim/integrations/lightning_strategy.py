@@ -34,6 +34,8 @@ class ZeroMixin(SavesSharded):
         check_stage(stage)
         self.stage, self.wrap, self.sharded_checkpoints = stage, dict(wrap or {}), sharded_checkpoints
         super().__init__(**options)
+        if stage > 1 and self._ddp_comm_hook is not None:
+            raise ValueError("stages 2 and 3 reduce gradients to their owners, without a ddp_comm_hook")
 
     def setup(self, trainer: Any) -> None:
         """Set up a run; a module that ``fit`` has sharded can be evaluated afterwards."""
@@ -58,7 +60,8 @@ class ZeroMixin(SavesSharded):
         if self.stage == 3 and not self.lightning_module.automatic_optimization:
             raise ValueError("manual optimization calls backward() in forward(): stage 3 does not take it")
         if self.stage > 1:
-            self.model = WRAPPERS[self.stage](self.lightning_module, optimizers[0], **self.wrap)
+            options = {**self._ddp_kwargs, **self.wrap}
+            self.model = WRAPPERS[self.stage](self.lightning_module, optimizers[0], **options)
 
     @property
     def precision_plugin(self) -> Any:

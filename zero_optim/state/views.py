@@ -4,13 +4,15 @@ Some trainers write each rank's own state to a file. They read it from the local
 find parameter indices by private attributes of PyTorch's class.
 
 Note [Steps that are none]
-    `torch.distributed.checkpoint.state_dict` fills an empty ``state`` by a step: under ``no_grad``, with
-    every rate and every gradient zero. A rank that owns nothing would step alone, and wait for ever. So a
-    rank without state takes such a call for no step; it would have changed no parameter. In a warm-up from
-    rate zero gradients are not zero. Only a loop that itself steps so, under ``no_grad`` and while another
-    rank has state, leaves that rank waiting: no argument tells its call from PyTorch's.
+    `torch.distributed.checkpoint.state_dict` fills an empty ``state`` by a step with every rate and gradient
+    zero. A rank that owns nothing would step alone, and wait for ever. Only the call stack tells this call:
+    told by its rates, gradients and mode, real steps of a warm-up or of a class without a rate were left out,
+    ranks disagreed, and DCP's own call was missed where a subclass wraps ``step``. The stack is looked at on
+    ranks without state alone, once DCP is imported.
 """
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.wire import memory_of
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import piece_of
 from zero_optim.state.core import Core
 
+_DCP = "torch.distributed.checkpoint.state_dict"
 NOT_FOR_OURS = (
     "PyTorch's hook_with_zero_step and hook_with_zero_step_interleaved step PyTorch's "
     "ZeroRedundancyOptimizer alone: for this one import them from zero_optim.hooks, not from "
@@ -32,17 +34,21 @@ NOT_FOR_OURS = (
 
 
 def is_no_step(core: Core) -> bool:
-    """Whether ``step()``, without a closure, is called to create state alone: Note [Steps that are none]."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(core.owned.local.states):
-        return False
-    if any(group.get("lr", 0.0) != 0.0 for group in core.groups):
-        return False
-    grads = [param.grad for param in core.params if param.requires_grad]
-    if not all(type(grad) is Tensor and not grad.is_sparse and not memory_of(grad).any() for grad in grads):
+    """Whether ``step()`` is called to create state alone: Note [Steps that are none]."""
+    if torch.compiler.is_compiling() or any(core.owned.local.states) or not _is_called_by_dcp():
         return False
     if core.snapshot.untouched and not core.owned.local.initial_state(core.groups):
         core.snapshot.drop(is_new=True)  # so that state_dict() raises and returns no empty state
     return True
+
+
+def _is_called_by_dcp() -> bool:
+    frame = inspect.currentframe() if _DCP in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return bool(frame.f_globals.get("__name__") == _DCP)
+        frame = frame.f_back
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,80 @@
+"""mmengine: a ``Runner`` for each stage of ZeRO; the import registers it, the optimizer and two wrappers.
+
+The optimizer is ``dict(type="ZeroOptimizer", optimizer_type="AdamW", ...)``. Without ``model_wrapper_cfg`` it
+trains at stage 1, below DDP; ``dict(type="zero2")`` shards gradients too, ``"zero3"`` parameters too.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import mmengine.runner
+from mmengine.device import get_device
+from mmengine.model import convert_sync_batchnorm
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import MODEL_WRAPPERS, RUNNERS
+from torch import Tensor, nn
+
+from zero_optim.ddp import full_state_dict
+from zero_optim.ddp.full.module_hooks import units_of
+from zero_optim.integrations.mmengine_parts import ZeroOptimWrapper
+from zero_optim.integrations.stages import consolidate, inner
+
+
+class _Whole(nn.Module):
+    """Stands in for a sharded model while rank 0 writes it."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.state = state
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return OrderedDict(self.state)
+
+
+@RUNNERS.register_module()
+class ZeroRunner(mmengine.runner.Runner):
+    """``runner_type="ZeroRunner"``: trains at a stage of ZeRO, saves and resumes; arguments of ``Runner``."""
+
+    model: Any
+    _options: dict[str, Any] | None = None  # of the wrapper that waits for the optimizer
+
+    def wrap_model(self, model_wrapper_cfg: Any, model: nn.Module) -> Any:
+        """Wrap at stage 1; the others need the optimizer."""
+        if (model_wrapper_cfg or {}).get("type") not in ("zero2", "zero3"):
+            return super().wrap_model(model_wrapper_cfg, model)
+        self._options = {**model_wrapper_cfg}
+        model, sync_bn = model.to(get_device()), self.cfg.get("sync_bn")
+        return convert_sync_batchnorm(model, sync_bn) if sync_bn else model
+
+    def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
+        """Set weights to their first values, build the optimizer, then wrap; all ranks call."""
+        if not isinstance(optim_wrapper, OptimWrapper):
+            super()._init_model_weights()
+            if "optimizer" in optim_wrapper:
+                optim_wrapper = {"type": "ZeroOptimWrapper", **optim_wrapper}
+        wrapper = super().build_optim_wrapper(optim_wrapper)
+        if self._options is not None:
+            if isinstance(wrapper, OptimWrapperDict):
+                raise ValueError(
+                    "stages 2 and 3 take one optimizer: build one from groups with an optimizer_class each"
+                )
+            if not isinstance(wrapper, ZeroOptimWrapper) and wrapper.clip_grad_kwargs:
+                raise ValueError(f"at stages 2 and 3 a ZeroOptimWrapper clips, got {type(wrapper).__name__}")
+            cfg = {**self._options, "module": self.model, "optimizer": inner(wrapper.optimizer)}
+            self.model, self._options = MODEL_WRAPPERS.build(cfg), None
+        return wrapper
+
+    def _init_model_weights(self) -> None:
+        """Do nothing: it is done before the optimizer is built."""
+
+    def save_checkpoint(self, out_dir: str, filename: str, *args: Any, **options: Any) -> None:
+        """Write a file on rank 0, with everything that a run with DDP and the plain optimizer writes."""
+        wrapper, model = self.optim_wrapper, self.model
+        for each in wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]:
+            consolidate(each.optimizer, everywhere=False)
+        if units_of(model) is not None:
+            self.model = _Whole(full_state_dict(model) or {})
+        try:
+            super().save_checkpoint(out_dir, filename, *args, **options)
+        finally:
+            self.model = model
