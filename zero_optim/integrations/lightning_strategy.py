@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 from zero_optim.ddp import unsharded
@@ -34,7 +35,9 @@ class ZeroMixin(SavesSharded):
         check_stage(stage)
         self.stage, self.wrap, self.sharded_checkpoints = stage, dict(wrap or {}), sharded_checkpoints
         super().__init__(**options)
-        if stage > 1 and self._ddp_comm_hook is not None:
+        own = signature(super().__init__).parameters
+        self.options_of_ddp = {name: value for name, value in options.items() if name not in own}
+        if stage > 1 and options.get("ddp_comm_hook") is not None:
             raise ValueError("stages 2 and 3 reduce gradients to their owners, without a ddp_comm_hook")
 
     def setup(self, trainer: Any) -> None:
@@ -60,7 +63,7 @@ class ZeroMixin(SavesSharded):
         if self.stage == 3 and not self.lightning_module.automatic_optimization:
             raise ValueError("manual optimization calls backward() in forward(): stage 3 does not take it")
         if self.stage > 1:
-            options = {**self._ddp_kwargs, **self.wrap}
+            options = {**self.options_of_ddp, **self.wrap}
             self.model = WRAPPERS[self.stage](self.lightning_module, optimizers[0], **options)
 
     @property
