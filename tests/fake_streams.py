@@ -63,7 +63,7 @@ class FakeAccelerator(streams.Accelerator):
             self.stack.pop()
 
     def asking(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext() if self.module is None else super().asking(device)
 
     def recorded_event(self, device: torch.device) -> FakeEvent:
         self.events.append(FakeEvent(self.stack[-1]))

@@ -38,7 +38,7 @@ QUICK = (
     "memory: gradients",  # the others import FSDP2, which takes seconds
     "hooks: on both DDPs",
     "bucketer: 2 streams",
-    "table: overlap, owners | convolutions | ordinary | plain",
+    "table: overlap, owners | convolutions | scheduled | plain",
     "overlap: several streams",
     "checkpoint: save_async, on one rank",
     "waits: zero_step, pretended group of 2",
