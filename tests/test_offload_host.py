@@ -106,7 +106,7 @@ def assert_ordered(streams: StreamsModel) -> None:
     races = streams.settle()
     # Norms, state that moves and values that are compared are brought to the group's device, and from it, by
     # its name: the model's host has the same one.
-    named = ("exchanged", "move", "digests")
+    named = ("exchanged", "move", "_packed")
     mixed = [each for each in streams.mixed() if not any(name in each for name in named)]
     assert not races, str(races[0])
     assert not mixed, mixed[0]
