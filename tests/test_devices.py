@@ -34,11 +34,11 @@ from zero_optim.comm import collectives
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.backends import (
     TRANSPORTS,
+    as_lists,
     backend_for,
     backends_of,
     device_for_small_tensors,
     devices_of,
-    held,
     parse_config,
     unserved,
 )
@@ -119,14 +119,14 @@ def test_devices_are_those_of_parameters_wherever_they_are_held() -> None:
 def test_parameters_that_can_be_read_once_are_kept_also_those_of_groups() -> None:
     linear = nn.Linear(2, 2)
     both = list(linear.parameters())
-    assert list(held(linear.parameters())) == both
-    groups: Any = held([{"params": linear.parameters(), "lr": 1.0}, {"params": both}])
+    assert list(as_lists(linear.parameters())) == both
+    groups: Any = as_lists([{"params": linear.parameters(), "lr": 1.0}, {"params": both}])
     assert [list(group["params"]) for group in groups] == [both, both]
     assert devices_of(groups) == (CPU,)
     given = {"params": linear.parameters()}
-    held([given])
+    as_lists([given])
     assert list(given["params"]) == []  # ours now, but the caller's dict holds what it held
-    assert list(held(both)) == both
+    assert list(as_lists(both)) == both
 
 
 # ---------------------------------------------------------------------- real groups
