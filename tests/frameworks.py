@@ -82,3 +82,16 @@ def as_torchrun_says() -> Iterator[None]:
     where: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # not used
     with mock.patch.dict(os.environ, {**ranks, **threads, **where}):
         yield
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """Accelerate, and Trainer by it, keep what they know of the process in classes."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    with as_torchrun_says():
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()

@@ -1,7 +1,6 @@
 """Accelerate trains at stages 1 to 3 as with its own DDP: bits, clipping, accumulation, resume."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,11 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, ProjectConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from frameworks import Block, Net, as_torchrun_says, assert_same, samples, whole
+from frameworks import Block, Net, assert_same, fresh, samples, whole
 from pool import Pool, on_ranks
 from zero_optim import NotConsolidatedError, ZeroRedundancyOptimizer
 from zero_optim.integrations.accelerate import Accelerator
@@ -22,17 +20,6 @@ from zero_optim.integrations.stages import WRAPPERS
 
 AdamW = torch.optim.AdamW
 Weights = dict[str, Tensor]
-
-
-@contextmanager
-def fresh() -> Iterator[None]:
-    """Accelerate keeps what it knows of the process in classes."""
-    with as_torchrun_says():
-        try:
-            yield
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Hugging Face `Trainer` trains at stages 1 to 3 as with DDP: bits, accumulation, saves, resume, PEFT."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from frameworks import as_torchrun_says, assert_same, whole
+from frameworks import assert_same, fresh, whole
 from pool import Pool, RankError, on_ranks
 from zero_optim.integrations.stages import WRAPPERS
 from zero_optim.integrations.transformers import ZeroRedundancyOptimizer, ZeroTrainer
@@ -95,17 +93,6 @@ KINDS: dict[str, tuple[type[Any], Any]] = {
 }
 REFERENCES = {kind: "ddp" if "1" in kind else "ddp in order" for kind in KINDS}
 ZERO = [kind for kind in KINDS if kind[-1].isdigit() or kind.endswith("optimizer")]
-
-
-@contextmanager
-def fresh() -> Iterator[None]:
-    """Accelerate keeps what it knows of the process in classes."""
-    with as_torchrun_says():
-        try:
-            yield
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
 
 
 @dataclass
