@@ -30,6 +30,7 @@ from zero_optim.comm.backends import aborts_of
 from zero_optim.comm.records import Activity, Verdict
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
 from zero_optim.compat.threads import start_thread
+from zero_optim.host.lane import HostLane
 
 if TYPE_CHECKING:
     from zero_optim.comm.works import Work
@@ -64,10 +65,17 @@ class GroupWorks:
         self.tags = itertools.count(1)
         self.apart = 0
         self.outstanding: Work | None = None
-        self.pending = pending = set["Work"]()
+        self.pending = set["Work"]()
         self._drops_from = _FEW
-        self.group = weakref.ref(process_group, lambda _: pending.clear())  # the works keep connections
+        self.group = weakref.ref(process_group, self._let_go)
+        self.lane: HostLane | None = None  # if the ranks share memory
+        self.why_no_lane: str | None = None  # None until they have met
         self._can_cut = can_cut
+
+    def _let_go(self, _group: object) -> None:
+        self.pending.clear()  # the works keep connections
+        if self.lane is not None:
+            self.lane.close()
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -92,6 +100,8 @@ class GroupWorks:
         group = self.group()
         if group is None:
             return
+        if self.lane is not None:
+            self.lane.close("Connection closed: the process group was given up")
         for abort in aborts_of(group):  # each may take long
             start_thread(partial(_attempt, abort), "zero_optim abort")
         for other in range(len(self.ranks) if self._can_cut else 0):
@@ -131,14 +141,16 @@ class WorkLog:
     """The works of this process, as long as the default group lives.
 
     ``groups``: works by id of the group; other threads add to it. ``verdicts``: by the ranks of a group given
-    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: returns
-    the exception for a backend's error; None if its own message is best.
+    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``shares_memory``: on
+    all ranks or none, see `share_host_memory`. ``explain``: returns the exception for a backend's error; None
+    if its own message is best.
     """
 
     activity: Activity = field(default_factory=Activity)
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    shares_memory: bool = False
     explain: Callable[["Work", RuntimeError], Exception | None] = explain_nothing
 
     def of(
