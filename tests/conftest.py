@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import stalling
 from forked import fork_context
 from pool import Pool, Ranks
 
@@ -24,8 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tests put their tensors; see tests/on_device.py")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells the ranks of `stalling` where they send."""
+    stalling.IN_MEMORY[:] = [True] * config.getoption("--host-memory")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what cannot run on the backend that lies in wait, or in memory, with the reason that its mark gives."""
+    """Skips what cannot run on the backend that lies in wait, or through memory, with its reason."""
     is_late, in_memory = config.getoption("--late-seed") is not None, config.getoption("--host-memory")
     for option, name, where in (
         (is_late, "not_late", "on the late backend"),

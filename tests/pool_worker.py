@@ -129,7 +129,7 @@ def _in_process_group(
         backend, store=store, rank=request.rank, world_size=request.world_size, timeout=timeout
     )
     if request.host_memory:
-        zero_optim.share_host_memory()
+        assert zero_optim.share_host_memory() or request.world_size == 1 or request.late_seed is not None
     device = torch.device(request.device)
     if device.type == "cuda":
         device = torch.device("cuda", request.rank % torch.cuda.device_count())

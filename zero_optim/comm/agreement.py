@@ -230,10 +230,11 @@ def ranks_of(process_group: object, data: object = None) -> RankGroup:
 def share_host_memory(shares: bool = True) -> bool:
     """Let ranks of one host send CPU tensors through memory, instead of gloo's sockets, from now on.
 
-    Sums, gathers and exchanges keep their bits. It holds for every optimizer, wrapper and hook of this library
-    on groups whose ranks are all on one host, of one user, and see each other's processes; other groups go on
-    as before. Each rank takes 4 MiB for each of its process groups. On Linux on x86-64, for the gloo backend.
-    Call it before building them; ``shares=False`` ends it. All ranks of the default group call; communicates.
+    Sums, gathers and exchanges keep their bits. It holds for every optimizer, wrapper and hook of this
+    library on groups whose ranks are all on one host, of one user, and see each other's processes; other
+    groups go on as before. Each rank takes 4 MiB for each of its process groups. On Linux on x86-64, for
+    the gloo backend. Call it before building them; ``shares=False`` ends it. All ranks of the default group
+    call; communicates.
 
     Returns whether the default group's ranks share memory; warns if that was wanted and they cannot.
 

@@ -187,7 +187,7 @@ class RankGroup:
     def lane(self, device: torch.device) -> HostLane | None:
         """Return what sends tensors of a device through memory, if the ranks have met and share it."""
         works = self.works
-        return works.lane if works.lane is not None and works.log.shares_memory and device.type == "cpu" else None
+        return works.lane if works.log.shares_memory and device.type == "cpu" else None
 
     def meet(self) -> None:
         """Find out whether all ranks share memory, if that is wanted. All ranks call; communicates once."""

@@ -30,10 +30,10 @@ from zero_optim.comm.backends import aborts_of
 from zero_optim.comm.records import Activity, Verdict
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
 from zero_optim.compat.threads import start_thread
-from zero_optim.host.lane import HostLane
 
 if TYPE_CHECKING:
     from zero_optim.comm.works import Work
+    from zero_optim.host.lane import HostLane
 
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
 _FEW = 4  # works, among which it is not worth while to look for those that ended

@@ -1,12 +1,13 @@
-"""Collectives on a lane: rows from their owners, pieces between all pairs, sums. Every rank of the lane calls.
+"""Collectives on a lane: rows from their owners, pieces between all pairs, sums. Every rank calls.
 
 Note [Bits of a sum]
-    gloo sums a tensor in one chunk a rank, and a chunk's terms one after the other: that of rank r begins with rank
-    r - 1 and goes down, so that r comes last. These sums have the same chunks and order, and so the same bits as on
-    sockets, whatever else PyTorch's DDP sends.
+    gloo sums a tensor in one chunk a rank, and a chunk's terms one after the other: that of rank r begins
+    with rank r - 1 and goes down, so that r comes last. These sums have the same chunks and order, and so
+    the same bits as on sockets, whatever else PyTorch's DDP sends.
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -106,10 +107,11 @@ def can_sum(tensor: Tensor) -> bool:
     )
 
 
-def sum_all(
-    lane: HostLane, tensor: Tensor, then: Callable[[str | None], None] | None = None
-) -> HostWork:
-    """Sum a tensor over all ranks in place: Note [Bits of a sum]. ``then`` is called with a failure, or None."""
+def sum_all(lane: HostLane, tensor: Tensor, then: Callable[[str | None], None] | None = None) -> HostWork:
+    """Sum a tensor over all ranks in place: Note [Bits of a sum].
+
+    ``then`` is called at its end, with the failure if it has one.
+    """
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
     edges = [edge // flat.element_size() for edge in chunk_edges(flat.nbytes, lane.size, flat.element_size())]
     chunks = [flat[start:stop] for start, stop in pairwise(edges)]
@@ -137,8 +139,8 @@ def sum_all(
 
 def chunk_edges(nbytes: int, size: int, itemsize: int) -> list[int]:
     """Return where gloo's chunks begin, in bytes, and the last one ends; as its ``allreduce`` of a ring."""
-    num_segments = -(-max(-(-nbytes // _GLOO_SEGMENT), 2 * size) // size) * size
-    segment = -(-(-(-nbytes // num_segments)) // itemsize) * itemsize
+    num_segments = math.ceil(max(math.ceil(nbytes / _GLOO_SEGMENT), 2 * size) / size) * size
+    segment = math.ceil(math.ceil(nbytes / num_segments) / itemsize) * itemsize
     return [min(nbytes, chunk * (num_segments // size) * segment) for chunk in range(size + 1)]
 
 

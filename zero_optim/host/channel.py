@@ -25,7 +25,7 @@ def padded(nbytes: int) -> int:
 
 
 class _End:
-    """One end: ``written`` and ``read`` are indices of ``words``, the ring begins at ``start`` of its pages."""
+    """One end: ``written`` and ``read`` are numbers of ``words``, a line each."""
 
     def __init__(self, peer: int, words: Any, written: int, read: int, ring: Tensor) -> None:  # noqa: ANN401
         self.peer = peer  # the rank at the other end
@@ -84,7 +84,8 @@ class Receiver(_End):
 
     def readable(self) -> int:
         """Return how many bytes can be read at once, whole lines."""
-        return min(self._words[self._written] - self._at, self._size - self._at % self._size)
+        num_written: int = self._words[self._written]
+        return min(num_written - self._at, self._size - self._at % self._size)
 
     @property
     def address(self) -> int:

@@ -1,17 +1,18 @@
 """A lane: the calls of a group's ranks on one host, which travel through memory.
 
-Every rank starts the same calls in the same order. A call copies what it sends into the rings of its receivers as
-far as there is room, so what it sends may change once it has ended, and nobody sees another process's tensors.
-Sums are added up straight from the rings.
+Every rank starts the same calls in the same order. A call copies what it sends into the rings of its
+receivers as far as there is room, so what it sends may change once it has ended, and nobody sees another
+process's tensors. Sums are added up straight from the rings.
 
 Note [Who moves the bytes]
-    A thread that waits for a call moves the bytes of all, its own and what others wait for. While nobody waits,
-    and calls are pending, a thread of the lane does it, as gloo's does: a rank that does something else holds
-    nobody up. Whoever finds nothing to move sleeps until a *bell* changes, which the others ring after each piece.
+    A thread that waits for a call moves the bytes of all, its own and what others wait for. While nobody
+    waits, and calls are pending, a thread of the lane does it, as gloo's does: a rank that does something
+    else holds nobody up. Whoever finds nothing to move sleeps until a *bell* changes, which the others ring
+    after each piece.
 
 Note [Calls that differ]
-    Each message begins with a line that tells its call. If that is not the expected one, it is not read: the ranks
-    wait, and the watchdog tells what each of them does, as where such calls meet on sockets.
+    Each message begins with a line that tells its call. If that is not the expected one, it is not read:
+    the ranks wait, and the watchdog tells what each of them does, as where such calls meet on sockets.
 """
 
 import atexit
@@ -50,9 +51,13 @@ class HostWork:
         self.number = number
         self.began = time.monotonic()
         self.num_pending = 0  # messages to be sent, and steps to be done
-        self.is_foreign = False  # Note [Calls that differ]
+        self.meets_another = False  # Note [Calls that differ]
         self.kept = list(kept)
         self.then: Callable[[str | None], None] | None = None  # called once with its failure, if any
+
+    def is_met(self) -> bool:
+        """Whether the others' messages were of this call, so far."""
+        return not self.meets_another
 
     def end(self, failure: str | None = None) -> None:
         """Let go of what it has kept, and tell."""
@@ -103,10 +108,10 @@ class Step:
                 return ()
             there = min(there, receiver.readable())
         count = min(self._nbytes - self._done, there)
-        if not count or self._work.is_foreign:
+        if not count or not self._work.is_met():
             return ()
         self._act(self._done, count)
-        if self._work.is_foreign:
+        if not self._work.is_met():
             return ()
         self._done += count
         is_over = self._done == self._nbytes
@@ -196,14 +201,16 @@ class HostLane:
         def check(_start: int, _count: int) -> None:
             if all(ctypes.string_at(receiver.address, LINE) == head for receiver in receivers):
                 return
-            number, of_kind, nbytes, _ = _HEAD.from_buffer_copy(ctypes.string_at(receivers[0].address, LINE))[:4]
+            number, of_kind, nbytes, _ = _HEAD.from_buffer_copy(ctypes.string_at(receivers[0].address, LINE))[
+                :4
+            ]
             if tag and (number, of_kind) == (work.number, kind):
                 for step in steps:
                     step.drop()
                 if nbytes:
                     Step(work, receivers, nbytes, _leave, is_next=True)
             else:
-                work.is_foreign = True
+                work.meets_another = True
 
         Step(work, receivers, LINE, check)
         steps.extend(Step(work, receivers, nbytes, act) for nbytes, act in parts)
@@ -367,7 +374,8 @@ def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[Sender, Re
 def rings_of(pages: Tensor, size: int) -> Sequence[Tensor]:
     """Return the rings of a segment, by receiving rank."""
     start = first_ring(size)
-    return list(pages[start:].split((pages.numel() - start) // size))
+    length = (pages.numel() - start) // size
+    return [pages[start + rank * length :][:length] for rank in range(size)]
 
 
 def first_ring(size: int) -> int:

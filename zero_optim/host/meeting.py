@@ -36,7 +36,8 @@ def meet(rank: int, size: int, limit: float, tell: Tell) -> tuple[HostLane | Non
             assert segment is not None  # else there is a reason
             with suppress(OSError, RuntimeError):
                 segments = [
-                    segment if other == rank else _other(segment, size, each) for other, each in enumerate(places)
+                    segment if other == rank else _other(segment, size, each)
+                    for other, each in enumerate(places)
                 ]
         shown = bool(segments) and all(
             each["token"] == there.token for each, there in zip(places, segments, strict=True)

@@ -1,10 +1,10 @@
 """A segment: pages of one rank that the other ranks of its host map too. No communication.
 
 Note [Segments without names]
-    A segment is an anonymous file (`memfd_create`): it has no name that a killed job could leave behind, and no
-    limit as ``/dev/shm`` has in containers. Another process maps it by ``/proc/PID/fd/N``, which the system
-    allows to the same user in the same process namespace, until the descriptor is closed, when all have mapped
-    it. All pages are reserved at once, so a write cannot end in a bus error.
+    A segment is an anonymous file (`memfd_create`): it has no name that a killed job could leave behind,
+    and no limit as ``/dev/shm`` has in containers. Another process maps it by ``/proc/PID/fd/N``, which the
+    system allows to the same user in the same process namespace, until the descriptor is closed, when all
+    have mapped it. All pages are reserved at once, so a write cannot end in a bus error.
 """
 
 import ctypes
@@ -27,13 +27,15 @@ class Segment:
         self.pages = torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         self.address = self.pages.data_ptr()
         self.bell = self.address + _BELL_AT
-        self._left, self._bell = (ctypes.c_uint32.from_address(self.address + at) for at in (_LEFT_AT, _BELL_AT))
+        self._left, self._bell = (
+            ctypes.c_uint32.from_address(self.address + at) for at in (_LEFT_AT, _BELL_AT)
+        )
         # A word a line, so that two writers do not take a line from each other.
         self.words: Any = (ctypes.c_uint64 * (num_words * LINE // 8)).from_address(self.address + LINE)
 
     @classmethod
     def new(cls, nbytes: int, num_words: int) -> "tuple[Segment, int]":
-        """Return a new one of this process with a token, and its descriptor; OSError if there is no memory."""
+        """Return a new one of this process, and its descriptor; OSError if there is no memory."""
         fd = os.memfd_create("zero_optim", os.MFD_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
