@@ -135,7 +135,7 @@ class HostLane:
         self._bells = itertools.count(1)
         self._works: list[HostWork] = []  # pending, in their order
         self._lock = threading.Lock()
-        self._num_waiting = 0
+        self._waiting = list[HostWork]()  # what threads wait for; a list, as threads change it at once
         self._is_served = False  # by the lane's thread: Note [Who moves the bytes]
         _LANES.add(self)
 
@@ -240,7 +240,7 @@ class HostLane:
         ended = [work for work in self._works if not work.num_pending]
         for work in ended:
             self._works.remove(work)
-        if ended and self._num_waiting > 1:
+        if ended and len(self._waiting) > 1:
             self._ring(self.rank)  # another thread may wait for it
         return ended
 
@@ -252,7 +252,7 @@ class HostLane:
     def wait(self, work: HostWork, seconds: float | None) -> None:
         """Move bytes until a call has ended."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        self._num_waiting += 1
+        self._waiting.append(work)
         try:
             while not work.is_completed():
                 left = _LOOK if deadline is None else deadline - time.monotonic()
@@ -260,7 +260,7 @@ class HostLane:
                     raise RuntimeError(f"Timed out waiting {seconds} s for a call on this host")
                 self._move_or_sleep(min(left, _LOOK))
         finally:
-            self._num_waiting -= 1
+            self._waiting.remove(work)
         failure = work.exception()
         if failure is not None:
             raise failure
@@ -314,7 +314,7 @@ class HostLane:
         seconds, most = _WATCH
         num_looks = 0
         while self.failure is None:
-            if self._works and not self._num_waiting:
+            if self._works and not self._waiting:
                 self._move_or_sleep(_LOOK)
                 num_looks = 0
                 continue
