@@ -36,6 +36,7 @@ class ZeroRunner(mmengine.runner.Runner):
     """``runner_type="ZeroRunner"``: trains at a stage of ZeRO, saves and resumes; arguments of ``Runner``."""
 
     model: Any
+    _has_loaded: bool
     _is_initialized = False
     _options: dict[str, Any] | None = None  # of the wrapper that waits for the optimizer
 
