@@ -365,7 +365,7 @@ def test_arguments_act_as_on_the_plain_class(what: str, at_least: int) -> None:
         for build, arguments in arguments_of(case, what):
             params = case.params()
             mine = twin(params)
-            sharded = partial(ZeroRedundancyOptimizer, optimizer_class=build)
+            sharded = partial(ZeroRedundancyOptimizer, optimizer_class=build, **case.sharding)
             plain, ours = (
                 outcome(case, built, arguments, own) for built, own in ((build, params), (sharded, mine))
             )
