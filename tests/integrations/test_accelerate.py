@@ -1,6 +1,6 @@
 """Accelerate trains at stages 1 to 3 as with its own DDP: bits, clipping, accumulation, resume."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Run:
     scales: bool = False
     resumes: str | None = None
     saves: str | None = None
+    model: Callable[[], nn.Module] = Net
     wrap: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -44,7 +45,7 @@ class Run:
 
     def weights(self) -> Weights:
         with fresh():
-            accelerator, model = self.accelerator(), Net()
+            accelerator, model = self.accelerator(), self.model()
             if self.scales:  # it makes one itself, but not on the CPU
                 accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
             optimizer: Any = AdamW(model.parameters(), lr=0.05)

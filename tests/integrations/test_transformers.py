@@ -42,7 +42,7 @@ def gpt2(lora: bool = False) -> Any:
     model = GPT2LMHeadModel(config)  # its head is tied to the embedding
     if lora:
         torch.manual_seed(0)
-        options = {"target_modules": ["c_attn"], "r": 4, "fan_in_fan_out": True}
+        options = {"target_modules": ["c_attn"], "modules_to_save": ["ln_f"], "r": 4, "fan_in_fan_out": True}
         return peft.get_peft_model(model, peft.LoraConfig(**options))
     return model
 

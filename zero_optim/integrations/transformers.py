@@ -11,9 +11,7 @@ import transformers.trainer
 from torch import nn, optim
 from transformers import TrainerCallback
 
-from zero_optim.ddp import full_state_dict
-from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.integrations.stages import check_stage, consolidate, inner, wrapped
+from zero_optim.integrations.stages import check_stage, consolidate, inner, names_alone, whole_state, wrapped
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -90,10 +88,10 @@ class ZeroTrainer(_Trainer):
         return inner(self.optimizer).clip_grad_norm_(max_norm)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is None and units_of(self.model) is not None:
-            ranks = range(self.args.world_size) if self.args.save_on_each_node else [0]
-            state_dict = full_state_dict(self.model, ranks=ranks)
-        super()._save(output_dir, state_dict=state_dict)
+        if state_dict is None:
+            state_dict = whole_state(self.model, everywhere=self.args.save_on_each_node)
+        with names_alone(self.model):
+            super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         consolidate(self.optimizer, everywhere=self.args.save_on_each_node)
