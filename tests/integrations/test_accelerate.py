@@ -34,12 +34,13 @@ class Run:
     saves: str | None = None
     model: Callable[[], nn.Module] = Net
     in_order: bool = False
+    is_own: bool = False  # Accelerate's class at stage 1
     wrap: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def accelerator(self) -> accelerate.Accelerator:
         options = {"cpu": True, "gradient_accumulation_steps": self.accumulates, **self.options}
-        if not self.stage:
+        if not self.stage or self.is_own:
             return accelerate.Accelerator(**options)
         wrap = {"units": [Block], **self.wrap} if self.stage == 3 else self.wrap
         return Accelerator(zero_stage=self.stage, wrap=wrap, **options)
@@ -67,6 +68,10 @@ class Run:
                         optimizer.step()
                         scheduler.step()
                         optimizer.zero_grad()
+            if self.saves and self.is_own:
+                with pytest.raises(NotConsolidatedError, match=r"zero_optim\.integrations has classes"):
+                    accelerator.save_state(self.saves)
+                optimizer.optimizer.consolidate_state_dict(to=None)
             if self.saves:
                 accelerator.save_state(self.saves)
             return whole(model)
@@ -138,17 +143,16 @@ def test_every_node_can_save_for_itself(tmp_path: Path, stage: int) -> None:
     assert_same(got, expected)
 
 
-@on_ranks(2)
-def test_accelerates_own_class_trains_at_stage_1_but_does_not_save(tmp_path: Path) -> None:
-    with fresh():
-        model = Net()
-        accelerator = accelerate.Accelerator(cpu=True)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05)
-        wrapped, prepared = accelerator.prepare(model, optimizer)
-        accelerator.backward(wrapped(samples()[0]).square().mean())
-        prepared.step()
-        with pytest.raises(NotConsolidatedError, match="call consolidate_state_dict"):
-            accelerator.save_state(str(tmp_path / "x"))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_accelerates_own_class_at_stage_1_saves_what_was_consolidated(
+    pool: Pool, tmp_path: Path, size: int
+) -> None:
+    results = []
+    for stage in (0, 1):
+        path = str(tmp_path / str(stage))
+        pool.run(2, run_weights, Run(stage, saves=path, is_own=stage > 0))
+        results.append(pool.run(size, run_weights, Run(stage, resumes=path, is_own=stage > 0))[0])
+    assert_same(results[1], results[0])
 
 
 @on_ranks(2)
