@@ -306,8 +306,9 @@ class Wrapped(torch.optim.SGD):
 @on_ranks(2)
 def test_a_class_with_a_state_dict_of_its_own_is_not_consolidated_in_silence() -> None:
     params = make_params()
-    with pytest.warns(UserWarning, match="Wrapped has a state_dict"):
-        sharded = ZeroRedundancyOptimizer(params, Wrapped, lr=0.1)
+    with pytest.raises(TypeError, match=r"Wrapped has a state_dict.*allow_unsaved=True"):
+        ZeroRedundancyOptimizer(params, Wrapped, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(params, Wrapped, lr=0.1, allow_unsaved=True)
     set_grads(params, 0)
     sharded.step()
     other = torch.optim.SGD(twin(params), lr=0.1).state_dict()

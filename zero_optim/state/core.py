@@ -216,12 +216,16 @@ class Core:
         pieces = zip(names, map(self.sharding.pieces.__getitem__, self.params), strict=True)
         return [
             *describe_params(self.groups),
-            *describe_options(self.groups),
+            *self.describe_options(),
             f"buckets of {self.sharding.cap_nbytes} bytes",
             *self.owned.local.describe_specs(),
             *self.inputs.options.describe(),
             *(f"parameter {name} {owned_by_text(each)}" for name, each in pieces),
         ]
+
+    def describe_options(self, groups: Sequence[ParamGroup] | None = None) -> list[str]:
+        """Describe each group's options, or those of others, for ranks to compare."""
+        return describe_options(self.owned.local.compared(self.groups if groups is None else groups))
 
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""

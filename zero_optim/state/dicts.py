@@ -11,7 +11,7 @@ from zero_optim.comm.encoding import inner_tensors, map_tensors
 from zero_optim.comm.wire import copied, copied_to_cpu
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import describe_options, param_names
+from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.probe.saved import BESIDE
 from zero_optim.run.progress import progress
@@ -103,7 +103,7 @@ def load(
         core.check_weights()
         groups = core.with_options(beside["options"])
         core.check_cuts(groups)
-        described = describe_options(groups)
+        described = core.describe_options(groups)
     agree(group, described, "the options of the state dict")
     owned = {params[index]: entries for index, entries in part.state.items()}
     everywhere = map_tensors(beside["everywhere"], copied)

@@ -17,7 +17,7 @@ from itertools import pairwise
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
-from zero_optim.plan.groups import ParamGroup, describe_options, param_names
+from zero_optim.plan.groups import ParamGroup, param_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.state.core import Core
 from zero_optim.state.mirror import MirrorReport
@@ -76,7 +76,7 @@ def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | N
     mine = Holding(
         snapshot.age,
         snapshot.is_torn,
-        describe_options(core.groups),
+        core.describe_options(),
         bool(own.everywhere),
         [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
         snapshot.steps,

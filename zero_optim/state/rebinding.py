@@ -205,7 +205,8 @@ def _planned(
     may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
     options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
     why_whole = partial(options.why_whole, (), groups, owned.leaves.cut_rows)
-    return sharding, sharding.plan(groups, options.costs, 0, about, why_whole if any(may_cut) else None)
+    compared = owned.local.compared(groups)
+    return sharding, sharding.plan(compared, options.costs, 0, about, why_whole if any(may_cut) else None)
 
 
 def _built(
