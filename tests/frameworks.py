@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -74,6 +74,32 @@ def as_torchrun_says() -> Iterator[None]:
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     where: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # not used
     with mock.patch.dict(os.environ, {**ranks, **threads, **where}):
+        yield
+
+
+def _sum_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    size = dist.get_world_size()
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(size)]
+    dist.all_gather(parts, bucket.buffer() * (1 / size))
+    future = torch.futures.Future[Tensor]()
+    future.set_result(sum(parts[1:], start=parts[0]))
+    return future
+
+
+@contextmanager
+def sums_in_order(applies: bool) -> Iterator[None]:
+    """Have PyTorch's DDP add up in the order of ranks, as owners do; otherwise only two ranks do."""
+    construct = nn.parallel.DistributedDataParallel.__init__
+
+    def constructed(wrapper: Any, *args: Any, **options: Any) -> None:
+        construct(wrapper, *args, **options)
+        wrapper.register_comm_hook(None, _sum_in_order)
+
+    with (
+        mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", constructed)
+        if applies
+        else nullcontext()
+    ):
         yield
 
 

@@ -100,7 +100,10 @@ class Snapshot:
                     "the optimizer was stepped, loaded or given a group after the state was consolidated: "
                     f"{call} again"
                 )
-            raise NotConsolidatedError(f"rank {rank} holds only its own part of the state: {call} first")
+            raise NotConsolidatedError(
+                f"rank {rank} holds only its own part of the state: {call} first. For Accelerate and others, "
+                "which ask for it themselves, zero_optim.integrations has classes and callbacks that do"
+            )
         return {key: dict(value) if isinstance(value, dict) else value for key, value in self._whole.items()}
 
 
