@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,31 @@ if dist.get_rank() == 0:
 dist.destroy_process_group()
 """
 
+NO_ADAPTER = """
+import torch
+from test_transformers import Tokens, gpt2
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import DEFAULT_CALLBACKS
+from zero_optim import ZeroRedundancyOptimizer
+
+del DEFAULT_CALLBACKS[-1]  # that of the adapter, which the test of Trainer imports
+args = TrainingArguments(
+    "out", use_cpu=True, per_device_train_batch_size=2, num_train_epochs=2, report_to=[],
+    save_strategy="epoch",
+)
+options = {"optimizer_class": torch.optim.AdamW, "lr": 3e-4}
+chosen = ZeroRedundancyOptimizer, options
+Trainer(gpt2(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=chosen).train()
+"""
+
+
+def launched(folder: Path, launcher: list[str], script: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "script.py").write_text(script)
+    paths = [TESTS.parent, TESTS, TESTS / "integrations"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500}
+    return subprocess.run([*launcher, "script.py"], check=False, cwd=folder, env=environment, **options)
+
 
 @pytest.mark.parametrize(
     ("launcher", "script"),
@@ -135,21 +161,17 @@ dist.destroy_process_group()
     ids=["lightning alone", "lightning", "pytorch_lightning", "transformers", "accelerate", "mmengine"],
 )
 def test_launched_scripts_train_and_save_all_state(tmp_path: Path, launcher: list[str], script: str) -> None:
-    (tmp_path / "script.py").write_text(script)
-    paths = [TESTS.parent, TESTS, TESTS / "integrations"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*launcher, "script.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    result = launched(tmp_path, launcher, script)
     assert result.returncode == 0, result.stdout + result.stderr
     saved = torch.load(tmp_path / "saved")
     state = saved["optimizer_states"][0] if "optimizer_states" in saved else saved
     indices = [index for group in state["param_groups"] for index in group["params"]]
     assert sorted(state["state"]) == sorted(indices)
     assert all("exp_avg" in entries for entries in state["state"].values())
+
+
+def test_a_trainer_without_the_adapter_ends_on_every_rank_at_its_first_save(tmp_path: Path) -> None:
+    result = launched(tmp_path, TORCHRUN, NO_ADAPTER)
+    assert result.returncode != 0
+    assert "NotConsolidatedError: rank 0 holds only its own part of the state" in result.stderr
+    assert not list(tmp_path.rglob("optimizer.pt"))
