@@ -41,8 +41,13 @@ Before a class is sharded, `zero_optim.probe` tries with these options whether
 Trying cannot see a coupling that begins after 9 steps, or only among parameters of more than 8,192 elements
 (cuts: more than 45,056 elements), or with gradients or options unlike those tried.
 
-A class whose state cannot be saved and resumed is trained, with a warning when it is built; saving raises.
+A class whose state cannot be saved and resumed is refused, unless `allow_unsaved=True`; then saving raises.
 Tried are classes with a `state_dict` of their own, objects in their state, or attributes that steps change.
+
+A class may write what a rank has into its groups, as a number of elements, or a count into a state. It is
+refused if trials of 64 steps show that it uses that, also with numbers beyond any size.
+
+Parameters in half precision are tried too; a class that bears only others is refused for these alone.
 
 "Fails" lists the trials that a class does not pass. "Bitwise equal": the parameters after each of 13 steps,
 and the saved state, are those of the unsharded optimizer.

@@ -2,16 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from zero_optim.ddp import full_state_dict
-from zero_optim.ddp.full.module_hooks import units_of
 
 NUM_SAMPLES = 24  # as many for each of 1, 2 and 3 ranks
 
@@ -56,11 +53,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """The model's state on every rank, also of a sharded one."""
-    if units_of(model) is None:
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
-    state = full_state_dict(model, ranks=range(dist.get_world_size()))
-    assert state is not None
-    return state
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], *, to_the_bit: bool = True) -> None:
@@ -81,6 +74,32 @@ def as_torchrun_says() -> Iterator[None]:
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     where: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # not used
     with mock.patch.dict(os.environ, {**ranks, **threads, **where}):
+        yield
+
+
+def _sum_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    size = dist.get_world_size()
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(size)]
+    dist.all_gather(parts, bucket.buffer() * (1 / size))
+    future = torch.futures.Future[Tensor]()
+    future.set_result(sum(parts[1:], start=parts[0]))
+    return future
+
+
+@contextmanager
+def sums_in_order(applies: bool) -> Iterator[None]:
+    """Have PyTorch's DDP add up in the order of ranks, as owners do; otherwise only two ranks do."""
+    construct = nn.parallel.DistributedDataParallel.__init__
+
+    def constructed(wrapper: Any, *args: Any, **options: Any) -> None:
+        construct(wrapper, *args, **options)
+        wrapper.register_comm_hook(None, _sum_in_order)
+
+    with (
+        mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", constructed)
+        if applies
+        else nullcontext()
+    ):
         yield
 
 

@@ -123,6 +123,34 @@ class KeepsLocks(Small):
         super().update(p, group)
 
 
+class WritesDown(Small):
+    """Writes what it has into its groups, and a count into the state of the first parameter; may use it."""
+
+    def __init__(self, params: Any, uses: str = "", **options: Any) -> None:
+        super().__init__(params, uses=uses, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            members = [p for of, p in self.each() if of is group]
+            group.setdefault("numel", sum(p.numel() for p in group["params"]))
+            group["count"] = group.get("count", 0) + 1
+            if members:
+                group["count"] = torch.as_tensor(group["count"])
+                group["norm"] = float(torch.stack([p.grad.norm() for p in members]).norm())
+                self.state[members[0]]["count"] = int(group["count"])
+            for p in members:
+                m = self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                p.sub_(m * group["lr"] / group["count"] / self.scale(group, self.state[p]))
+
+    def scale(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        if group["uses"] == "numel":
+            return 2.0 if group["numel"] > 10**6 else 1.0
+        if group["uses"] == "norm":
+            return 1 + group["norm"] if group["count"] > 50 else 1.0
+        return 2.0 if group["uses"] == "count" and state.get("count", 0) > 10**6 else 1.0
+
+
 # ---------------------------------------------------------------------- parameters that are not stepped apart
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,7 +73,7 @@ def names(path: Path) -> dict[str, Any]:
     known: dict[str, Any] = {}
     known |= {"ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "ShardedDataParallel": ShardedDataParallel}
     known |= {"fully_shard": fully_shard, "checkpoint": checkpoint, "AdamW": AdamW, "LoRA": LoRA}
-    known |= {"torch": torch, "dist": dist, "path": path, "loss_of": loss_of}
+    known |= {"torch": torch, "dist": dist, "path": path, "loss_of": loss_of, "nullcontext": nullcontext}
     return {**known, "model": model, "batches": [batch(step) for step in range(4)]}
 
 
@@ -81,7 +82,8 @@ def names_of_others(name: str, path: Path) -> dict[str, Any]:
     known = {**names(path), "DistributedDataParallel": DistributedDataParallel, "fully_shard": fsdp2}
     known |= {"clip_grad_norm_": clip_grad_norm_, "dcp": dcp, "get_state_dict": get_state_dict}
     if name == "DeepSpeed":
-        known["deepspeed"] = import_module("deepspeed")
+        known["deepspeed"] = deepspeed = import_module("deepspeed")
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles for a minute
     if name == "FairScale":
         known["OSS"] = import_module("fairscale.optim").OSS
         known["ShardedDataParallel"] = import_module("fairscale.nn").ShardedDataParallel
@@ -118,6 +120,26 @@ def test_both_scripts_of_a_pair_end_with_the_same_weights(name: str, clips: bool
         dist.barrier()
         state = torch.load(tmp_path / "theirs" / "optimizer.pt", weights_only=False)
         ours["optimizer"].load_state_dict(state)
+
+
+@on_ranks(2)
+def test_accumulated_passes_are_those_of_ddp(tmp_path: Path) -> None:
+    recipe = RECIPES["accumulation"]
+    local, owners = names(tmp_path), names(tmp_path)
+    exec(recipe, local)
+    exec(recipe.replace(', accumulate="local"', ""), owners)
+    plain = names(tmp_path)
+    model = DistributedDataParallel(plain["model"])
+    optimizer = AdamW(model.parameters(), lr=3e-4)
+    for number, inputs in enumerate(plain["batches"], 1):
+        with nullcontext() if number % 2 == 0 else model.no_sync():
+            (loss_of(model, inputs) / 2).backward()
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, local["model"].parameters(), model.parameters()))
+    for got, want in zip(owners["model"].parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 @on_ranks(2)

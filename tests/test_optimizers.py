@@ -111,7 +111,7 @@ def check_case(name: str, options: Options, *, finely_cut: bool = False) -> None
     """Ten steps, some without some gradients; then the state is saved, and three runs go on from there."""
     case = CASES[name]
     params = make_params(WIDE_SHAPES[case.feed]) if finely_cut else case.params()
-    cap = {"bucket_cap_mb": cuts.ONE_A_BUCKET} if finely_cut else {}
+    cap = {**case.sharding, **({"bucket_cap_mb": cuts.ONE_A_BUCKET} if finely_cut else {})}
     mine, before = twin(params), twin(params)
     plain = case.optimizer_class(params, **options)
     sharded = ZeroRedundancyOptimizer(mine, case.optimizer_class, **cap, **options)
@@ -119,7 +119,9 @@ def check_case(name: str, options: Options, *, finely_cut: bool = False) -> None
         is_cut = any(len(pieces) == dist.get_world_size() for pieces in sharded.pieces().values())
         assert is_cut == (why_not_cut(case.optimizer_class, options, [{}]) is None)
         assert not is_cut or len(sharded.explain(quiet=True).cuts) >= 2
-        whole = ZeroRedundancyOptimizer(twin(params), case.optimizer_class, cuts=False, **options)
+        whole = ZeroRedundancyOptimizer(
+            twin(params), case.optimizer_class, cuts=False, **case.sharding, **options
+        )
         assert all(len(pieces) == 1 for pieces in whole.pieces().values())
     assert same(sharded.defaults, plain.defaults)
     assert_same_options(sharded, plain)
@@ -130,6 +132,8 @@ def check_case(name: str, options: Options, *, finely_cut: bool = False) -> None
     elif not case.saves:
         with pytest.raises(AttributeError):
             plain.state_dict()
+        with pytest.raises(TypeError, match="allow_unsaved=True"):
+            ZeroRedundancyOptimizer(twin(params), case.optimizer_class, **options)
         train_case(case, plain, sharded, range(10, 13))
 
 
@@ -287,7 +291,7 @@ def test_every_class_takes_every_form_of_parameters_and_rates_of_groups(names: l
             params = case.params()
             mine = twin(params)
             plain = case.optimizer_class(form(params), **options)
-            sharded = ZeroRedundancyOptimizer(form(mine), case.optimizer_class, **options)
+            sharded = ZeroRedundancyOptimizer(form(mine), case.optimizer_class, **case.sharding, **options)
             assert same(sharded.defaults, plain.defaults), (case, what)
             assert_same_options(sharded, plain, (case, what))
             train_case(case, plain, sharded, range(3 if has_rates else 2))
@@ -361,7 +365,7 @@ def test_arguments_act_as_on_the_plain_class(what: str, at_least: int) -> None:
         for build, arguments in arguments_of(case, what):
             params = case.params()
             mine = twin(params)
-            sharded = partial(ZeroRedundancyOptimizer, optimizer_class=build)
+            sharded = partial(ZeroRedundancyOptimizer, optimizer_class=build, **case.sharding)
             plain, ours = (
                 outcome(case, built, arguments, own) for built, own in ((build, params), (sharded, mine))
             )
@@ -480,7 +484,7 @@ def check_overlapped(wrapper: str, names: Iterable[str]) -> None:
             setting = Setting(
                 wrapper,
                 partial(lambda case, sparse: Bag(case.params(), sparse=sparse), case, is_sparse),
-                partial(in_small_buckets, case.optimizer_class, options),
+                partial(in_small_buckets, case.optimizer_class, {**case.sharding, **options}),
             )
             if probe(case.optimizer_class, options).steppable_in_parts:
                 assert_same_run(setting, step_bag, 8, moves=not is_sparse, where=(name, options))

@@ -1,4 +1,4 @@
-"""What classes save in ways of their own goes through every save and resume, or the class is warned of."""
+"""What classes save in ways of their own goes through every save and resume, or the class is refused."""
 
 import warnings
 from pathlib import Path
@@ -18,7 +18,7 @@ from zero_optim.checkpoint.offline import consolidate
 from zero_optim.comm.encoding import decode
 from zero_optim.probe.probe import probe
 
-SAVED = (own.WarmsUp, own.Nests, own.KeepsObjects)
+SAVED = (own.WarmsUp, own.Nests, own.KeepsObjects, own.WritesDown)
 UNSAVED: tuple[tuple[type[Optimizer], dict[str, Any], str], ...] = (
     (own.Forgets, {}, "not all that it needs"),
     (own.CountsWhatItHas, {}, "depends on the parameters"),
@@ -46,9 +46,9 @@ def test_state_in_a_form_of_its_own_resumes_everywhere(kind: type[Optimizer], tm
     checkpoint.save(tmp_path / "saved", optimizer=sharded)
     runs = {"plain": kind(twin(params_of(plain)))}
     runs["plain"].load_state_dict(sharded.state_dict())
-    for name in ("two ranks", "moved"):
+    for name, saved in (("two ranks", plain), ("moved", plain), ("its own", sharded)):
         runs[name] = ZeroRedundancyOptimizer(twin(params_of(plain)), kind)
-        runs[name].load_state_dict(plain.state_dict())
+        runs[name].load_state_dict(saved.state_dict())
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     runs["one rank"] = ZeroRedundancyOptimizer(twin(params_of(plain)), kind, process_group=alone)
     checkpoint.load(tmp_path / "saved", optimizer=runs["one rank"])
@@ -65,17 +65,43 @@ def test_state_in_a_form_of_its_own_resumes_everywhere(kind: type[Optimizer], tm
 @pytest.mark.parametrize(
     ("kind", "options", "reason"), UNSAVED, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_state_that_would_be_lost_is_told_when_the_optimizer_is_built(
+def test_a_class_whose_state_would_be_lost_is_refused_unless_nobody_saves(
     kind: type[Optimizer], options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     plain = kind(make_params(), **options)
-    with pytest.warns(UserWarning, match=f"neither consolidated, saved nor loaded: .*{reason}"):
-        sharded = ZeroRedundancyOptimizer(make_params(), kind, **options)
+    words = f"neither consolidated, saved nor loaded: .*{reason}.*allow_unsaved=True"
+    with pytest.raises(TypeError, match=words):
+        ZeroRedundancyOptimizer(make_params(), kind, **options)
+    group = {"params": make_params(((3, 2),)), "optimizer_class": kind, **options}
+    with pytest.raises(TypeError, match=words):
+        ZeroRedundancyOptimizer(make_params(), torch.optim.SGD).add_param_group(group)
+    sharded = ZeroRedundancyOptimizer(make_params(), kind, allow_unsaved=True, **options)
     step_all([plain, sharded], range(3))
     with pytest.raises(TypeError, match=reason):
         sharded.consolidate_state_dict()
     with pytest.raises(TypeError, match=reason):
         checkpoint.save(tmp_path / "saved", optimizer=sharded)
+
+
+@on_ranks(2)
+def test_a_class_of_its_own_saves_is_refused_beside_others() -> None:
+    groups = [{"params": make_params(((3, 2),))}, {"params": make_params(), "optimizer_class": own.WarmsUp}]
+    with pytest.raises(TypeError, match=r"is one of several optimizers.*allow_unsaved=True"):
+        ZeroRedundancyOptimizer(groups, torch.optim.SGD)
+    ZeroRedundancyOptimizer(groups, torch.optim.SGD, allow_unsaved=True)
+
+
+@on_ranks(2)
+def test_random_rounding_of_half_precision_refuses_nothing_but_half_precision() -> None:
+    kind = own.RoundsStochastically
+    half = [p.detach().bfloat16().requires_grad_() for p in make_params()]
+    with pytest.raises(ValueError, match=r"draws random numbers.*master_dtype=torch\.float32"):
+        ZeroRedundancyOptimizer(half, kind)
+    ZeroRedundancyOptimizer(half, kind, master_dtype=torch.float32).step()
+    sharded = ZeroRedundancyOptimizer(make_params(), kind)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        sharded.add_param_group({"params": half})
+    step_all([kind(make_params()), sharded], range(3))
 
 
 def test_a_file_builds_no_object_of_another_class() -> None:

@@ -1,5 +1,6 @@
 """Ranks that stay away, are killed, stopped or slow: every other rank raises, and says who and why."""
 
+import json
 import os
 import signal
 import time
@@ -27,7 +28,9 @@ from waiting import wait_until
 from zero_optim import RankMismatchError, StalledError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
+from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.health.peers import Listener
 from zero_optim.hooks import zero_step
 
 
@@ -171,10 +174,29 @@ def test_a_rank_that_does_not_make_a_call_of_all_ranks_is_named(tmp_path: Path, 
     assert ended[1].said == "called"
 
 
+def leave_addresses_of_former_processes() -> None:
+    """Have the store be as torchrun hands it to processes that it starts again."""
+    former = Listener("127.0.0.1")
+    former.close()
+    default_store().set(f"zero_optim/watchdog/{dist.get_rank()}", json.dumps(former.address))
+    dist.barrier()
+
+
+def construct_alone_after_a_restart() -> str:
+    leave_addresses_of_former_processes()
+    return call_alone("construct", Path())
+
+
+def test_a_rank_that_has_built_nothing_since_a_restart_is_not_taken_for_ended() -> None:
+    check(outcomes(2, construct_alone_after_a_restart), *SAID["construct"])
+
+
 # ---------------------------------------------------------------------- whose process does not run
 
 
-def step_while_one_gets(signum: int) -> str:
+def step_while_one_gets(signum: int, *, again: bool = False) -> str:
+    if again:
+        leave_addresses_of_former_processes()
     model = with_gradients(linear())
     optimizer = sharded(model)
     optimizer.step()
@@ -185,8 +207,9 @@ def step_while_one_gets(signum: int) -> str:
     return "stepped"
 
 
-def test_a_killed_rank_is_named_at_once() -> None:
-    ended = outcomes(3, step_while_one_gets, signal.SIGKILL)
+@pytest.mark.parametrize("again", [False, True], ids=["", "after a restart"])
+def test_a_killed_rank_is_named_at_once(again: bool) -> None:
+    ended = outcomes(3, partial(step_while_one_gets, again=again), signal.SIGKILL)
     check(ended, "rank 2 has ended: nothing listens at its address any more")
     assert ended[2].exitcode == -signal.SIGKILL
 

@@ -27,7 +27,7 @@ from zero_optim.probe.comparison import same
 from zero_optim.probe.cut_rows import CutRows, like_rows, why_not_cut, why_rows_not_cut
 from zero_optim.probe.feeds import Feed
 from zero_optim.probe.probe import probe, state_entries
-from zero_optim.probe.traits import Traits, refusal
+from zero_optim.probe.traits import Traits, refusal, refusal_in_half
 from zero_optim.probe.trials import by_rows
 
 Builder = Callable[..., Optimizer]
@@ -69,11 +69,14 @@ HABITS: list[tuple[Builder, dict[str, Any], str, str]] = [
     (own.Langevin, {"source": "numpy"}, NONE, DRAWS),
     (own.Langevin, {"source": "python"}, NONE, DRAWS),
     (own.OwnNoise, {}, NONE, "two equal runs"),
-    (own.RoundsStochastically, {}, NONE, DRAWS),
+    (own.RoundsStochastically, {}, ALL, ""),  # but for half precision, below
     (own.RoundsLarge, {}, NONE, DRAWS),
-    # State that is never written excuses no difference of parameters.
     (own.LeavesMemoryUnwritten, {"clips": False}, "S", ""),
-    (own.LeavesMemoryUnwritten, {"clips": True}, NONE, "the parameter of shape"),
+    (own.LeavesMemoryUnwritten, {"clips": True}, "S", ""),  # likewise
+    (own.WritesDown, {}, "S---", ""),
+    (own.WritesDown, {"uses": "numel"}, NONE, "the group's entry"),
+    (own.WritesDown, {"uses": "count"}, NONE, "the group's entry"),
+    (own.WritesDown, {"uses": "norm"}, NONE, DIFFERED),
     (own.ScheduleFree, {}, UNCOUNTED, ""),
     (own.ChangesItsRate, {"lr": torch.tensor(0.1)}, UNCOUNTED, ""),
     (own.Warns, {}, ALL, ""),
@@ -151,6 +154,29 @@ def test_traits_of_every_class(build: Builder, options: dict[str, Any], expected
         assert words in message
         assert getattr(build, "__qualname__", "") in message
         assert "assume_separable=True" in message
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "words"),
+    [
+        (own.RoundsStochastically, {}, DRAWS),
+        # State that is never written excuses no difference of parameters.
+        (own.LeavesMemoryUnwritten, {"clips": True}, "the parameter of shape"),
+        (own.LeavesMemoryUnwritten, {"clips": False}, None),
+        (torch.optim.AdamW, {}, None),
+    ],
+)
+def test_half_precision_is_tried_apart(build: Builder, options: dict[str, Any], words: str | None) -> None:
+    traits = probe(build, options)
+    assert traits.in_half is None if words is None else words in (traits.in_half or "")
+    message = refusal_in_half(build, traits)
+    assert (words or "") in message
+    assert "master_dtype=torch.float32" in message
+
+
+def test_entries_that_a_class_writes_and_does_not_use_are_known() -> None:
+    traits = probe(own.WritesDown, {})
+    assert (traits.idle, traits.retyped, traits.unsaved) == ({"numel", "norm"}, {"count"}, None)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])

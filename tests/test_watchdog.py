@@ -36,7 +36,9 @@ from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError
+from zero_optim.health import peers
 from zero_optim.health import verdicts as verdicts_module
+from zero_optim.health import watchdog as watchdog_module
 from zero_optim.health.diagnosis import Status
 from zero_optim.health.peers import (
     Address,
@@ -198,6 +200,24 @@ def test_a_rank_that_runs_says_what_it_does() -> None:
     status = Status(**answer)
     assert status.waits in ([], ["an agreement"])
     assert status.counts == {"ZeroRedundancyOptimizer()": 1}
+
+
+@on_ranks(2)
+def test_a_store_with_addresses_of_former_processes_is_told_of_once() -> None:
+    with mock.patch.object(peers.logger, "warning") as warning:
+        for _ in range(2):
+            _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
+            del _optimizer
+            wait_until(lambda: watchdogs() == 0)
+        warning.assert_not_called()  # these are its own
+        default_store().set(f"zero_optim/watchdog/{dist.get_rank()}", "[]")
+        dist.barrier()
+        world = dist.group.WORLD
+        del watchdog_module._WATCHDOGS[world]  # as in a new process
+        _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
+        _wrapped = DistributedDataParallel(linear())
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in warning.call_args_list[0].args[0]
+    assert warning.call_count == 1
 
 
 # ---------------------------------------------------------------------- questions

@@ -94,6 +94,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         mirror: after every step, copy what a rank owns to the next rank's CPU memory over gloo, so that
             `rebind` can do without a lost rank. Takes four times the memory of what a rank owns, and one
             small collective more a step. A group of one rank warns.
+        allow_unsaved: train a class whose state cannot be saved and resumed, as trials show; otherwise it is
+            refused now, not at the first save.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may have its own ``optimizer_class``, for example Muon for matrices beside AdamW. Its other
@@ -106,7 +108,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Raises:
         ValueError: no parameters, sparse ones, some that share memory, options the class refuses, a class
             whose step couples parameters.
-        TypeError: parameters or a class of the wrong kind.
+        TypeError: parameters or a class of the wrong kind, or one whose state cannot be saved.
         RuntimeError: torch.distributed is not initialised.
     """
 
@@ -132,6 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         on_stall: OnStall = "raise",
         own_options: Sequence[str] = (),
         mirror: bool = False,
+        allow_unsaved: bool = False,
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
@@ -149,6 +152,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             on_stall=on_stall,
             own_options=own_options,
             mirror=mirror,
+            allow_unsaved=allow_unsaved,
         )
         params = as_lists(params)
         if process_group is None:

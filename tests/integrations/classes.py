@@ -29,6 +29,7 @@ sys.path[:0] = [path for path in (str(ROOT / "tests"), str(ROOT)) if path not in
 
 from training import params_of, twin  # noqa: E402
 from zero_optim import ZeroRedundancyOptimizer, checkpoint  # noqa: E402
+from zero_optim.probe.probe import probe  # noqa: E402
 
 PACKAGES = {  # module: distribution
     "pytorch_optimizer": "pytorch_optimizer",
@@ -86,7 +87,7 @@ NUM_STEPS = 10
 
 # Parts of messages, and what the page says of them.
 REASONS = (
-    ("has a state_dict() of its own", "its own `state_dict()`"),
+    ("has a state_dict() of its own", "its own `state_dict()` cannot be saved in parts"),
     ("aten.clone", "its tensors cannot be copied"),
     ("which cannot be sent", "it holds objects"),
     ("ranks disagree about what to save", "its groups' entries differ by rank"),
@@ -95,7 +96,6 @@ REASONS = (
     ("needs a closure", "needs a closure"),
     ("requires closure", "needs a closure"),
     ("needs second-order gradients", "needs second-order gradients"),
-    ("entry 'param_count' differed", "counts the elements of a group"),
     ("parameter size is 0", "raises on a rank without parameters"),
     ("the group's entry", "its steps join parameters"),
     (" differed after step", "its steps join parameters"),
@@ -111,6 +111,7 @@ class Result(NamedTuple):
 
     answer: str
     reason: str = ""
+    is_half_refused: bool = False
 
 
 # ---------------------------------------------------------------------- the classes
@@ -182,13 +183,16 @@ class Trainee(NamedTuple):
         made = ZeroRedundancyOptimizer(self.groups(params), self.build, **options, **self.options)
         return in_training(made)
 
-    def step(self, optimizer: Optimizer, number: int) -> None:
-        """Give the gradients of a step, equal on every rank, and take it."""
+    def step(self, optimizer: Optimizer, number: int, max_norm: float | None = None) -> None:
+        """Give the gradients of a step, equal on every rank, perhaps clipped, and take it."""
         generator = torch.Generator().manual_seed(100 + number)
         for index, param in enumerate(params_of(optimizer)):
             grad = torch.randn(param.shape, generator=generator)
             has_none = self.gaps and number > 2 and (index + number) % 4 == 0
-            param.grad = None if has_none else grad
+            param.grad = None if has_none or not param.requires_grad else grad
+        if max_norm is not None:
+            clip = getattr(optimizer, "clip_grad_norm_", None)
+            clip(max_norm) if clip else torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm)
         optimizer.step()
 
 
@@ -221,7 +225,9 @@ def check_class(name: str, optimizer_class: Callable[..., Optimizer], folder: Pa
     try:
         sharded = trainee.sharded(mine)
     except Exception as error:  # noqa: BLE001
-        return Result("refused", f"{type(error).__name__}: {error}")
+        if "allow_unsaved=True" not in str(error):
+            return Result("refused", f"{type(error).__name__}: {error}")
+        sharded = trainee.sharded(mine, allow_unsaved=True)
     if values is None:
         return Result("wrong", f"built, though the plain class raises {plain_error}")
     for number, expected in enumerate(values):
@@ -231,7 +237,8 @@ def check_class(name: str, optimizer_class: Callable[..., Optimizer], folder: Pa
     if all(map(torch.equal, trainee.params(), mine)):
         return Result("wrong", "no parameter moved")
     try:
-        return check_saved(trainee, plain, sharded, folder)
+        in_half = probe(build, trainee.options, [trainee.of_group]).in_half
+        return check_saved(trainee, plain, sharded, folder)._replace(is_half_refused=in_half is not None)
     except Exception as error:  # noqa: BLE001
         return Result("wrong", f"saved, but not loaded: {error}")
 
@@ -299,7 +306,7 @@ def short(reason: str) -> str:
 def page_of(package: str, results: dict[str, Result]) -> str:
     """Write what the page says of a package."""
     by_reason: dict[tuple[str, str], list[str]] = {}
-    for name, (answer, reason) in results.items():
+    for name, (answer, reason, _) in results.items():
         by_reason.setdefault((answer, short(reason) if reason else ""), []).append(name)
     counts = {each: sum(r.answer == each for r in results.values()) for each in ("equal", "refused", "wrong")}
     wrong = f", {counts['wrong']} WRONG" if counts["wrong"] else ""
@@ -312,9 +319,12 @@ def page_of(package: str, results: dict[str, Result]) -> str:
     ]
     for (answer, reason), names in sorted(by_reason.items(), key=lambda item: (item[0][0], -len(item[1]))):
         about = {"equal": "Equal", "refused": "Refused", "wrong": "WRONG"}[answer]
-        about += f", but not saved: {reason}" if answer == "equal" and reason else ""
+        about += f" with `allow_unsaved=True`, else refused: {reason}" if answer == "equal" and reason else ""
         about += f", {reason}" if answer != "equal" else ""
         lines.append(f"- {about}: {', '.join(names)}.")
+    half = [name for name, result in results.items() if result.is_half_refused]
+    if half:
+        lines.append(f"- Refused for parameters in half precision without `master_dtype`: {', '.join(half)}.")
     return "\n".join(lines) + "\n"
 
 
@@ -330,6 +340,7 @@ Made by `python tests/integrations/classes.py`, which trains every class on two 
 saves and resumes it: in the plain class, from the plain class, and by a checkpoint on one rank.
 `make integrations` compares it. "Equal": all parameters, bit for bit. "Refused": when the optimizer is built,
 with this reason. `dion` is in no package index. Classes that wrap an optimizer were given `AdamW`.
+`heavyball` keeps pickled bytes in its state, which its own `load_state_dict` runs: load no file of strangers.
 
 """
 

@@ -1,9 +1,10 @@
-"""The lines of docs/frameworks.md in scripts that launchers start: the frameworks make the process group."""
+"""The lines of docs/frameworks.md in scripts that launchers start."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,39 +88,90 @@ if accelerator.is_main_process:
 accelerator.end_training()
 """
 
+MMENGINE = """
+import torch, torch.distributed as dist
+from mmengine.config import Config
+from mmengine.registry import RUNNERS
+import test_mmengine  # registers the model and the data
+
+dist.init_process_group("gloo")  # mmengine makes one on a GPU alone
+batches = dict(
+    batch_size=2, num_workers=0, dataset=dict(type="Samples"), collate_fn=dict(type="default_collate"),
+    sampler=dict(type="DefaultSampler", shuffle=False),
+)
+config = dict(
+    custom_imports=dict(imports=["zero_optim.integrations.mmengine"]),
+    runner_type="ZeroRunner",
+    model=dict(type="Model"),
+    model_wrapper_cfg=dict(type="zero3", units=["Block"]),
+    optim_wrapper=dict(
+        optimizer=dict(type="ZeroOptimizer", optimizer_type="AdamW", lr=3e-4), clip_grad=dict(max_norm=1.0)
+    ),
+    train_dataloader=batches,
+    train_cfg=dict(by_epoch=True, max_epochs=1),
+    val_dataloader=batches,
+    val_cfg=dict(),
+    val_evaluator=dict(type="MeanOutput"),
+    launcher="pytorch",
+    work_dir="work",
+)
+runner = RUNNERS.build(Config(config))
+runner.train()
+if dist.get_rank() == 0:
+    torch.save(torch.load("work/epoch_1.pth", weights_only=False)["optimizer"], "saved")
+dist.destroy_process_group()
+"""
+
+NO_ADAPTER = """
+import torch
+from test_transformers import Tokens, gpt2
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import DEFAULT_CALLBACKS
+from zero_optim import ZeroRedundancyOptimizer
+
+del DEFAULT_CALLBACKS[-1]  # that of the adapter, which the test of Trainer imports
+args = TrainingArguments(
+    "out", use_cpu=True, per_device_train_batch_size=2, num_train_epochs=2, report_to=[],
+    save_strategy="epoch",
+)
+options = {"optimizer_class": torch.optim.AdamW, "lr": 3e-4}
+chosen = ZeroRedundancyOptimizer, options
+Trainer(gpt2(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=chosen).train()
+"""
+
+
+def launched(folder: Path, launcher: list[str], script: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "script.py").write_text(script)
+    paths = [TESTS.parent, TESTS, TESTS / "integrations"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500}
+    return subprocess.run([*launcher, "script.py"], check=False, cwd=folder, env=environment, **options)
+
 
 @pytest.mark.parametrize(
     ("launcher", "script"),
     [
         ([sys.executable], LIGHTNING),  # it starts the other ranks itself
         (TORCHRUN, LIGHTNING),
-        (
-            TORCHRUN,
-            LIGHTNING.replace("lightning.pytorch", "pytorch_lightning").replace(
-                "s.lightning", "s.pytorch_lightning"
-            ),
-        ),
+        (TORCHRUN, PYTORCH_LIGHTNING),
         (TORCHRUN, TRANSFORMERS),
         (TORCHRUN, ACCELERATE),
+        (TORCHRUN, MMENGINE),
     ],
-    ids=["lightning alone", "lightning", "pytorch_lightning", "transformers", "accelerate"],
+    ids=["lightning alone", "lightning", "pytorch_lightning", "transformers", "accelerate", "mmengine"],
 )
 def test_launched_scripts_train_and_save_all_state(tmp_path: Path, launcher: list[str], script: str) -> None:
-    (tmp_path / "script.py").write_text(script)
-    paths = [TESTS.parent, TESTS, TESTS / "integrations"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*launcher, "script.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    result = launched(tmp_path, launcher, script)
     assert result.returncode == 0, result.stdout + result.stderr
     saved = torch.load(tmp_path / "saved")
     state = saved["optimizer_states"][0] if "optimizer_states" in saved else saved
     indices = [index for group in state["param_groups"] for index in group["params"]]
     assert sorted(state["state"]) == sorted(indices)
     assert all("exp_avg" in entries for entries in state["state"].values())
+
+
+def test_a_trainer_without_the_adapter_ends_on_every_rank_at_its_first_save(tmp_path: Path) -> None:
+    result = launched(tmp_path, TORCHRUN, NO_ADAPTER)
+    assert result.returncode != 0
+    assert "NotConsolidatedError: rank 0 holds only its own part of the state" in result.stderr
+    assert not list(tmp_path.rglob("optimizer.pt"))

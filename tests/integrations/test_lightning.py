@@ -17,13 +17,14 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from frameworks import Block, Net, as_torchrun_says, assert_same, samples, whole
+from frameworks import Block, Net, as_torchrun_says, assert_same, samples, sums_in_order, whole
 from pool import Pool, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.integrations.lightning import ZeroStrategy
 from zero_optim.step.partial import PartialGradient
 
 AdamW = torch.optim.AdamW
+ADAMW = {"lr": 0.05, "eps": 1e-3}  # which is not zero in 16 bits
 Weights = dict[str, Tensor]
 
 
@@ -46,9 +47,9 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.stage:
-            optimizer: Any = ZeroRedundancyOptimizer(self.parameters(), AdamW, lr=0.05)
+            optimizer: Any = ZeroRedundancyOptimizer(self.parameters(), AdamW, **ADAMW)
         else:
-            optimizer = AdamW(self.parameters(), lr=0.05)
+            optimizer = AdamW(self.parameters(), **ADAMW)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -63,12 +64,15 @@ class Fit:
     sharded: bool = False
     wrap: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
     module: type[Module] = Module
+    in_order: bool = False
 
     def strategy(self) -> DDPStrategy:
         common: dict[str, Any] = {
             "cluster_environment": TorchElasticEnvironment(),
             "process_group_backend": "gloo",
+            **self.ddp,
         }
         if not self.stage:
             return DDPStrategy(**common)
@@ -88,7 +92,7 @@ class Fit:
         )
 
     def run(self) -> tuple[pl.Trainer, Module]:
-        with as_torchrun_says():
+        with as_torchrun_says(), sums_in_order(self.in_order):
             trainer, module = self.trainer(), self.module(self.stage)
             trainer.fit(module, batches(), ckpt_path=self.resumes)
             if self.saves:
@@ -116,6 +120,8 @@ OPTIONS: dict[str, Any] = {
     "bf16-mixed": lambda: {"precision": "bf16-mixed", "gradient_clip_val": 0.3},
     "bf16-true": lambda: {"precision": "bf16-true", "gradient_clip_val": 0.3},
     "16-mixed": half_precision,
+    "16-true": lambda: {"precision": "16-true", "gradient_clip_val": 0.3},
+    "64-true": lambda: {"precision": "64-true", "gradient_clip_val": 0.3},
     "accumulated": lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
 }
 
@@ -193,9 +199,10 @@ def saved_and_resumed(pool: Pool, path: Path, fit: Fit, then: Fit, size: int) ->
 def test_whole_checkpoints_resume_on_any_number_of_ranks(
     pool: Pool, tmp_path: Path, stage: int, size: int
 ) -> None:
-    expected = saved_and_resumed(pool, tmp_path / "ddp.ckpt", Fit(0), Fit(0, epochs=2), size)
+    again = Fit(0, epochs=2, in_order=size > 2 and stage > 1)
+    expected = saved_and_resumed(pool, tmp_path / "ddp.ckpt", Fit(0), again, size)
     got = saved_and_resumed(pool, tmp_path / "zero.ckpt", Fit(stage), Fit(stage, epochs=2), size)
-    assert_same(got, expected, to_the_bit=size < 3)
+    assert_same(got, expected)
     files = [torch.load(tmp_path / name) for name in ("ddp.ckpt", "zero.ckpt")]
     assert_same(files[1]["state_dict"], files[0]["state_dict"])
     moments = [file["optimizer_states"][0]["state"] for file in files]
@@ -220,8 +227,9 @@ def test_sharded_checkpoints_resume_on_any_number_of_ranks(
 ) -> None:
     before, after = (Fit(stage, sharded=True) for stage in stages)
     after.epochs = 2
-    expected = saved_and_resumed(pool, tmp_path / "ddp.ckpt", Fit(0), Fit(0, epochs=2), size)
-    assert_same(saved_and_resumed(pool, tmp_path / "x", before, after, size), expected, to_the_bit=size < 3)
+    again = Fit(0, epochs=2, in_order=size > 2 and stages[1] > 1)
+    expected = saved_and_resumed(pool, tmp_path / "ddp.ckpt", Fit(0), again, size)
+    assert_same(saved_and_resumed(pool, tmp_path / "x", before, after, size), expected)
     assert (tmp_path / "x" / "manifest.json").exists()
 
 
@@ -256,7 +264,7 @@ def test_the_best_checkpoint_is_kept_and_loads(tmp_path: Path, stage: int, shard
     assert_same(got_resumed, resumed)
 
 
-# ---------------------------------------------------------------------- evaluation, several optimizers
+# ---------------------------------------------------------------------- evaluation, refusals
 
 
 @on_ranks(2)
@@ -285,68 +293,6 @@ def test_a_module_can_be_trained_again_but_not_at_stage_3() -> None:
     _, module = fit.run()
     with as_torchrun_says(), pytest.raises(ValueError, match="that has an optimizer already"):
         fit.trainer().fit(module, batches())
-
-
-class TwoOptimizers(Module):
-    """Steps by hand, the body and the head in turn."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        parts = [*self.net.first.parameters(), *self.net.blocks.parameters()], [*self.net.last.parameters()]
-        if self.stage:
-            return [ZeroRedundancyOptimizer(part, AdamW, lr=0.05) for part in parts]
-        return [AdamW(part, lr=0.05) for part in parts]
-
-    def training_step(self, batch: list[Tensor], index: int) -> Any:
-        both: Any = self.optimizers()
-        for optimizer in both:
-            optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        for optimizer in both:
-            optimizer.step()
-
-
-class ByHand(Module):
-    """Steps one optimizer by hand, and clips."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], index: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        self.clip_gradients(optimizer, 0.3, "norm")
-        optimizer.step()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_modules_may_step_by_hand(stage: int) -> None:
-    expected = Fit(0, module=ByHand).weights()
-    assert_same(Fit(stage, module=ByHand).weights(), expected)
-
-
-@on_ranks(2)
-def test_modules_that_step_by_hand_are_refused_at_stage_3() -> None:
-    with pytest.raises(ValueError, match=r"backward\(\) in forward\(\): stage 3 does not take it"):
-        Fit(3, module=ByHand).run()
-
-
-@on_ranks(2)
-def test_several_optimizers_train_at_stage_1_and_are_refused_at_others(tmp_path: Path) -> None:
-    expected = Fit(0, module=TwoOptimizers).weights()
-    assert_same(Fit(1, module=TwoOptimizers, saves=str(tmp_path / "x.ckpt")).weights(), expected)
-    resumed = Fit(1, epochs=2, module=TwoOptimizers, resumes=str(tmp_path / "x.ckpt")).weights()
-    assert_same(resumed, Fit(0, epochs=2, module=TwoOptimizers).weights())
-    fits = Fit(2, module=TwoOptimizers), Fit(3, module=TwoOptimizers)
-    for fit in (*fits, Fit(1, sharded=True, module=TwoOptimizers)):
-        with pytest.raises(ValueError, match="take one optimizer, got 2"):
-            fit.run()
 
 
 class Plain(Module):

@@ -153,27 +153,24 @@ def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
 
 def collect(members: Members, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:
     """List what this rank writes, and describe what must be equal on every rank. No communication."""
-    group, part, shared = members.group, RankContent(), RankContent()
+    group, part = members.group, RankContent()
+    shared, own = RankContent(), RankContent()  # equal on every rank; of the first alone
     alike: list[str] = []
     if objects.model is not None:
         alike = _add_model(part, objects, group)
     if objects.optimizer is not None:
         names = names_of(objects.optimizer, objects.model)
-        _add_optimizer(part, shared, objects.optimizer, names, group.rank)
+        _add_optimizer(part, shared, own, objects.optimizer, names, group.rank)
     for name, value in objects.others.items():
         shared.add(name, value.state_dict())
     shared.add(EXTRA, extra)
     part.add(key_of(RANDOM, str(members.everyone.rank)), random_state(objects.device))
-    if group.rank == 0:
-        part.values.update(shared.values)
-        part.tensors.update(shared.tensors)
-    # State that belongs to no parameter is each rank's own.
-    alike += [f"{key}: {value}" for key, value in shared.values.items() if key != EVERYWHERE]
-    alike += [
-        f"{key}: tensor with checksum {crc32(bytes_of(tensor))}"
-        for key, tensor in shared.tensors.items()
-        if not key.startswith(EVERYWHERE)
-    ]
+    for content in (shared, own) if group.rank == 0 else ():
+        part.values.update(content.values)
+        part.tensors.update(content.tensors)
+    alike += [f"{key}: {value}" for key, value in shared.values.items()]
+    checksums = {key: crc32(bytes_of(tensor)) for key, tensor in shared.tensors.items()}
+    alike += [f"{key}: tensor with checksum {checksum}" for key, checksum in checksums.items()]
     return part, alike
 
 
@@ -198,13 +195,22 @@ def _add_model(part: RankContent, objects: Objects, group: RankGroup) -> list[st
 
 
 def _add_optimizer(
-    part: RankContent, shared: RankContent, optimizer: ZeroRedundancyOptimizer, names: Names, rank: int
+    part: RankContent,
+    shared: RankContent,
+    own: RankContent,
+    optimizer: ZeroRedundancyOptimizer,
+    names: Names,
+    rank: int,
 ) -> None:
-    optimizer.core.owned.local.check_dicts()
-    options = [options_of(group) for group in optimizer.param_groups]
+    local = optimizer.core.owned.local
+    local.check_dicts()
     params = {name: [dtype_name(kept_dtype(p)), list(p.shape)] for name, p in names.param.items()}
-    groups = shared.packed_groups(zip(names.groups, options, strict=True))
-    shared.values[OPTIMIZER] = {"named": names.named, "groups": groups, "params": params}
+    for content, groups in (
+        (shared, local.compared(optimizer.param_groups)),
+        (own, optimizer.param_groups),
+    ):
+        packed = content.packed_groups(zip(names.groups, map(options_of, groups), strict=True))
+        content.values[OPTIMIZER] = {"named": names.named, "groups": packed, "params": params}
     name_of, everywhere, cuts = names.name, {}, optimizer.core.cut_states()
     for key, value in optimizer.owned_state().items():
         if key in cuts:
@@ -213,4 +219,4 @@ def _add_optimizer(
             part.add(f"{STATE}/{key_of(name_of[key])}", value)
         else:
             everywhere[key] = value
-    shared.add(EVERYWHERE, everywhere)
+    own.add(EVERYWHERE, everywhere)

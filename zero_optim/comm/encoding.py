@@ -26,6 +26,8 @@ _DICTS: dict[str, type[dict[Any, Any]]] = {"ordered": OrderedDict, "counter": Co
 
 # Classes of objects that optimizers of this process keep in their state; a file builds no others.
 _object_classes: set[type] = set()
+# Classes that are values themselves, such as an option of a group.
+_classes: set[type] = set()
 
 Skeleton = list[Any]
 Nested = Any  # dicts, lists and tuples of tensors and plain values
@@ -38,8 +40,11 @@ def encode(value: object, where: str) -> tuple[Skeleton, list[Tensor]]:
 
 
 def allow_objects(value: Nested) -> None:
-    """Allow the classes of plain objects and enum members in a value to be sent and read."""
+    """Allow the classes of plain objects and enum members, and classes, in a value to be sent and read."""
     for inner in _objects_in(value, set()):
+        if isinstance(inner, type):
+            _classes.add(inner)
+            continue
         kind = type(inner)
         is_plain = (
             hasattr(inner, "__dict__")
@@ -60,7 +65,7 @@ def holds_objects(value: Nested) -> bool:
 
 def _objects_in(value: Nested, seen: set[int]) -> Iterator[object]:
     """Iterate over the objects in a value, also inside each other."""
-    if isinstance(value, Mapping | list | tuple | deque):
+    if isinstance(value, Mapping | list | tuple | deque | set | frozenset):
         if isinstance(value, deque):
             yield value
         for inner in value.values() if isinstance(value, Mapping) else value:
@@ -84,15 +89,23 @@ def _encode(value: object, where: str, tensors: list[Tensor]) -> Skeleton:  # no
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "size" if isinstance(value, torch.Size) else "tuple"
         return [kind, [_encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]]
+    if type(value) in (set, frozenset):
+        inside = sorted(value, key=repr)  # type: ignore[call-overload]
+        return [type(value).__name__, [["plain", _plain(v, where)] for v in inside]]
     if isinstance(value, deque):
         return ["deque", [_encode(value.maxlen, where, []), _encode(list(value), where, tensors)]]
     if type(value) in _object_classes:
         is_enum = isinstance(value, Enum)
         inner = value.value if isinstance(value, Enum) else vars(value)
-        name = [type(value).__module__, type(value).__qualname__]
         kind = "enum" if is_enum else "object"
-        return [kind, [_encode(name, where, []), _encode(inner, where, tensors)]]
+        return [kind, [_encode(_name_of(type(value)), where, []), _encode(inner, where, tensors)]]
+    if isinstance(value, type) and value in _classes:
+        return ["class", [_encode(_name_of(value), where, [])]]
     return ["plain", _plain(value, where)]
+
+
+def _name_of(kind: type) -> list[str]:
+    return [kind.__module__, kind.__qualname__]
 
 
 def _plain(value: object, where: str) -> object:
@@ -121,7 +134,7 @@ def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleto
 
 def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
     """Split a tensor subclass by its own rule if it wraps tensors, else into tensor and attributes."""
-    name = [type(tensor).__module__, type(tensor).__qualname__]
+    name = _name_of(type(tensor))
     if wraps_tensors(tensor):
         attributes, context = flattened(tensor)
         rest = _encode(context, f"the context of {where}", [])
@@ -175,13 +188,18 @@ def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PL
     return items if kind == "list" else _BUILT[kind](items)
 
 
-def _built_object(items: list[Any]) -> object:
-    name, inner = items
-    kind = next((kind for kind in _object_classes if [kind.__module__, kind.__qualname__] == name), None)
+def _known_class(name: list[str], known: set[type]) -> type:
+    kind = next((kind for kind in known if _name_of(kind) == name), None)
     if kind is None:
         raise TypeError(
             f"a value needs the class {'.'.join(name)}: build the optimizer that keeps objects of it first"
         )
+    return kind
+
+
+def _built_object(items: list[Any]) -> object:
+    name, inner = items
+    kind = _known_class(name, _object_classes)
     if issubclass(kind, Enum):
         return kind(inner)
     built = object.__new__(kind)
@@ -192,9 +210,12 @@ def _built_object(items: list[Any]) -> object:
 _BUILT: dict[str, Callable[[list[Any]], object]] = {
     "tuple": tuple,
     "size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
     "deque": lambda items: deque(items[1], items[0]),
     "object": _built_object,
     "enum": _built_object,
+    "class": lambda items: _known_class(items[0], _classes),
 }
 
 

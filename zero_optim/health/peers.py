@@ -6,10 +6,15 @@ Note [Dead, stopped or slow]
 
     A question carries a token from the store, so only ranks that can read the store get answers. Messages are
     one line of JSON. The socket is bound to the interface that reaches the store.
+
+Note [A store with a past]
+    torchrun of PyTorch 2.13 starts processes again on the store of the former ones, with their addresses,
+    ours and gloo's. A rank whose address does not answer may then be one that has built nothing yet.
 """
 
 import errno
 import json
+import logging
 import secrets
 import selectors
 import socket
@@ -188,6 +193,13 @@ def _read(connection: socket.socket, limit: float) -> Message:
 
 
 _LEFT = "left"  # in the store, in the place of an address
+_WITH_A_PAST = (
+    "the store of the process group has addresses of processes that have ended: this job was started again "
+    "on the same store. gloo may connect to them, and then fails, or waits until its timeout: set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+)
+
+logger = logging.getLogger("zero_optim")
 
 
 class Directory:
@@ -200,6 +212,7 @@ class Directory:
         self.rank = dist.get_rank()
         self.is_current = is_current
         self._addresses: dict[int, Address] = {}
+        self._unsure: set[int] = set()  # ranks of which the store may have a former process's address
 
     @staticmethod
     def can_be_kept() -> bool:
@@ -215,10 +228,14 @@ class Directory:
         """Return this machine's address for other ranks."""
         return host_towards(*address_of_store(default_store()))
 
-    def publish(self, address: Address) -> None:
-        """Write this rank's address to the store."""
+    def publish(self, address: Address, *, is_first: bool) -> None:
+        """Write this rank's address to the store; ``is_first``: this process has written none."""
+        store, key = default_store(), _key(self.rank)
+        if is_first and store.check([key]):  # Note [A store with a past]
+            logger.warning(_WITH_A_PAST)
+            self._unsure.update(range(dist.get_world_size()))
         self._addresses[self.rank] = address
-        default_store().set(_key(self.rank), json.dumps(address))
+        store.set(key, json.dumps(address))
 
     def leave(self) -> None:
         """Record that this rank has ended well."""
@@ -229,7 +246,8 @@ class Directory:
 
     def learn(self, ranks: Sequence[int]) -> None:
         """Read the ranks' addresses early: the store may end first. Waits for all ranks."""
-        unknown = [rank for rank in ranks if rank not in self._addresses]
+        unknown = [rank for rank in ranks if rank not in self._addresses or rank in self._unsure]
+        self._unsure.difference_update(ranks)
         if unknown:
             entries = default_store().multi_get([_key(rank) for rank in unknown])
             for rank, entry in zip(unknown, entries, strict=True):
@@ -238,7 +256,7 @@ class Directory:
     def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
         """Ask all other ranks for a few `ANSWER_LIMIT` at most; returns answers by index in ``ranks``."""
         others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
-        calls = {place: partial(self._ask, rank, question) for place, rank in others.items()}
+        calls = {place: partial(self._ask_surely, rank, question) for place, rank in others.items()}
         answers = in_threads(calls, 3 * ANSWER_LIMIT)
         return {place: answers.get(place, Presence.UNKNOWN) for place in others}
 
@@ -249,6 +267,12 @@ class Directory:
         """
         if self.rank in self._addresses:
             ask(self._addresses[self.rank], {"ranks": []})
+
+    def _ask_surely(self, rank: int, question: Message) -> Message | Presence:
+        """Ask a rank; it is absent if the process that has ended may be a former one."""
+        answer = self._ask(rank, question)
+        is_gone = answer in (Presence.ENDED, Presence.LEFT)
+        return Presence.ABSENT if is_gone and rank in self._unsure else answer
 
     def _ask(self, rank: int, question: Message) -> Message | Presence:
         if rank not in self._addresses:

@@ -71,9 +71,10 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
         watchdog.has_left.wait(ANSWER_LIMIT)  # not longer: the store may be stuck
         watchdog = None
     if watchdog is None and Directory.can_be_kept():
+        is_first = world not in _WATCHDOGS
         watchdog = _WATCHDOGS[world] = Watchdog(log_of(world), world)
         watchdog.add(user, group, on_stall)
-        watchdog.start()
+        watchdog.start(is_first=is_first)
 
 
 def unwatch(user: object) -> None:
@@ -140,11 +141,11 @@ class Watchdog:
         self._listener = Listener(self.directory.own_host())
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
-    def start(self) -> None:
+    def start(self, *, is_first: bool) -> None:
         """Start the thread; it ends with the interpreter or the last user."""
         _LISTENERS.add(self._listener)
         self._verdicts.log.explain = self._verdicts.explain
-        self.directory.publish(self._listener.address)
+        self.directory.publish(self._listener.address, is_first=is_first)
         self._thread.start()
         atexit.register(self.end)
 

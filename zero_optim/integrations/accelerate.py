@@ -10,9 +10,7 @@ from typing import Any
 import accelerate
 from torch import Tensor, nn
 
-from zero_optim.ddp import full_state_dict
-from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.integrations.stages import check_stage, consolidate, inner, is_ours, wrapped
+from zero_optim.integrations.stages import check_stage, consolidate, inner, is_ours, whole_state, wrapped
 
 
 class Accelerator(accelerate.Accelerator):
@@ -91,7 +89,5 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return a model's state dict, of stage 3 on the main process alone (elsewhere empty)."""
-        if units_of(model) is None:
-            return super().get_state_dict(model, unwrap)
-        everywhere = self.project_configuration.save_on_each_node
-        return full_state_dict(model, ranks=range(self.num_processes) if everywhere else [0]) or {}
+        state = whole_state(model, everywhere=self.project_configuration.save_on_each_node)
+        return super().get_state_dict(model, unwrap) if state is None else state

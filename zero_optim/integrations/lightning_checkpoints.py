@@ -1,6 +1,7 @@
 """Lightning's checkpoints of sharded models: a file with everything, or a folder that all ranks write."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from zero_optim.checkpoint import load, peek, save
 from zero_optim.ddp import full_state_dict
 from zero_optim.ddp.full.module_hooks import units_of
+from zero_optim.integrations.parts import sharded_parts
 from zero_optim.integrations.stages import inner
 
 LIGHTNING = "lightning"  # in a folder's ``extra``: what is neither parameters nor optimizer state, as bytes
@@ -27,15 +29,16 @@ class SavesSharded(_Strategy):
     sharded_checkpoints: bool
     _folder: Path | None = None
     _is_ending = False
+    parts: Sequence[Any] = ()  # wrappers of modules with an optimizer each
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole model, at stage 3 on rank 0 alone; nothing for a folder."""
+        """Return the whole model, at stage 3 with one optimizer on rank 0 alone; nothing for a folder."""
         if self.sharded_checkpoints:
             return {}
-        if units_of(self.lightning_module) is None:
-            state: dict[str, Any] = super().lightning_module_state_dict()
-            return state
-        return full_state_dict(self.lightning_module) or {}
+        if len(sharded_parts(self.lightning_module)) == 1:
+            return full_state_dict(self.lightning_module) or {}
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def optimizer_state(self, optimizer: Any) -> Any:
         """Return the whole state on rank 0; nothing for a folder."""
@@ -91,4 +94,4 @@ class SavesSharded(_Strategy):
         try:
             super().teardown()
         finally:
-            self._is_ending = False
+            self.parts, self._is_ending = (), False

@@ -2,13 +2,13 @@
 
 import copy
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
 from zero_optim.ddp import unsharded
-from zero_optim.ddp.full.module_hooks import units_of
 from zero_optim.integrations.lightning_checkpoints import SavesSharded
+from zero_optim.integrations.parts import sharded_parts, wrap_parts
 from zero_optim.integrations.stages import WRAPPERS, check_stage, inner
 
 
@@ -43,7 +43,9 @@ class ZeroMixin(SavesSharded):
     def setup(self, trainer: Any) -> None:
         """Set up a run; a module that ``fit`` has sharded can be evaluated afterwards."""
         module = self.lightning_module
-        with nullcontext() if units_of(module) is None else unsharded(module):
+        with ExitStack() as whole:
+            for part in sharded_parts(module):
+                whole.enter_context(unsharded(part))
             super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -55,16 +57,19 @@ class ZeroMixin(SavesSharded):
         """Build optimizers and schedulers, then wrap; all ranks call."""
         super().setup_optimizers(trainer)
         optimizers = [inner(each) for each in self.optimizers]
-        if len(optimizers) != 1 and (self.stage > 1 or self.sharded_checkpoints):
-            raise ValueError(
-                f"stages 2, 3 and sharded checkpoints take one optimizer, got {len(optimizers)}: build one "
-                "from groups with an optimizer_class each, or use zero1"
-            )
-        if self.stage == 3 and not self.lightning_module.automatic_optimization:
-            raise ValueError("manual optimization calls backward() in forward(): stage 3 does not take it")
-        if self.stage > 1:
-            options = {**self.options_of_ddp, **self.wrap}
-            self.model = WRAPPERS[self.stage](self.lightning_module, optimizers[0], **options)
+        if len(optimizers) != 1 and self.sharded_checkpoints:
+            raise ValueError(f"sharded checkpoints take one optimizer, got {len(optimizers)}")
+        module, options = self.lightning_module, {**self.options_of_ddp, **self.wrap}
+        if (self.stage == 2 and len(optimizers) == 1) or (self.stage == 3 and module.automatic_optimization):
+            self.model = WRAPPERS[self.stage](module, optimizers[0], **options)
+        elif self.stage > 1:
+            self.parts = wrap_parts(module, optimizers, self.stage, options)
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """Begin a pass; raises what a pass before has found late, on a GPU."""
+        for part in self.parts if self.stage == 2 else ():  # others look when they are called
+            part.reducer.own.check_finished(waits=False)
+        super().pre_backward(closure_loss)
 
     @property
     def precision_plugin(self) -> Any:

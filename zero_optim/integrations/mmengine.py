@@ -36,6 +36,8 @@ class ZeroRunner(mmengine.runner.Runner):
     """``runner_type="ZeroRunner"``: trains at a stage of ZeRO, saves and resumes; arguments of ``Runner``."""
 
     model: Any
+    _has_loaded: bool
+    _is_initialized = False
     _options: dict[str, Any] | None = None  # of the wrapper that waits for the optimizer
 
     def wrap_model(self, model_wrapper_cfg: Any, model: nn.Module) -> Any:
@@ -47,11 +49,12 @@ class ZeroRunner(mmengine.runner.Runner):
         return convert_sync_batchnorm(model, sync_bn) if sync_bn else model
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
-        """Set weights to their first values, build the optimizer, then wrap; all ranks call."""
-        if not isinstance(optim_wrapper, OptimWrapper):
+        """Set first weights if none were loaded, build the optimizer, then wrap; all ranks call."""
+        if not (self._has_loaded or self._is_initialized):
             super()._init_model_weights()
-            if "optimizer" in optim_wrapper:
-                optim_wrapper = {"type": "ZeroOptimWrapper", **optim_wrapper}
+            self._is_initialized = True
+        if not isinstance(optim_wrapper, OptimWrapper) and "optimizer" in optim_wrapper:
+            optim_wrapper = {"type": "ZeroOptimWrapper", **optim_wrapper}
         wrapper = super().build_optim_wrapper(optim_wrapper)
         if self._options is not None:
             if isinstance(wrapper, OptimWrapperDict):

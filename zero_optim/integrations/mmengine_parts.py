@@ -15,7 +15,12 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 def build_optimizer(params: Any, optimizer_type: str, **options: Any) -> ZeroRedundancyOptimizer:
     """Build an optimizer of a class that the registry knows; all ranks call."""
-    return ZeroRedundancyOptimizer(params, OPTIMIZERS.get(optimizer_type), **options)
+    kind: Any = OPTIMIZERS.get(optimizer_type)
+    if kind is None:
+        raise ValueError(
+            f"expected optimizer_type to be a name of the registry OPTIMIZERS, got {optimizer_type!r}"
+        )
+    return ZeroRedundancyOptimizer(params, kind, **options)
 
 
 OPTIMIZERS.register_module("ZeroOptimizer", module=build_optimizer)

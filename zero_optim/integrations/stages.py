@@ -1,13 +1,16 @@
 """What adapters share: the wrapper of a stage, and the optimizer inside of a framework's own object."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel, full_state_dict
+from zero_optim.ddp.full.module_hooks import units_of
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+from zero_optim.shard.row_bucket import left_freed
 
 WRAPPERS: dict[int, Callable[..., nn.Module]] = {2: ShardedDataParallel, 3: FullyShardedDataParallel}
 
@@ -36,6 +39,17 @@ def consolidate(optimizer: Any, *, everywhere: bool) -> None:
         inner(optimizer).consolidate_state_dict(to=None if everywhere else 0)
 
 
+def whole_state(model: nn.Module, *, everywhere: bool) -> dict[str, Any] | None:
+    """Collect the state of a model at stage 3 on rank 0, or on all ranks; all call. Empty elsewhere.
+
+    None if the model is not sharded.
+    """
+    units = units_of(model)
+    if units is None:
+        return None
+    return full_state_dict(model, ranks=range(units.group.size) if everywhere else [0]) or {}
+
+
 def _unwrapped(wrapper: Any) -> Any:
     """Look inside wrappers of frameworks; some of them are instances of the class that they wrap."""
     if not isinstance(wrapper, Optimizer) or "core" in vars(wrapper):
@@ -59,3 +73,12 @@ def wrapped(
         handler.register_comm_hook(wrapper)  # raises if there is one
     wrapper._is_accelerate_prepared = True
     return wrapper  # type: ignore[no-any-return]
+
+
+def names_alone(model: nn.Module) -> AbstractContextManager[object]:
+    """Have ``state_dict()`` of modules show names, not values of stage 3, and not communicate.
+
+    PEFT asks for the names of each module that trains beside adapters, on the one rank that saves.
+    """
+    units = units_of(model)
+    return nullcontext() if units is None else left_freed(units.buckets)

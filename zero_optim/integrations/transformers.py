@@ -11,9 +11,7 @@ import transformers.trainer
 from torch import nn, optim
 from transformers import TrainerCallback
 
-from zero_optim.ddp import full_state_dict
-from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.integrations.stages import check_stage, consolidate, inner, wrapped
+from zero_optim.integrations.stages import check_stage, consolidate, inner, names_alone, whole_state, wrapped
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -80,20 +78,22 @@ class ZeroTrainer(_Trainer):
         return self._norm(self.args.max_grad_norm) if self.zero_stage > 1 else super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None and self.zero_stage > 1:
-            return self._norm(float("inf"))
-        return super()._get_grad_norm(model, grad_norm)
+        is_known = grad_norm is not None or self.zero_stage == 1
+        return super()._get_grad_norm(model, grad_norm) if is_known else self._norm(float("inf"))
 
     def _norm(self, max_norm: float) -> Any:
-        """Clip sharded gradients; return the norm before."""
         self.accelerator.unscale_gradients()
         return inner(self.optimizer).clip_grad_norm_(max_norm)
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model; all ranks call, though some versions of Trainer call `_save` on one alone."""
+        self._whole = whole_state(self.model, everywhere=self.args.save_on_each_node)
+        super().save_model(*args, **kwargs)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is None and units_of(self.model) is not None:
-            ranks = range(self.args.world_size) if self.args.save_on_each_node else [0]
-            state_dict = full_state_dict(self.model, ranks=ranks)
-        super()._save(output_dir, state_dict=state_dict)
+        state_dict = state_dict or self.__dict__.pop("_whole")
+        with names_alone(self.model):
+            super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         consolidate(self.optimizer, everywhere=self.args.save_on_each_node)

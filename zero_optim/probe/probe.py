@@ -52,6 +52,8 @@ _FEEDS = (
 # they rounded shows from the second step on.
 LARGE = (256, 176)
 STEPS_OF_LARGE = 3
+# Of classes with idle entries, which may begin to count later.
+_MANY_STEPS = 64
 # Enough for the same, if several are stepped apart.
 _SEVERAL_LARGE = ((128, 32), (64, 128))
 
@@ -135,16 +137,20 @@ def _traits(trial: TrialRecord) -> Traits:
     coupling = _why_coupled(trial)
     if coupling is not None:
         return Traits(coupling=coupling, counting=coupling, shape_use=coupling)
+    in_half = _why_coupled_with(replace(trial.feed, dtype=torch.bfloat16, num_steps=2), trial)
     moves_frozen = _moves_frozen(trial)
     if moves_frozen:
         counting: str | None = "it changes parameters that have no gradient, and these are not stepped then"
     else:
         counting = difference(trial, Variant("stepped in parts", in_parts=True))
     return Traits(
+        in_half=in_half,
         counting=counting,
         shape_use=_why_shape_used(trial),
         unsaved=why_not_saved(trial),
         moves_frozen=moves_frozen,
+        idle=frozenset(trial.idle),
+        retyped=frozenset(trial.retyped - trial.idle),
     )
 
 
@@ -162,23 +168,30 @@ def _why_coupled(trial: TrialRecord, *, with_state: bool = True) -> str | None:
 
 
 def _why_coupled_otherwise(trial: TrialRecord) -> str | None:
-    """Try again: NaN, single precision or a small size may hide a difference."""
-    subject, feed = trial.subject, trial.feed
-    if feed.dtype != torch.float32 or feed.shapes == _SEVERAL_LARGE:
+    """Try again: NaN or a small size may hide a difference, and idle entries may count later."""
+    feed = trial.feed
+    if feed.dtype != torch.float32 or feed.shapes == _SEVERAL_LARGE or feed.num_steps == _MANY_STEPS:
         return None
     tamer = [] if trial.finite or feed.huge == 1 else [replace(feed, huge=1.0)]
-    half = replace(feed, dtype=torch.bfloat16, num_steps=2)
     large = replace(feed, shapes=_SEVERAL_LARGE, num_in_group=1, num_steps=STEPS_OF_LARGE, gaps=False)
-    for again in filter(None, (recorded(subject, each) for each in (*tamer, half, large))):
-        reason = _why_coupled(again)
-        if reason is not None:
-            # Equal trials may differ in state only, as those of fused SGD in bfloat16 do.
-            repeated = record(subject, again.feed)
-            if repeated.values == again.values and state_difference(again, repeated.run) is not None:
-                reason = _why_coupled(again, with_state=False)
-        if reason is not None:
-            return reason
-    return None
+    longer = [replace((*tamer, feed)[0], num_steps=_MANY_STEPS)] if trial.idle | trial.retyped else []
+    reasons = (_why_coupled_with(each, trial) for each in (*tamer, large, *longer))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_coupled_with(feed: Feed, trial: TrialRecord) -> str | None:
+    again = recorded(trial.subject, feed)
+    if again is None:
+        return None
+    reason = _why_coupled(again)
+    if reason is not None:
+        # Equal trials may differ in state only, as those of fused SGD in bfloat16 do.
+        repeated = record(again.subject, feed)
+        if repeated.values == again.values and state_difference(again, repeated.run) is not None:
+            reason = _why_coupled(again, with_state=False)
+    trial.idle |= again.idle
+    trial.retyped |= again.retyped
+    return reason
 
 
 def _why_shape_used(trial: TrialRecord) -> str | None:

@@ -17,7 +17,7 @@ from zero_optim.comm.encoding import Nested, allow_objects, decode, encode, hold
 from zero_optim.errors import message_of
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.probe.comparison import same
-from zero_optim.probe.trials import TrialRecord, Variant, first_line_of, record, recorded, start
+from zero_optim.probe.trials import TrialRecord, TrialRun, Variant, first_line_of, record, recorded, start
 
 BESIDE = "beside the state"
 _LARGE = (256, 176)
@@ -62,7 +62,8 @@ def why_not_saved(trial: TrialRecord) -> str | None:
         return message_of(error)
     except Exception:  # noqa: BLE001 - the user's class may raise anything
         return NEVER
-    if not (has_own_dict(optimizer) or has_objects or _keeps_attributes(trial)):
+    is_plain = not (has_own_dict(optimizer) or has_objects or trial.idle | trial.retyped)
+    if is_plain and not _keeps_attributes(trial):
         return None
     try:
         return _why_not_resumed(trial)
@@ -91,23 +92,33 @@ def _sent(value: Nested) -> Nested:
 
 
 def _why_not_resumed(trial: TrialRecord) -> str | None:
-    alone = trial.begin(Variant("alone", only=(0,)))
+    """Load what ranks with one parameter each save into one optimizer, and what it saves into theirs."""
+    alone = {index: trial.begin(Variant("alone", only=(index,))) for index in trial.starts}
     for number, gradients in enumerate(trial.gradients):
-        alone.step(number, {0: gradients[0]})
-    if not same(beside_of(trial.run.optimizer), beside_of(alone.optimizer)):
+        for index, run in alone.items():
+            run.step(number, {index: gradients[index]})
+    if not same(beside_of(trial.run.optimizer), beside_of(alone[0].optimizer)):
         return "what it saves beside its state depends on the parameters it has"
     before = record(trial.subject, trial.feed).run
     values = {index: leaf.detach() for index, (leaf,) in before.leaves.items()}
-    after = start(trial.subject, trial.feed, values)
-    index_of = {leaf: index for index, (leaf,) in before.leaves.items()}
-    raw = {index_of.get(key, key): entries for key, entries in before.optimizer.state.items()}
-    everything = [raw, [options_of(group) for group in before.optimizer.param_groups]]
-    raw, groups, beside = _sent([*everything, beside_of(before.optimizer)])
-    of_leaves = {after.leaves[key][0] if key in after.leaves else key: value for key, value in raw.items()}
-    load_packed(after.optimizer, of_leaves, groups, beside)
+    parts = {index: run.state_of(index)[0] for index, run in alone.items()}
+    after = [start(trial.subject, trial.feed, values)]
+    _load(after[0], alone[0], {**alone[0].global_state(), **parts})
+    for index in values:
+        after.append(start(trial.subject, trial.feed, values, alone[index].variant))
+        _load(after[-1], before, {**before.global_state(), index: before.state_of(index)[0]})
     for number, gradients in enumerate(trial.gradients):
-        for run in (before, after):
-            run.step(number, gradients)
-        if any(before.bits(index) != after.bits(index) for index in values):
-            return "what a new one loads is not all that it needs to go on equally"
+        for run in (before, *after):
+            run.step(number, {index: gradients[index] for index in run.leaves})
+            if any(before.bits(index) != run.bits(index) for index in run.leaves):
+                return "what a new one loads is not all that it needs to go on equally"
     return None
+
+
+def _load(run: TrialRun, saved: TrialRun, state: Mapping[Any, Any]) -> None:
+    """Load state by parameter and global entries, and what else a run saves, as they are sent."""
+    groups = [options_of(group) for group in saved.optimizer.param_groups]
+    state, groups, beside = _sent([dict(state), groups, beside_of(saved.optimizer)])
+    place = {index: leaf for index, (leaf,) in run.leaves.items()}
+    of_leaves = {place.get(key, key): entries for key, entries in state.items() if entries != {}}
+    load_packed(run.optimizer, of_leaves, groups, beside)

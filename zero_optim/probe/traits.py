@@ -24,11 +24,14 @@ class Traits:
     """What a class with its options tolerates, bit for bit: reasons against it, or None."""
 
     coupling: str | None = None  # why parameters cannot be stepped by separate optimizers
+    in_half: str | None = None  # the same of parameters in half precision
     counting: str | None = None  # why one optimizer cannot step part of its parameters at a time
     shape_use: str | None = None  # why a parameter cannot be cut in pieces
     untried: str | None = None  # why the class could not be tried at all
     unsaved: str | None = None  # why its state cannot be saved and resumed
     moves_frozen: bool = False  # whether a step changes parameters that never had a gradient
+    idle: frozenset[str] = frozenset()  # entries of groups that differ between ranks, without influence
+    retyped: frozenset[str] = frozenset()  # those that are one number in two types
 
     def answers(self) -> list[bool]:
         """Return what the class tolerates, as bools for ranks to combine."""
@@ -80,3 +83,9 @@ def refusal(optimizer_class: Callable[..., Optimizer], traits: Traits) -> str:
         "sharding, or choose another optimizer; assume_separable=True shards it all the same, for when you "
         "know better"
     )
+
+
+def refusal_in_half(optimizer_class: Callable[..., Optimizer], traits: Traits) -> str:
+    """Return why a class is refused for parameters in half precision, and what to do."""
+    reason = f"with parameters of bfloat16, {traits.in_half}. master_dtype=torch.float32 steps copies of them"
+    return refusal(optimizer_class, replace(traits, coupling=reason))

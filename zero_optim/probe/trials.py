@@ -151,6 +151,8 @@ class TrialRecord:
     gradients: list[dict[int, Tensor | None]] = field(default_factory=list)
     values: list[list[bytes]] = field(default_factory=list)
     drew: bool = False
+    idle: set[str] = field(default_factory=set)  # group entries without influence: Note [Idle entries]
+    retyped: set[str] = field(default_factory=set)  # those that are one number in two types
 
     @property
     def moved(self) -> bool:

@@ -100,7 +100,10 @@ class Snapshot:
                     "the optimizer was stepped, loaded or given a group after the state was consolidated: "
                     f"{call} again"
                 )
-            raise NotConsolidatedError(f"rank {rank} holds only its own part of the state: {call} first")
+            raise NotConsolidatedError(
+                f"rank {rank} holds only its own part of the state: {call} first. For Accelerate and others, "
+                "which ask for it themselves, zero_optim.integrations has classes and callbacks that do"
+            )
         return {key: dict(value) if isinstance(value, dict) else value for key, value in self._whole.items()}
 
 
@@ -213,12 +216,16 @@ class Core:
         pieces = zip(names, map(self.sharding.pieces.__getitem__, self.params), strict=True)
         return [
             *describe_params(self.groups),
-            *describe_options(self.groups),
+            *self.describe_options(),
             f"buckets of {self.sharding.cap_nbytes} bytes",
             *self.owned.local.describe_specs(),
             *self.inputs.options.describe(),
             *(f"parameter {name} {owned_by_text(each)}" for name, each in pieces),
         ]
+
+    def describe_options(self, groups: Sequence[ParamGroup] | None = None) -> list[str]:
+        """Describe each group's options, or those of others, for ranks to compare."""
+        return describe_options(self.owned.local.compared(self.groups if groups is None else groups))
 
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""
@@ -231,10 +238,18 @@ class Core:
         return [param for param in self.params if self.sharding.piece_here(param) is not None]
 
     def own_state(self) -> dict[Any, Any]:
-        """Return this rank's state by parameter, and global entries."""
+        """Return this rank's state by parameter, and global entries; ValueError if some was removed."""
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
-        others = set(self.params).difference(self.own_params())
+        params = set(self.params)
+        others = params.difference(self.own_params())
         own = {key: value for key, value in self.state.items() if key not in others}
+        removed = [key for key in own if isinstance(key, Tensor) and key not in params and own[key]]
+        if removed:
+            shapes = ", ".join(str(tuple(param.shape)) for param in removed)
+            raise ValueError(
+                f"param_groups do not list all parameters that have state (shapes {shapes}): put them back, "
+                "or drop their state too, on all ranks, with optimizer.state.pop(param, None)"
+            )
         own.update(self.owned.local.beside())
         return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 

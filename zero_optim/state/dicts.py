@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.agreement import agree, agreeing, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors, map_tensors
 from zero_optim.comm.wire import copied, copied_to_cpu
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import describe_options, param_names
+from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.probe.saved import BESIDE
 from zero_optim.run.progress import progress
@@ -40,12 +40,14 @@ def with_beside(packed: dict[str, Any]) -> dict[str, Any]:
 
 def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
     """Bring the whole state to ranks' snapshots, in CPU memory; all ranks call."""
-    core.owned.local.check_dicts()
     group = core.group
     with group.doing("consolidate_state_dict()"):
-        agree(group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
+        with agreeing(group, "the target of consolidate_state_dict") as agreed:
+            core.owned.local.check_dicts()
+            held = core.held()
+            sizes = [len(each["params"]) for each in core.groups]
+            agreed.items += [f"to={describe(to)}", f"groups of {sizes} parameters"]
         targets = check_targets(to, group.size)
-        held = core.held()
         wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
         # All ranks own about the same number of bytes, so this rank's number gives the total.
         total = group.size * sum(tensor.nbytes for tensor in inner_tensors(dict(held.state)))
@@ -103,7 +105,7 @@ def load(
         core.check_weights()
         groups = core.with_options(beside["options"])
         core.check_cuts(groups)
-        described = describe_options(groups)
+        described = core.describe_options(groups)
     agree(group, described, "the options of the state dict")
     owned = {params[index]: entries for index, entries in part.state.items()}
     everywhere = map_tensors(beside["everywhere"], copied)

@@ -17,7 +17,7 @@ from itertools import pairwise
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
-from zero_optim.plan.groups import ParamGroup, describe_options, param_names
+from zero_optim.plan.groups import ParamGroup, param_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.state.core import Core
 from zero_optim.state.mirror import MirrorReport
@@ -66,17 +66,17 @@ class Holders:
     options: Sequence[ParamGroup] | None = None
 
 
-def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | None:
-    """Return the holders of the state; None if all ranks are new. All ranks call.
+def find_holders(core: Core, group: RankGroup, own: Held, *, may_lose: bool) -> Holders | None:
+    """Return the holders of the state; None if all ranks are new. All ranks call, with their own.
 
     LostStateError or RankMismatchError on every rank, unless the ranks hold one state.
     """
     pieces = [core.sharding.piece_here(param) for param in core.params]
-    snapshot, own = core.snapshot, core.held()
+    snapshot = core.snapshot
     mine = Holding(
         snapshot.age,
         snapshot.is_torn,
-        describe_options(core.groups),
+        core.describe_options(),
         bool(own.everywhere),
         [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
         snapshot.steps,

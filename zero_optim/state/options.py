@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -40,11 +40,11 @@ class ShardingOptions:
     on_stall: str = "raise"
     own_options: Sequence[str] = ()
     mirror: bool = False
+    allow_unsaved: bool = False
 
     @property
     def _flags(self) -> dict[str, bool]:
-        names = ("parameters_as_bucket_view", "overlap_with_ddp", "assume_separable", "cuts", "mirror")
-        return {name: getattr(self, name) for name in names}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.type is bool}
 
     def check_flags(self) -> None:
         """Refuse flags of wrong types, and wrong limits; other options are checked at their use."""
@@ -152,10 +152,9 @@ class GroupOptions:
     def local_over(self, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         """Build the groups' classes over this rank's leaves."""
         specs = [each.spec for each in self.specs]
-        local = LocalOptimizer(self.default, groups, specs, leaf_of, self.options.assume_separable)
-        if self.options.mirror:
-            local.check_dicts()
-        return local
+        options = self.options
+        saves = options.mirror or not options.allow_unsaved
+        return LocalOptimizer(self.default, groups, specs, leaf_of, options.assume_separable, saves)
 
     def why_whole(
         self,

@@ -1,6 +1,5 @@
 """One optimizer of the user's class over this rank's leaves."""
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -11,8 +10,8 @@ from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options
 from zero_optim.plan.option_values import plain
 from zero_optim.probe.cut_rows import CutRows, why_not_sparse_rows
 from zero_optim.probe.probe import probe, state_entries
-from zero_optim.probe.saved import BESIDE, NEVER, has_own_dict, load_packed
-from zero_optim.probe.traits import Traits, refusal
+from zero_optim.probe.saved import BESIDE, has_own_dict, load_packed
+from zero_optim.probe.traits import Traits, refusal, refusal_in_half
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.spec import OptimizerSpec
 
@@ -62,10 +61,10 @@ class BuiltOptimizer:
             if steps_parts:
                 self.check_parts(traits)
             self.traits = traits
-            if traits.unsaved not in (None, NEVER):
-                warnings.warn(
-                    f"{self._unsaved(traits.unsaved)}. Without saving it trains as it should", stacklevel=2
-                )
+            leaves_now = params_of(self.optimizer.param_groups)
+            narrow = any(leaf.is_floating_point() and leaf.element_size() < 4 for leaf in leaves_now)
+            if traits.in_half is not None and narrow:
+                raise ValueError(refusal_in_half(self.spec.optimizer_class, traits))
 
     def check_saved(self) -> None:
         """Raise TypeError if the state cannot be saved and resumed."""

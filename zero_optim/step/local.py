@@ -20,7 +20,7 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable
+from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable, plain
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
 from zero_optim.probe.traits import Traits
@@ -35,7 +35,8 @@ class LocalOptimizer:
 
     Every public group, with its spec in ``specs``, has a local one, even if this rank owns none of it; it
     receives the class's defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no
-    optimizer; ValueError if sharding would change a class, unless ``assume_separable``.
+    optimizer, and if it ``saves`` state and that of a class cannot be saved; ValueError if sharding would
+    change a class, unless ``assume_separable``.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class LocalOptimizer:
         specs: Sequence[OptimizerSpec],
         owned: Mapping[Tensor, Tensor],
         assume_separable: bool,
+        saves: bool,
     ) -> None:
         self.default = default
+        self._saves = saves
         self._is_tried = not assume_separable
         self._leaf_of = dict(owned)
         self.members: list[list[Tensor]] = []  # of the public groups, which the local ones follow
@@ -58,6 +61,7 @@ class LocalOptimizer:
             members = [_over_leaves(groups[number], self._leaf_of) for number in numbers]
             if numbers:
                 self._build(spec, numbers, members)
+        self._check_saves()
         self._fill_in(groups)
 
     def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
@@ -68,7 +72,8 @@ class LocalOptimizer:
         """Build the same classes over other leaves from the original options; ``groups`` stay unchanged."""
         specs = self.specs()
         first = [{"params": group["params"], **of.options} for group, of in zip(groups, specs, strict=True)]
-        return LocalOptimizer(self.default, first, [each.spec for each in specs], owned, not self._is_tried)
+        of_groups = [each.spec for each in specs]
+        return LocalOptimizer(self.default, first, of_groups, owned, not self._is_tried, self._saves)
 
     # ------------------------------------------------------------------ classes
 
@@ -98,6 +103,14 @@ class LocalOptimizer:
         names = [built.spec.name for built in self._built if has_own_dict(built.optimizer)]
         if names and len(self._built) > 1:
             raise TypeError(f"{names[0]} has a state_dict() of its own, and is one of several optimizers")
+
+    def _check_saves(self) -> None:
+        try:
+            if self._saves:
+                self.check_dicts()
+        except TypeError as error:
+            hint = "To train it all the same, build the optimizer with allow_unsaved=True"
+            raise TypeError(f"{error}. {hint}") from None
 
     def beside(self) -> dict[str, Any]:
         """Return what a class saves beside its state, as a global entry: Note [Beside the state]."""
@@ -253,7 +266,20 @@ class LocalOptimizer:
             for key, value in options[number].items()
             if key not in first and are_close(built.defaults.get(key, value), value)
         ]
-        return defaults, self._written
+        numbers = range(len(options))
+        return defaults, self._written | {(n, key) for n in numbers for key in self._traits_of(n).idle}
+
+    def compared(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+        """Return groups without idle entries: Note [Idle entries] in `zero_optim.probe.comparison`."""
+        compared = []
+        for traits, group in zip(map(self._traits_of, range(len(groups))), groups, strict=True):
+            retyped = {key: plain(group[key]) for key in traits.retyped & group.keys()}
+            compared.append({key: v for key, v in {**group, **retyped}.items() if key not in traits.idle})
+        return compared
+
+    def _traits_of(self, number: int) -> Traits:
+        traits = (built.traits for built in self._built if number in built.numbers)
+        return next(traits, None) or Traits()
 
     # ------------------------------------------------------------------ groups
 
@@ -275,6 +301,7 @@ class LocalOptimizer:
             self._build(spec, [number], [part])
         else:
             shared.add_group(number, part, steps_parts=self._steps_parts)
+        self._check_saves()
         _fill_in(group, self._groups()[number])
 
     def drop_groups(self, count: int) -> None:

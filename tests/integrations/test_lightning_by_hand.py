@@ -1,0 +1,198 @@
+"""Modules that step by hand train at stages 1 to 3 as with `DDPStrategy`: one optimizer, several, GANs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_lightning import Fit, Module, batches, run_weights
+from torch import Tensor, nn
+
+from frameworks import as_torchrun_says, assert_same, whole
+from pool import Pool, on_ranks
+from zero_optim import ZeroRedundancyOptimizer
+
+AdamW = torch.optim.AdamW
+
+
+class TwoOptimizers(Module):
+    """Steps by hand, the body and the head in turn."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parts = [*self.net.first.parameters(), *self.net.blocks.parameters()], [*self.net.last.parameters()]
+        if self.stage:
+            return [ZeroRedundancyOptimizer(part, AdamW, lr=0.05) for part in parts]
+        return [AdamW(part, lr=0.05) for part in parts]
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        both: Any = self.optimizers()
+        for optimizer in both:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in both:
+            optimizer.step()
+
+
+class ByHand(Module):
+    """Steps one optimizer by hand, and clips."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        self.clip_gradients(optimizer, 0.3, "norm")
+        optimizer.step()
+
+
+class Gan(Module):
+    """Trains a generator and a critic in turn; the critic's loss leaves the generator out."""
+
+    toggles = False
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.critic = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parts = [*self.net.parameters()], [*self.critic.parameters()]
+        if self.stage:
+            return [ZeroRedundancyOptimizer(part, AdamW, lr=0.05) for part in parts]
+        return [AdamW(part, lr=0.05) for part in parts]
+
+    def take(self, optimizer: Any, is_fake: bool, batch: list[Tensor]) -> None:
+        if self.toggles:
+            self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        fake, real = self.net(batch[0]), batch[1]
+        self.manual_backward(
+            self.critic(fake).square().mean()
+            if is_fake
+            else (self.critic(fake.detach()) - self.critic(real)).mean()
+        )
+        self.clip_gradients(optimizer, 0.3, "norm")
+        optimizer.step()
+        if self.toggles:
+            self.untoggle_optimizer(optimizer)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        generator, critic = self.optimizers()
+        self.take(critic, False, batch)
+        self.take(generator, True, batch)
+
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("loss", self.critic(self.net(batch[0])).mean(), sync_dist=True)
+
+
+class Toggled(Gan):
+    """Freezes the other part for each step."""
+
+    toggles = True
+
+
+def options(stage: int, *, unused: bool = False) -> dict[str, Any]:
+    """DDP wraps all, and a loss leaves a part out; at stages 2 and 3 each part is wrapped by itself."""
+    wrap = {"wrap": {"units": "auto"}} if stage == 3 else {}
+    return {**wrap, "ddp": {"find_unused_parameters": unused or stage < 2}}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_modules_may_step_by_hand(stage: int) -> None:
+    expected = Fit(0, module=ByHand).weights()
+    assert_same(Fit(stage, module=ByHand).weights(), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("module", "unused"), [(Gan, False), (Toggled, False), (Toggled, True)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gans_train_and_can_be_tested(stage: int, module: type[Gan], unused: bool) -> None:
+    results = []
+    for each in (0, stage):
+        trainer, trained = Fit(each, module=module, **options(each, unused=unused)).run()
+        weights = whole(trained)
+        if stage == 3 and dist.get_rank() > 0:  # rank 0 sends buffers there, and DDPStrategy does not
+            weights = {name: value for name, value in weights.items() if "running" not in name}
+        with as_torchrun_says():
+            losses = trainer.test(trained, batches(), verbose=False)
+        results.append((weights, losses))
+    (expected, losses), (got, same) = results
+    assert_same(got, expected)
+    assert same == losses
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gans_can_be_trained_again(stage: int) -> None:
+    results = []
+    for each in (0, stage):
+        fit = Fit(each, module=Gan, **options(each))
+        _, trained = fit.run()
+        with as_torchrun_says():
+            fit.trainer().fit(trained, batches())
+        results.append(whole(trained))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_checkpoints_of_several_optimizers_resume(pool: Pool, tmp_path: Path, stage: int, size: int) -> None:
+    results, files = [], []
+    for each in (0, stage):
+        common = {"module": Gan, **options(each)}
+        path = tmp_path / str(each)
+        pool.run(2, run_weights, Fit(each, saves=str(path), **common))
+        results.append(pool.run(size, run_weights, Fit(each, epochs=2, resumes=str(path), **common))[0])
+        files.append(torch.load(path))
+    assert_same(results[1], results[0])
+    assert_same(files[1]["state_dict"], files[0]["state_dict"])
+    for ours, theirs in zip(files[1]["optimizer_states"], files[0]["optimizer_states"], strict=True):
+        assert ours["state"].keys() == theirs["state"].keys()
+        assert all(
+            torch.equal(ours["state"][i]["exp_avg"], theirs["state"][i]["exp_avg"]) for i in theirs["state"]
+        )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_optimizers_may_have_parts_of_one_module_but_not_at_stage_3(stage: int) -> None:
+    expected = Fit(0, module=TwoOptimizers).weights()
+    assert_same(Fit(stage, module=TwoOptimizers).weights(), expected)
+    with pytest.raises(ValueError, match="at stage 3 each optimizer has one module"):
+        Fit(3, module=TwoOptimizers).run()
+
+
+class Apart(Gan):
+    """The critic has no optimizer, or two."""
+
+    num_critics = 0
+
+    def configure_optimizers(self) -> Any:
+        generator, _ = super().configure_optimizers()
+        more = [ZeroRedundancyOptimizer(self.critic[0].parameters(), AdamW) for _ in range(self.num_critics)]
+        return [generator, *more]
+
+
+class Twice(Apart):
+    num_critics = 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_cannot_be_meant_is_refused(stage: int) -> None:
+    for module in (Apart, Twice):
+        with pytest.raises(
+            ValueError, match=r"parameter that trains has one optimizer|optimizer does not have"
+        ):
+            Fit(stage, module=module).run()
+    with pytest.raises(ValueError, match="sharded checkpoints take one optimizer, got 2"):
+        Fit(stage, sharded=True, module=Gan).run()
