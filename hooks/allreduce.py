@@ -15,7 +15,7 @@ from zero_optim.comm.works import explained
 from zero_optim.compat.streams import record_use
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
 from zero_optim.host.calls import can_sum, sum_all
-from zero_optim.host.lane import HostLane
+from zero_optim.host.shared_memory import SharedMemory
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -64,9 +64,10 @@ def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
         # Complex numbers travel as pairs of real ones.
         return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
 
-    lane = None if works is None else works.lane
-    future = _start(group, tensor) if lane is None or not can_sum(tensor) else _start_in_memory(lane, tensor)
-    return future.then(summed)
+    memory = None if works is None else works.memory
+    if memory is None or not can_sum(tensor):
+        return _start(group, tensor).then(summed)
+    return _start_in_memory(memory, tensor).then(summed)
 
 
 def _start(group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[Any]:
@@ -76,7 +77,7 @@ def _start(group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[Any
     return future
 
 
-def _start_in_memory(lane: HostLane, tensor: Tensor) -> torch.futures.Future[Any]:
+def _start_in_memory(memory: SharedMemory, tensor: Tensor) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
 
     def end(failure: str | None) -> None:
@@ -85,7 +86,7 @@ def _start_in_memory(lane: HostLane, tensor: Tensor) -> torch.futures.Future[Any
         else:
             future.set_exception(dist.DistNetworkError(failure))
 
-    sum_all(lane, tensor, end)
+    sum_all(memory, tensor, end)
     return future
 
 

@@ -23,20 +23,20 @@ from zero_optim.comm.sending import exchange, spread_rows
 from zero_optim.hooks import allreduce_hook
 from zero_optim.host import calls
 from zero_optim.host.channel import PIECE
-from zero_optim.host.lane import HostLane
 from zero_optim.host.segment import Segment
+from zero_optim.host.shared_memory import SharedMemory
 
 # In elements of 4 bytes: of one chunk or several, of a piece and more, more than a ring holds.
 LENGTHS = (1, 2, 7, 16, 100, 1000, PIECE // 4, PIECE // 4 + 3, 3 * 2**19 + 5)
 
 
-def shared() -> tuple[RankGroup, HostLane]:
-    """The default group, whose ranks share memory, and its lane."""
+def shared() -> tuple[RankGroup, SharedMemory]:
+    """The default group, whose ranks share memory, and its memory."""
     assert zero_optim.share_host_memory()
     group = RankGroup.of(None)
-    lane = group.lane(torch.device("cpu"))
-    assert lane is not None
-    return group, lane
+    memory = group.shared_memory(torch.device("cpu"))
+    assert memory is not None
+    return group, memory
 
 
 def rows_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -50,7 +50,7 @@ def rows_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> list[Te
 
 @on_ranks(2, 3, slow=4)
 def test_a_sum_has_the_bits_of_gloo() -> None:
-    group, lane = shared()
+    group, memory = shared()
     generator = torch.Generator().manual_seed(group.rank)
     for dtype in (torch.float32, torch.float64, torch.complex64):
         for length in LENGTHS:
@@ -58,22 +58,22 @@ def test_a_sum_has_the_bits_of_gloo() -> None:
             expected = mine.clone()
             dist.all_reduce(expected)
             assert calls.can_sum(mine)
-            number = lane.num_started
+            number = memory.num_started
             group.start_sum(mine)[1].wait()
-            assert lane.num_started == number + 1
+            assert memory.num_started == number + 1
             assert torch.equal(mine, expected), (dtype, length)
 
 
 @on_ranks(2)
 def test_what_gloo_rounds_in_its_own_way_goes_through_gloo() -> None:
-    group, lane = shared()
+    group, memory = shared()
     for mine in (torch.ones(5, dtype=torch.int64), torch.ones(5).half(), torch.ones(5, 5).t()[1:]):
-        number = lane.num_started
+        number = memory.num_started
         expected = torch.full_like(mine, 2)
         if mine.is_contiguous():  # gloo takes no others
             group.start_sum(mine)[1].wait()
             assert torch.equal(mine, expected)
-        assert lane.num_started == number
+        assert memory.num_started == number
         assert not calls.can_sum(mine)
 
 
@@ -115,13 +115,21 @@ def test_a_step_in_the_backward_pass_has_the_same_bits(wrapper: str, gradients: 
 
 
 @on_ranks(2)
+def test_an_optimizer_tells_that_it_sends_through_memory() -> None:
+    for in_memory in (False, True, False):
+        zero_optim.share_host_memory(in_memory)
+        optimizer = sharded(linear(), timeout=None)
+        assert ("broadcasts a step, through memory" in str(optimizer.explain(quiet=True))) is in_memory
+
+
+@on_ranks(2)
 def test_a_hook_sums_in_memory() -> None:
-    group, lane = shared()
+    group, memory = shared()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
     model.register_comm_hook(None, allreduce_hook)
-    number = lane.num_started
+    number = memory.num_started
     model(torch.full((1, 3), float(group.rank))).sum().backward()
-    assert lane.num_started > number
+    assert memory.num_started > number
     assert torch.equal(model.module.weight.grad, torch.full((3, 3), 0.5))
 
 
@@ -141,7 +149,7 @@ def test_rows_with_other_tags_are_not_taken_and_the_next_call_goes_on() -> None:
 
 @on_ranks(2)
 def test_a_rank_that_does_something_else_holds_nobody_up() -> None:
-    """Its lane's own thread takes and sends what is more than a ring holds."""
+    """Its memory's own thread takes and sends what is more than a ring holds."""
     group, _ = shared()
     tensor = torch.full((2**22,), float(group.rank + 1))
     _, work = group.start_sum(tensor)
@@ -229,7 +237,7 @@ def test_every_other_rank_names_one_that_is_lost(how: str, said: str) -> None:
 
 
 def fork_and_sum() -> str:
-    group, lane = shared()
+    group, memory = shared()
     child = os.fork()
     if child == 0:
         try:
@@ -240,7 +248,7 @@ def fork_and_sum() -> str:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     total = torch.ones(3)
     group.start_sum(total)[1].wait()
-    assert lane.failure is None
+    assert memory.failure is None
     return str(total.tolist())
 
 
@@ -251,8 +259,8 @@ def test_a_forked_child_cannot_take_part_and_its_end_ends_nothing() -> None:
 @on_ranks(2)
 def test_nothing_is_left_that_others_could_open() -> None:
     """The memory has no name, and its descriptors are closed once all have mapped it."""
-    _, lane = shared()
-    assert lane.peers == (1 - dist.get_rank(),)
+    _, memory = shared()
+    assert memory.peers == (1 - dist.get_rank(),)
     open_now = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert not [name for name in open_now if "zero_optim" in name]
     assert not list(Path("/dev/shm").glob("*zero_optim*"))

@@ -247,9 +247,9 @@ def share_host_memory(shares: bool = True) -> bool:
         agreed.items.append(f"shares={shares}")
     world.works.log.shares_memory = shares
     world.meet()
-    shared = world.lane(torch.device("cpu")) is not None
+    shared = world.shared_memory(torch.device("cpu")) is not None
     if shares and not shared and world.size > 1:
-        why = world.works.why_no_lane
+        why = world.works.why_no_memory
         warnings.warn(f"the ranks of the default group cannot share memory: {why}", stacklevel=2)
     return shared
 

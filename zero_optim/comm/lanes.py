@@ -181,7 +181,7 @@ def _common(everyone: list[dict[str, Any]]) -> list[str]:
 def num_started(lane: RankGroup) -> int:
     """Return how many collectives a lane started, equal on all ranks; an exchange counts once."""
     count = getattr(lane.process_group, "_get_sequence_number_for_group", None)
-    in_memory = 0 if lane.works.lane is None else lane.works.lane.num_started
+    in_memory = 0 if lane.works.memory is None else lane.works.memory.num_started
     return in_memory + (int(count()) - lane.works.apart if count is not None else 0)
 
 

@@ -91,7 +91,7 @@ class RowSum:
         own, rank = rows[group.rank], group.rank
         self._total = own if in_place else torch.empty_like(own)
         sending = replace(lanes[0], phase=group.during("reduce").phase)
-        memory = sending.lane(own.device) if group.size > 1 else None
+        memory = sending.shared_memory(own.device) if group.size > 1 else None
         if memory is not None:
             work = sending.begin_work(about, own.device)
             with work.starting():

@@ -45,7 +45,7 @@ def exchange(
     if group.size == 1:
         return [], received
     lane = replace(lanes[0], phase=group.phase)  # it counts for whoever exchanges
-    memory = lane.lane(mine.device)
+    memory = lane.shared_memory(mine.device)
     work = lane.begin_work(about, mine.device)
     how = lane.transport(mine.device).exchanges
     handle: Waitable
@@ -122,7 +122,7 @@ def spread_rows(
     """
     if group.size == 1 or not rows:
         return []
-    memory = group.lane(rows[0][1].device)
+    memory = group.shared_memory(rows[0][1].device)
     work = group.begin_work(about, rows[0][1].device)
     octets = [(owner, row.view(torch.uint8)) for owner, row in rows]  # as broadcasts send them
     others = [rank for rank in range(group.size) if rank != group.rank]

@@ -33,7 +33,7 @@ from zero_optim.compat.threads import start_thread
 
 if TYPE_CHECKING:
     from zero_optim.comm.works import Work
-    from zero_optim.host.lane import HostLane
+    from zero_optim.host.shared_memory import SharedMemory
 
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
 _FEW = 4  # works, among which it is not worth while to look for those that ended
@@ -68,14 +68,14 @@ class GroupWorks:
         self.pending = set["Work"]()
         self._drops_from = _FEW
         self.group = weakref.ref(process_group, self._let_go)
-        self.lane: HostLane | None = None  # if the ranks share memory
-        self.why_no_lane: str | None = None  # None until they have met
+        self.memory: SharedMemory | None = None  # that the ranks share
+        self.why_no_memory: str | None = None  # None until they have met
         self._can_cut = can_cut
 
     def _let_go(self, _group: object) -> None:
         self.pending.clear()  # the works keep connections
-        if self.lane is not None:
-            self.lane.close()
+        if self.memory is not None:
+            self.memory.close()
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -100,8 +100,8 @@ class GroupWorks:
         group = self.group()
         if group is None:
             return
-        if self.lane is not None:
-            self.lane.close("Connection closed: the process group was given up")
+        if self.memory is not None:
+            self.memory.close("Connection closed: the process group was given up")
         for abort in aborts_of(group):  # each may take long
             start_thread(partial(_attempt, abort), "zero_optim abort")
         for other in range(len(self.ranks) if self._can_cut else 0):

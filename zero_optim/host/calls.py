@@ -1,4 +1,4 @@
-"""Collectives on a lane: rows from their owners, pieces between all pairs, sums. Every rank calls.
+"""Collectives through memory: rows from owners, pieces between all pairs, sums. Every rank calls.
 
 Note [Bits of a sum]
     gloo sums a tensor in one chunk a rank, and a chunk's terms one after the other: that of rank r begins
@@ -14,8 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero_optim.host.channel import Receiver
-from zero_optim.host.lane import Act, HostLane, HostWork
+from zero_optim.host.channel import Message, Receiver
+from zero_optim.host.pending_calls import Act, HostWork
+from zero_optim.host.shared_memory import SharedMemory
 
 # Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
 Add = Callable[[Sequence[Tensor], int, Tensor], None]
@@ -25,42 +26,42 @@ _SUMMED = frozenset({torch.float32, torch.float64})  # of which a sum has gloo's
 _GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
 
 
-def spread_rows(lane: HostLane, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostWork:
+def spread_rows(memory: SharedMemory, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostWork:
     """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
 
     With tags that differ between ranks nothing is written.
     """
-    lists: list[list[Tensor]] = [[] for _ in range(lane.size)]
+    lists: list[list[Tensor]] = [[] for _ in range(memory.size)]
     for owner, row in rows:
         lists[owner].append(row)
 
     def begin(work: HostWork) -> None:
-        for peer in lane.peers:
-            lane.send(work, peer, _ROWS, _places(lists[lane.rank]), tag)
-        for peer in lane.peers:
-            lane.expect(work, (peer,), _ROWS, _copies(lane, peer, lists[peer]), tag)
+        for peer in memory.peers:
+            memory.send(work, peer, _ROWS, _places(lists[memory.rank]), tag)
+        for peer in memory.peers:
+            memory.expect(work, (peer,), _ROWS, _copies(memory, peer, lists[peer]), tag)
 
-    return lane.start((lists,), begin)
+    return memory.start((lists,), begin)
 
 
-def exchange(lane: HostLane, pieces: Sequence[Tensor], arrivals: Sequence[Tensor]) -> HostWork:
+def exchange(memory: SharedMemory, pieces: Sequence[Tensor], arrivals: Sequence[Tensor]) -> HostWork:
     """Send a piece to each rank and receive one of each; the own ones stay as they are."""
 
     def begin(work: HostWork) -> None:
-        for peer in lane.peers:
-            lane.send(work, peer, _PIECES, _places([pieces[peer]]))
-        for peer in lane.peers:
-            lane.expect(work, (peer,), _PIECES, _copies(lane, peer, [arrivals[peer]]))
+        for peer in memory.peers:
+            memory.send(work, peer, _PIECES, _places([pieces[peer]]))
+        for peer in memory.peers:
+            memory.expect(work, (peer,), _PIECES, _copies(memory, peer, [arrivals[peer]]))
 
-    return lane.start((pieces, arrivals), begin)
+    return memory.start((pieces, arrivals), begin)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
-def _copies(lane: HostLane, peer: int, targets: Sequence[Tensor]) -> list[tuple[int, Act]]:
-    return [(target.nbytes, _copy(lane.receiver(peer), target.data_ptr())) for target in targets]
+def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor]) -> list[tuple[int, Act]]:
+    return [(target.nbytes, _copy(memory.receiver(peer), target.data_ptr())) for target in targets]
 
 
 def _copy(receiver: Receiver, address: int) -> Act:
@@ -70,28 +71,29 @@ def _copy(receiver: Receiver, address: int) -> Act:
     return act
 
 
-def sum_rows(lane: HostLane, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
+def sum_rows(memory: SharedMemory, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
     """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
-    own = rows[lane.rank]
+    own = rows[memory.rank]
 
     def begin(work: HostWork) -> None:
-        for peer in lane.peers:
-            lane.send(work, peer, _ADDENDS, _places([rows[peer]]))
-        lane.expect(work, lane.peers, _ADDENDS, [(own.nbytes, _adding(lane, own, total, add))])
+        for peer in memory.peers:
+            memory.send(work, peer, _ADDENDS, _places([rows[peer]]))
+        memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, _adding(memory, own, total, add))])
 
-    return lane.start((rows, total), begin)
+    return memory.start((rows, total), begin)
 
 
-def _adding(lane: HostLane, own: Tensor, total: Tensor, add: Add) -> Act:
+def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
     dtype, size = own.dtype, own.element_size()
 
     def act(start: int, count: int) -> None:
         first, numel = start // size, count // size
         mine = own[first : first + numel]
         arrivals = [
-            mine if rank == lane.rank else lane.receiver(rank).view(dtype, numel) for rank in range(lane.size)
+            mine if rank == memory.rank else memory.receiver(rank).view(dtype, numel)
+            for rank in range(memory.size)
         ]
-        add(arrivals, lane.rank, mine if total is own else total[first : first + numel])
+        add(arrivals, memory.rank, mine if total is own else total[first : first + numel])
 
     return act
 
@@ -107,34 +109,39 @@ def can_sum(tensor: Tensor) -> bool:
     )
 
 
-def sum_all(lane: HostLane, tensor: Tensor, then: Callable[[str | None], None] | None = None) -> HostWork:
+def sum_all(
+    memory: SharedMemory, tensor: Tensor, then: Callable[[str | None], None] | None = None
+) -> HostWork:
     """Sum a tensor over all ranks in place: Note [Bits of a sum].
 
     ``then`` is called at its end, with the failure if it has one.
     """
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
-    edges = [edge // flat.element_size() for edge in chunk_edges(flat.nbytes, lane.size, flat.element_size())]
-    chunks = [flat[start:stop] for start, stop in pairwise(edges)]
-    own = chunks[lane.rank]
+    size = flat.element_size()
+    edges = chunk_edges(flat.nbytes, memory.size, size)
+    chunks = [flat[start // size : stop // size] for start, stop in pairwise(edges)]
+    own = chunks[memory.rank]
 
     def begin(work: HostWork) -> None:
-        for peer in lane.peers:
-            lane.send(work, peer, _ADDENDS, _places([chunks[peer]]))
-        sums = [message for peer in lane.peers for message in lane.send(work, peer, _SUMS, _places([own]))]
+        for peer in memory.peers:
+            memory.send(work, peer, _ADDENDS, _places([chunks[peer]]))
+        sums = list[Message]()
+        for peer in memory.peers:
+            sums += memory.send(work, peer, _SUMS, _places([own]))
         for message in sums:
             message.ready = 0
-        adding = _adding(lane, own, own, _add_as_gloo)
+        adding = _adding(memory, own, own, _add_as_gloo)
 
         def act(start: int, count: int) -> None:
             adding(start, count)
             for message in sums:
                 message.ready = start + count
 
-        lane.expect(work, lane.peers, _ADDENDS, [(own.nbytes, act)])
-        for peer in lane.peers:
-            lane.expect(work, (peer,), _SUMS, _copies(lane, peer, [chunks[peer]]))
+        memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, act)])
+        for peer in memory.peers:
+            memory.expect(work, (peer,), _SUMS, _copies(memory, peer, [chunks[peer]]))
 
-    return lane.start((flat,), begin, then)
+    return memory.start((flat,), begin, then)
 
 
 def chunk_edges(nbytes: int, size: int, itemsize: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_optim.host.segment import LINE
 
 if TYPE_CHECKING:
-    from zero_optim.host.lane import Step
+    from zero_optim.host.pending_calls import HostWork, Step
 
 PIECE = 2**18  # bytes that are copied at a time; they stay in a processor's cache until they are read
 
@@ -49,7 +49,7 @@ class Sender(_End):
 
     def __init__(self, peer: int, words: Any, written: int, read: int, ring: Tensor) -> None:  # noqa: ANN401
         super().__init__(peer, words, written, read, ring)
-        self.queue: deque[tuple[Message, Any]] = deque()
+        self.queue: deque[tuple[Message, HostWork]] = deque()
 
     def push(self) -> bool:
         """Write a piece of the first message; False if there is nothing to write, or no room."""

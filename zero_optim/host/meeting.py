@@ -9,8 +9,8 @@ from typing import Any
 
 from zero_optim.compat import futex
 from zero_optim.host.channel import padded
-from zero_optim.host.lane import HostLane, first_ring
 from zero_optim.host.segment import Segment
+from zero_optim.host.shared_memory import SharedMemory, first_ring
 
 _MOST = 2**22  # bytes of a rank's rings
 _LEAST = 2**16  # bytes of one ring
@@ -18,8 +18,8 @@ _LEAST = 2**16  # bytes of one ring
 Tell = Callable[[Any], list[Any]]  # tells all ranks a JSON value, and returns what each of them told
 
 
-def meet(rank: int, size: int, limit: float, tell: Tell) -> tuple[HostLane | None, str]:
-    """Return this rank's lane, or None where any rank cannot share memory, and why; the same on every rank.
+def meet(rank: int, size: int, limit: float, tell: Tell) -> tuple[SharedMemory | None, str]:
+    """Return this rank's memory, or None where any rank cannot share memory, and why; the same on every rank.
 
     Communicates twice by ``tell``. ``limit``: seconds that a call may take.
     """
@@ -44,7 +44,7 @@ def meet(rank: int, size: int, limit: float, tell: Tell) -> tuple[HostLane | Non
         )
         if not all(tell(shown)):
             return None, why or "not every rank can map the memory of the others"
-        return HostLane(rank, segments, [each["pid"] for each in places], limit), ""
+        return SharedMemory(rank, segments, [each["pid"] for each in places], limit), ""
     finally:
         if fd >= 0:
             os.close(fd)  # the others have mapped it

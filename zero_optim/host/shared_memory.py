@@ -1,18 +1,19 @@
-"""A lane: the calls of a group's ranks on one host, which travel through memory.
+"""The memory that the ranks of a group share, and the calls that go through it.
 
 Every rank starts the same calls in the same order. A call copies what it sends into the rings of its
 receivers as far as there is room, so what it sends may change once it has ended, and nobody sees another
-process's tensors. Sums are added up straight from the rings.
+process's tensors. Sums are added up straight from the rings. `calls` has what is sent in them.
 
 Note [Who moves the bytes]
     A thread that waits for a call moves the bytes of all, its own and what others wait for. While nobody
-    waits, and calls are pending, a thread of the lane does it, as gloo's does: a rank that does something
-    else holds nobody up. Whoever finds nothing to move sleeps until a *bell* changes, which the others ring
-    after each piece.
+    waits, and calls are pending, a thread of this memory does it, as gloo's does: a rank that does something
+    else holds nobody up. Whoever finds nothing to move sleeps until a word of its segment, the bell, changes,
+    which the others change after each piece.
 
 Note [Calls that differ]
-    Each message begins with a line that tells its call. If that is not the expected one, it is not read:
-    the ranks wait, and the watchdog tells what each of them does, as where such calls meet on sockets.
+    Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
+    ranks wait, and the watchdog tells what each of them does, as where such calls meet on sockets. Messages
+    of one call with different tags are read and dropped.
 """
 
 import atexit
@@ -25,105 +26,22 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.compat import futex
 from zero_optim.compat.threads import start_thread
-from zero_optim.host.channel import PIECE, Message, Receiver, Sender, padded
+from zero_optim.host.channel import Message, Receiver, Sender
+from zero_optim.host.pending_calls import Act, HostWork, Step
 from zero_optim.host.segment import LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
-_WATCH = 0.005, 40  # seconds between looks of the lane's thread, and their number until it sleeps
+_WATCH = 0.005, 40  # seconds between looks of the thread, and their number until it ends
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag
 
-# What is done with ``count`` bytes, from ``start`` on, that have come from all of a step's ranks.
-Act = Callable[[int, int], None]
 
-
-class HostWork:
-    """A pending call, as a handle of the backend. ``kept``: what it sends and fills."""
-
-    def __init__(self, lane: "HostLane", number: int, *kept: object) -> None:
-        self._lane = lane
-        self.number = number
-        self.began = time.monotonic()
-        self.num_pending = 0  # messages to be sent, and steps to be done
-        self.meets_another = False  # Note [Calls that differ]
-        self.kept = list(kept)
-        self.then: Callable[[str | None], None] | None = None  # called once with its failure, if any
-
-    def is_met(self) -> bool:
-        """Whether the others' messages were of this call, so far."""
-        return not self.meets_another
-
-    def end(self, failure: str | None = None) -> None:
-        """Let go of what it has kept, and tell."""
-        self.kept.clear()
-        then, self.then = self.then, None
-        if then is not None:
-            then(failure)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it has ended, or so long; RuntimeError if it does not, or failed."""
-        self._lane.wait(self, None if timeout is None else timeout.total_seconds())
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether it has ended, or failed."""
-        return not self.num_pending or self._lane.failure is not None
-
-    def exception(self) -> Exception | None:
-        """Return its failure."""
-        failure = self._lane.failure
-        return dist.DistNetworkError(failure) if self.num_pending and failure is not None else None
-
-
-class Step:
-    """What a call does with the next ``nbytes`` of some ranks, each piece when all of them have sent it."""
-
-    __slots__ = ("_act", "_done", "_nbytes", "_receivers", "_work")
-
-    def __init__(
-        self, work: HostWork, receivers: Sequence[Receiver], nbytes: int, act: Act, *, is_next: bool = False
-    ) -> None:
-        self._work, self._receivers, self._nbytes, self._act, self._done = work, receivers, nbytes, act, 0
-        work.num_pending += 1
-        for receiver in receivers:
-            receiver.steps.insert(1 if is_next else len(receiver.steps), self)
-
-    def drop(self) -> None:
-        """Do nothing of it."""
-        self._work.num_pending -= 1
-        for receiver in self._receivers:
-            receiver.steps.remove(self)
-
-    def run(self) -> Sequence[Receiver]:
-        """Take a piece; returns whose it was, nobody's if it has not come."""
-        there = PIECE
-        for receiver in self._receivers:
-            if receiver.steps[0] is not self:
-                return ()
-            there = min(there, receiver.readable())
-        count = min(self._nbytes - self._done, there)
-        if not count or not self._work.is_met():
-            return ()
-        self._act(self._done, count)
-        if not self._work.is_met():
-            return ()
-        self._done += count
-        is_over = self._done == self._nbytes
-        for receiver in self._receivers:
-            receiver.drop(padded(count))
-            if is_over:
-                receiver.steps.popleft()
-        self._work.num_pending -= is_over
-        return self._receivers
-
-
-class HostLane:
+class SharedMemory:
     """The calls of this rank; see above. ``segments`` by rank, ``pids`` likewise; ``limit`` in seconds."""
 
     def __init__(self, rank: int, segments: Sequence[Segment], pids: Sequence[int], limit: float) -> None:
@@ -136,8 +54,8 @@ class HostLane:
         self._works: list[HostWork] = []  # pending, in their order
         self._lock = threading.Lock()
         self._waiting = list[HostWork]()  # what threads wait for; a list, as threads change it at once
-        self._is_served = False  # by the lane's thread: Note [Who moves the bytes]
-        _LANES.add(self)
+        self._is_served = False  # by a thread: Note [Who moves the bytes]
+        _ALL.add(self)
 
     @property
     def peers(self) -> Sequence[int]:
@@ -302,7 +220,7 @@ class HostLane:
         for peer in range(self.size):
             self._ring(peer)
 
-    # ------------------------------------------------------------------ the lane's thread
+    # ------------------------------------------------------------------ the thread
 
     def _need_thread(self) -> None:
         with self._lock:
@@ -335,13 +253,13 @@ def _leave(_start: int, _count: int) -> None:
 
 
 # Those whose threads must end before Python does.
-_LANES: "weakref.WeakSet[HostLane]" = weakref.WeakSet()
+_ALL: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    for lane in list(_LANES):
-        lane.close()
+    for memory in list(_ALL):
+        memory.close()
 
 
 class _Alive:
