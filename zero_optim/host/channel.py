@@ -51,19 +51,20 @@ class Sender(_End):
         super().__init__(peer, words, written, read, ring)
         self.queue: deque[tuple[Message, HostWork]] = deque()
 
-    def push(self) -> bool:
-        """Write a piece of the first message; False if there is nothing to write, or no room."""
+    def push(self) -> int:
+        """Write a piece of the first message; returns its bytes, 0 if there is nothing, or no room."""
         if not self.queue:
-            return False
+            return 0
         message, work = self.queue[0]
         place = self._at % self._size
-        room = min(self._size - (self._at - self._words[self._read]), self._size - place, PIECE)
+        num_read: int = self._words[self._read]
+        room = min(self._size - (self._at - num_read), self._size - place, PIECE)
         count = min(message.ready - message.sent, room)
         is_whole = message.sent + count == message.nbytes
         if not is_whole:
             count -= count % LINE
-        if count <= 0 and not is_whole:
-            return False
+        if count <= 0:
+            return 0
         ctypes.memmove(self._address + place, message.address + message.sent, count)
         message.sent += count
         self._at += padded(count)
@@ -71,7 +72,7 @@ class Sender(_End):
         if is_whole:
             self.queue.popleft()
             work.num_pending -= 1
-        return True
+        return count
 
 
 class Receiver(_End):

@@ -64,12 +64,12 @@ class HostWork:
 class Step:
     """What a call does with the next ``nbytes`` of some ranks, each piece when all of them have sent it."""
 
-    __slots__ = ("_act", "_done", "_nbytes", "_receivers", "_work")
+    __slots__ = ("_act", "_done", "_nbytes", "_work", "receivers")
 
     def __init__(
         self, work: HostWork, receivers: Sequence[Receiver], nbytes: int, act: Act, *, is_next: bool = False
     ) -> None:
-        self._work, self._receivers, self._nbytes, self._act, self._done = work, receivers, nbytes, act, 0
+        self._work, self.receivers, self._nbytes, self._act, self._done = work, receivers, nbytes, act, 0
         work.num_pending += 1
         for receiver in receivers:
             receiver.steps.insert(1 if is_next else len(receiver.steps), self)
@@ -77,27 +77,27 @@ class Step:
     def drop(self) -> None:
         """Do nothing of it."""
         self._work.num_pending -= 1
-        for receiver in self._receivers:
+        for receiver in self.receivers:
             receiver.steps.remove(self)
 
-    def run(self) -> Sequence[Receiver]:
-        """Take a piece; returns whose it was, nobody's if it has not come."""
+    def run(self) -> int:
+        """Take a piece; returns its bytes, 0 if it has not come."""
         there = PIECE
-        for receiver in self._receivers:
+        for receiver in self.receivers:
             if receiver.steps[0] is not self:
-                return ()
+                return 0
             there = min(there, receiver.readable())
         count = min(self._nbytes - self._done, there)
         if not count or not self._work.is_met():
-            return ()
+            return 0
         self._act(self._done, count)
         if not self._work.is_met():
-            return ()
+            return 0
         self._done += count
         is_over = self._done == self._nbytes
-        for receiver in self._receivers:
+        for receiver in self.receivers:
             receiver.drop(padded(count))
             if is_over:
                 receiver.steps.popleft()
         self._work.num_pending -= is_over
-        return self._receivers
+        return count

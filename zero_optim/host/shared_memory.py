@@ -32,7 +32,7 @@ from torch import Tensor
 
 from zero_optim.compat import futex
 from zero_optim.compat.threads import start_thread
-from zero_optim.host.channel import Message, Receiver, Sender
+from zero_optim.host.channel import PIECE, Message, Receiver, Sender
 from zero_optim.host.pending_calls import Act, HostWork, Step
 from zero_optim.host.segment import LINE, Segment
 
@@ -137,17 +137,21 @@ class SharedMemory:
 
     def _move(self) -> bool:
         """Move what can be moved, under the lock; returns whether there was anything."""
-        has_moved = False
+        heard = set[int]()  # ranks that have something to do, and are told at the end, or after a large piece
         for peer, (sender, receiver) in self._ends.items():
-            while sender.push():
-                has_moved = True
-                self._ring(peer)
+            while count := sender.push():
+                heard.add(peer)
+                if count == PIECE:
+                    self._ring(peer)
             steps = receiver.steps
-            while steps and (receivers := steps[0].run()):
-                has_moved = True
-                for each in receivers:
-                    self._ring(each.peer)
-        return has_moved
+            while steps and (count := (step := steps[0]).run()):
+                for each in step.receivers:
+                    heard.add(each.peer)
+                    if count == PIECE:
+                        self._ring(each.peer)
+        for peer in heard:
+            self._ring(peer)
+        return bool(heard)
 
     def _ring(self, peer: int) -> None:
         segment = self._segments[peer]
