@@ -16,10 +16,12 @@ from overlap import Setting, plain_step
 from pool import on_ranks
 from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
 from training import assert_same_bits
+from waiting import wait_until
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import RowSum
 from zero_optim.comm.sending import exchange, spread_rows
+from zero_optim.compat.engine import default_store
 from zero_optim.hooks import allreduce_hook
 from zero_optim.host import calls
 from zero_optim.host.channel import PIECE
@@ -202,6 +204,47 @@ def test_ranks_that_want_different_things_are_told() -> None:
 
 
 # ---------------------------------------------------------------------- faults
+
+
+def rows_after_one_has_left() -> str:
+    """Rank 0 has sent its row and leaves; rank 2 sends its own when rank 1 has looked for others."""
+    group, memory = shared()
+    row = torch.full((1000,), float(group.rank))
+    if group.rank == 0:
+        group.start_all_gather(row.view(torch.uint8))
+        memory.close()
+    if group.rank == 1:
+        looks = mock.Mock(side_effect=memory._look)
+        with mock.patch.object(memory, "_look", looks):
+            _, work = group.start_all_gather(row.view(torch.uint8))
+            wait_until(lambda: looks.call_count > 1)  # by the thread
+        default_store().set("looked", "")
+        work.wait()
+    if group.rank == 2:
+        default_store().wait(["looked"])
+        group.start_all_gather(row.view(torch.uint8))[1].wait()
+    return "all there"
+
+
+def test_what_came_of_a_rank_before_it_left_is_enough() -> None:
+    assert [outcome.said for outcome in outcomes(3, rows_after_one_has_left)] == ["all there"] * 3
+
+
+def fail_to_add() -> str:
+    group, _ = shared()
+    broken = mock.patch.object(calls, "_add_as_gloo", side_effect=ValueError("planted"))
+    with broken if group.rank == 0 else nullcontext():
+        try:
+            group.start_sum(torch.ones(1000))[1].wait()
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+    return "summed"
+
+
+def test_an_error_in_a_sum_is_heard_by_all() -> None:
+    said = [str(outcome.said) for outcome in outcomes(2, fail_to_add)]
+    assert "planted" in said[0], said
+    assert "rank 0" in said[1], said
 
 
 def sum_without_one(how: str) -> str:

@@ -88,6 +88,11 @@ class Receiver(_End):
         num_written: int = self._words[self._written]
         return min(num_written - self._at, self._size - self._at % self._size)
 
+    def lacks(self) -> bool:
+        """Whether what the steps expect was not written whole."""
+        num_written: int = self._words[self._written]
+        return sum(padded(step.rest) for step in self.steps) > num_written - self._at
+
     @property
     def address(self) -> int:
         """Return where they lie."""

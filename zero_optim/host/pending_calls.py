@@ -74,6 +74,11 @@ class Step:
         for receiver in receivers:
             receiver.steps.insert(1 if is_next else len(receiver.steps), self)
 
+    @property
+    def rest(self) -> int:
+        """Bytes that are to come, of each rank."""
+        return self._nbytes - self._done
+
     def drop(self) -> None:
         """Do nothing of it."""
         self._work.num_pending -= 1
@@ -87,14 +92,14 @@ class Step:
             if receiver.steps[0] is not self:
                 return 0
             there = min(there, receiver.readable())
-        count = min(self._nbytes - self._done, there)
+        count = min(self.rest, there)
         if not count or not self._work.is_met():
             return 0
         self._act(self._done, count)
         if not self._work.is_met():
             return 0
         self._done += count
-        is_over = self._done == self._nbytes
+        is_over = not self.rest
         for receiver in self.receivers:
             receiver.drop(padded(count))
             if is_over:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from zero_optim.compat import futex
 from zero_optim.compat.threads import start_thread
+from zero_optim.errors import message_of
 from zero_optim.host.channel import PIECE, Message, Receiver, Sender
 from zero_optim.host.pending_calls import Act, HostWork, Step
 from zero_optim.host.segment import LINE, Segment
@@ -137,6 +138,13 @@ class SharedMemory:
 
     def _move(self) -> bool:
         """Move what can be moved, under the lock; returns whether there was anything."""
+        try:
+            return self._moved()
+        except BaseException as error:  # Ctrl-C too: nobody knows what was moved
+            self.close(f"Connection closed: a call through memory failed on a rank: {message_of(error)}")
+            raise
+
+    def _moved(self) -> bool:
         heard = set[int]()  # ranks that have something to do, and are told at the end, or after a large piece
         for peer, (sender, receiver) in self._ends.items():
             while count := sender.push():
@@ -209,8 +217,9 @@ class SharedMemory:
         gone = [peer for peer in self._ends if self._segments[peer].has_left or not self._alive(peer)]
         with self._lock:
             ended = self._ended() if self._move() else []
-            if self._works and gone and not ended:
-                self.close(f"Connection closed by peer: rank {gone[0]} of the group has ended or let it go")
+            missing = [peer for peer in gone if self._ends[peer][0].queue or self._ends[peer][1].lacks()]
+            if missing:
+                self.close(f"Connection closed by peer: rank {missing[0]} of the group has ended")
             elif self._works and time.monotonic() - self._works[0].began > self._limit:
                 self.close(f"Timed out waiting {self._limit:g} s for the other ranks of this host")
         self._tell(ended)
@@ -275,7 +284,9 @@ class _Alive:
         weakref.finalize(self, _close_fds, list(self._fds.values())).atexit = False
 
     def __call__(self, peer: int) -> bool:
-        return not select.select([self._fds[peer]], [], [], 0)[0]
+        poll = select.poll()
+        poll.register(self._fds[peer], select.POLLIN)
+        return not poll.poll(0)
 
 
 def _close_fds(fds: Sequence[int]) -> None:
