@@ -13,7 +13,6 @@ from ddp_pairs import SMALL_MB, Pair, WithBuffers, WithSpare, assert_same, batch
 from pool import on_ranks
 from training import assert_same_bits
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.errors import ReductionError
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -93,13 +92,19 @@ def test_unused_parameters_inside_join() -> None:
         train(model, 2)
 
 
-@on_ranks(1)
-def test_skipping_buckets_needs_a_batch_on_every_rank() -> None:
-    """One rank alone, which stands in for itself."""
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    model = DistributedDataParallel(WithSpare(), **options)
-    with pytest.raises(ReductionError, match="had no batch to learn from which parameters are used"):
-        model.reducer.own.shadow()
+@on_ranks(2)
+def test_a_rank_without_a_batch_learns_which_buckets_are_left_out() -> None:
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 1e-6}
+    skip = {"skip_all_reduce_unused_params": True}
+    models = [DistributedDataParallel(WithSpare(), **options, **more) for more in ({}, skip)]
+    reduced = []
+    for model in models:
+        with model.join():
+            train(model, 3 * dist.get_rank())
+        reduced.append(model.reducer.own.history.num_buckets_reduced)
+        train(model, 2)
+    assert reduced == [6, 4]
+    assert_same_bits(*(list(model.parameters()) for model in models))
 
 
 @on_ranks(2)

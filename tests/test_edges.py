@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from training import (
     twin,
     whole,
 )
-from zero_optim import NotConsolidatedError, RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim import NotConsolidatedError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 
 
 @on_ranks(2)
@@ -414,3 +415,36 @@ def test_a_class_with_groups_over_tensors_of_its_own_is_refused() -> None:
     assert len(sharded.param_groups) == 1
     set_grads(params_of(sharded), 0)
     sharded.step()
+
+
+@on_ranks(2)
+def test_parameters_that_were_taken_out_of_a_group_are_not_saved_in_silence(tmp_path: Path) -> None:
+    plain, optimizer = adamw_pair()
+    train_both(plain, optimizer, 2)
+    for place in range(len(params_of(plain)) - 1, -1, -3):
+        removed = optimizer.param_groups[0]["params"].pop(place)
+        words = r"do not list all parameters .*state\.pop\(param, None\)"
+        for call in (
+            optimizer.consolidate_state_dict,
+            partial(checkpoint.save, tmp_path, optimizer=optimizer),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+        optimizer.detach()
+        with pytest.raises(ValueError, match=words):
+            optimizer.rebind()
+        optimizer.param_groups[0]["params"].insert(place, removed)
+        optimizer.rebind()
+        assert_same_state(whole(optimizer), plain.state_dict())
+    params = optimizer.param_groups[0]["params"]
+    if dist.get_rank() == 0:
+        removed = params.pop(0)
+    with pytest.raises((RankMismatchError, ValueError), match=r"groups of \[\d+\] parameters|do not list"):
+        optimizer.consolidate_state_dict()
+    if dist.get_rank() == 1:
+        removed = params.pop(0)
+    optimizer.state.pop(removed, None)
+    plain.state.pop(params_of(plain)[0])
+    del plain.param_groups[0]["params"][0]
+    train_both(plain, optimizer, 2)
+    assert_same_state(whole(optimizer), plain.state_dict())

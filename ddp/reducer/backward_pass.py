@@ -59,12 +59,15 @@ class BackwardPass:
         *,
         divisor: float = 1.0,
         can_carry_word: bool = False,
+        in_join: bool = False,
         held_up: AbstractContextManager[None] = _UNCOUNTED,
     ) -> None:
         buckets = assignment.buckets
         self.phase = Phase.RUNNING
         self.kind = history.kind(options)
-        self.skips_unused = options.skip_all_reduce_unused_params and self.kind == "some"
+        # In ``Join`` not in the first pass, from which a rank without a batch learns what is used.
+        may_skip = not in_join or history.num_passes > 0
+        self.skips_unused = may_skip and options.skip_all_reduce_unused_params and self.kind == "some"
         self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
         self.order: list[int] = []  # parameters as their gradients came
         self.num_passed = 0  # buckets that were launched or left out: the number of the next
@@ -243,17 +246,9 @@ class BackwardPass:
         self.num_passed += 1
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
-        """Launch all buckets as they are; the other ranks use what this one used in its last pass.
-
-        ReductionError if unused buckets are left out, and this rank had no pass.
-        """
+        """Launch all buckets as they are; the other ranks use what was used in the last pass."""
         self.is_empty, self._carried = True, [False] * len(self.calls)
         used = frozenset(last_order)
-        if self.skips_unused and not used:
-            raise ReductionError(
-                "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
-                "parameters are used: give every rank a batch, or leave the option out inside Join"
-            )
         for bucket in self._assignment.buckets:
             if self.skips_unused and used.isdisjoint(bucket.indices):
                 self.num_passed += 1

@@ -248,7 +248,9 @@ class Reducer:
         divisor = 1.0
         if self.slot.is_empty:
             divisor = self.group.size if self.divisor is None else self.divisor()
-        current = self._new_pass(self.assignment, self._open(), divisor, keeps_graph=torch.is_grad_enabled())
+        current = self._new_pass(
+            self.assignment, self._open(), divisor, in_join=self.in_join, keeps_graph=torch.is_grad_enabled()
+        )
         self._activity.begin("backward pass")
         current.is_held = self._holds()
         self._inbox.current = current
@@ -260,7 +262,13 @@ class Reducer:
         return current
 
     def _new_pass(
-        self, assignment: BucketAssignment, launch: Launch, divisor: float, *, keeps_graph: bool = False
+        self,
+        assignment: BucketAssignment,
+        launch: Launch,
+        divisor: float,
+        *,
+        in_join: bool,
+        keeps_graph: bool = False,
     ) -> BackwardPass:
         return (PassWithGraph if keeps_graph else BackwardPass)(
             assignment,
@@ -269,6 +277,7 @@ class Reducer:
             launch,
             divisor=divisor,
             can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
+            in_join=in_join,
             held_up=self._held_up(),
         )
 
@@ -341,6 +350,8 @@ class Reducer:
         history, calls, order = self.history, current.calls, current.order
         if current.is_empty:  # its own pass would have been like those of the others
             calls, order = [int(flag) for flag in used], history.last_order
+            if current.kind == "some" and not order:
+                order = [index for index, flag in enumerate(used) if flag]
         history.num_buckets_reduced = current.num_launched
         history.conclude(calls, order, unused, self.options)
         if defers:
@@ -353,13 +364,13 @@ class Reducer:
     def shadow(self) -> None:
         """Join the reductions of one backward pass of the others, with zeros; for ``Join``.
 
-        ReductionError if a rank failed, or if this rank does not know which buckets the others leave out.
+        ReductionError if a rank failed.
         """
         self.check_finished()
         self.rebuild()
         self.divisor = None
         assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
-        current = self._new_pass(assignment, self._open(), 1.0)
+        current = self._new_pass(assignment, self._open(), 1.0, in_join=True)
         current.launch_zeros(self.history.last_order)
         self._hand_out(current, defers=False)
         current.give_back(drops=False)

@@ -78,6 +78,19 @@ class Zero3Local(ZeroTrainer, Trainer):
     wrap: Mapping[str, Any] = {"units": [GPT2Block], "accumulate": "local"}
 
 
+class OneSaves(Trainer):
+    """Calls `_save` as transformers 5.16 and axolotl do."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            self._save(output_dir)
+
+
+class Zero3SavedByOne(ZeroTrainer, OneSaves):
+    zero_stage = 3
+    wrap: Mapping[str, Any] = {"units": [GPT2Block]}
+
+
 ADAMW = {"lr": 0.01, "eps": 1e-3}  # for gradients that are zero but for their rounding
 SHARDED = (ZeroRedundancyOptimizer, {"optimizer_class": torch.optim.AdamW, **ADAMW})
 PLAIN = (torch.optim.AdamW, ADAMW)
@@ -90,6 +103,7 @@ KINDS: dict[str, tuple[type[Any], Any]] = {
     "stage 3": (Zero3, SHARDED),
     "stage 2 local": (Zero2Local, PLAIN),
     "stage 3 local": (Zero3Local, PLAIN),
+    "stage 3 saved by one": (Zero3SavedByOne, PLAIN),
 }
 REFERENCES = {kind: "ddp" if "1" in kind else "ddp in order" for kind in KINDS}
 ZERO = [kind for kind in KINDS if kind[-1].isdigit() or kind.endswith("optimizer")]
@@ -174,7 +188,7 @@ def trained_twice(run: Run) -> Weights:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ZERO)
+@pytest.mark.parametrize("kind", [*ZERO, "stage 3 saved by one"])
 def test_a_trainer_may_train_again_and_save_its_model(tmp_path: Path, kind: str) -> None:
     expected = trained_twice(Run(REFERENCES[kind], tmp_path / "ddp"))
     got = trained_twice(Run(kind, tmp_path / "zero"))

@@ -78,18 +78,20 @@ class ZeroTrainer(_Trainer):
         return self._norm(self.args.max_grad_norm) if self.zero_stage > 1 else super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None and self.zero_stage > 1:
-            return self._norm(float("inf"))
-        return super()._get_grad_norm(model, grad_norm)
+        is_known = grad_norm is not None or self.zero_stage == 1
+        return super()._get_grad_norm(model, grad_norm) if is_known else self._norm(float("inf"))
 
     def _norm(self, max_norm: float) -> Any:
-        """Clip sharded gradients; return the norm before."""
         self.accelerator.unscale_gradients()
         return inner(self.optimizer).clip_grad_norm_(max_norm)
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model; all ranks call, though some versions of Trainer call `_save` on one alone."""
+        self._whole = whole_state(self.model, everywhere=self.args.save_on_each_node)
+        super().save_model(*args, **kwargs)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is None:
-            state_dict = whole_state(self.model, everywhere=self.args.save_on_each_node)
+        state_dict = state_dict or self.__dict__.pop("_whole")
         with names_alone(self.model):
             super()._save(output_dir, state_dict=state_dict)
 

@@ -238,10 +238,18 @@ class Core:
         return [param for param in self.params if self.sharding.piece_here(param) is not None]
 
     def own_state(self) -> dict[Any, Any]:
-        """Return this rank's state by parameter, and global entries."""
+        """Return this rank's state by parameter, and global entries; ValueError if some was removed."""
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
-        others = set(self.params).difference(self.own_params())
+        params = set(self.params)
+        others = params.difference(self.own_params())
         own = {key: value for key, value in self.state.items() if key not in others}
+        removed = [key for key in own if isinstance(key, Tensor) and key not in params and own[key]]
+        if removed:
+            shapes = ", ".join(str(tuple(param.shape)) for param in removed)
+            raise ValueError(
+                f"param_groups do not list all parameters that have state (shapes {shapes}): put them back, "
+                "or drop their state too, on all ranks, with optimizer.state.pop(param, None)"
+            )
         own.update(self.owned.local.beside())
         return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.agreement import agree, agreeing, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors, map_tensors
 from zero_optim.comm.wire import copied, copied_to_cpu
@@ -40,12 +40,14 @@ def with_beside(packed: dict[str, Any]) -> dict[str, Any]:
 
 def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
     """Bring the whole state to ranks' snapshots, in CPU memory; all ranks call."""
-    core.owned.local.check_dicts()
     group = core.group
     with group.doing("consolidate_state_dict()"):
-        agree(group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
+        with agreeing(group, "the target of consolidate_state_dict") as agreed:
+            core.owned.local.check_dicts()
+            held = core.held()
+            sizes = [len(each["params"]) for each in core.groups]
+            agreed.items += [f"to={describe(to)}", f"groups of {sizes} parameters"]
         targets = check_targets(to, group.size)
-        held = core.held()
         wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
         # All ranks own about the same number of bytes, so this rank's number gives the total.
         total = group.size * sum(tensor.nbytes for tensor in inner_tensors(dict(held.state)))

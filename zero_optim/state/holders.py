@@ -66,13 +66,13 @@ class Holders:
     options: Sequence[ParamGroup] | None = None
 
 
-def find_holders(core: Core, group: RankGroup, *, may_lose: bool) -> Holders | None:
-    """Return the holders of the state; None if all ranks are new. All ranks call.
+def find_holders(core: Core, group: RankGroup, own: Held, *, may_lose: bool) -> Holders | None:
+    """Return the holders of the state; None if all ranks are new. All ranks call, with their own.
 
     LostStateError or RankMismatchError on every rank, unless the ranks hold one state.
     """
     pieces = [core.sharding.piece_here(param) for param in core.params]
-    snapshot, own = core.snapshot, core.held()
+    snapshot = core.snapshot
     mine = Holding(
         snapshot.age,
         snapshot.is_torn,

@@ -135,16 +135,18 @@ def go_over(
     Without ``keep_state`` the state is new. Returns the parameters of lost state, if it ``may_lose`` some.
     """
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
+    own: Held | None = None
     with failing_together(group):
         if keep_state:
             local.check_dicts()
             core.follow_state()
             leaves.follow_values(leaves.masters)
+            own = core.held()
         about = [*core.inputs.options.describe(), *local.describe_specs()]
         about.append(f"cuts of groups {core.inputs.may_cut(core.groups)}")
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
-    holders = find_holders(core, group, may_lose=may_lose) if keep_state else None
+    holders = None if own is None else find_holders(core, group, own, may_lose=may_lose)
     lost = [] if holders is None else [index for index, held in enumerate(holders.pieces) if not held]
     names = param_names(core.groups)
     refuse_lost([] if may_lose else [names[index] for index in lost])

@@ -266,23 +266,20 @@ class LocalOptimizer:
             for key, value in options[number].items()
             if key not in first and are_close(built.defaults.get(key, value), value)
         ]
-        idle = {
-            (number, key)
-            for built in self._built
-            for number in built.numbers
-            for key in (built.traits or Traits()).idle
-        }
-        return defaults, self._written | idle
+        numbers = range(len(options))
+        return defaults, self._written | {(n, key) for n in numbers for key in self._traits_of(n).idle}
 
     def compared(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
         """Return groups without idle entries: Note [Idle entries] in `zero_optim.probe.comparison`."""
-        traits_of = {number: built.traits for built in self._built for number in built.numbers}
         compared = []
-        for number, group in enumerate(groups):
-            traits = traits_of.get(number) or Traits()
+        for traits, group in zip(map(self._traits_of, range(len(groups))), groups, strict=True):
             retyped = {key: plain(group[key]) for key in traits.retyped & group.keys()}
             compared.append({key: v for key, v in {**group, **retyped}.items() if key not in traits.idle})
         return compared
+
+    def _traits_of(self, number: int) -> Traits:
+        traits = (built.traits for built in self._built if number in built.numbers)
+        return next(traits, None) or Traits()
 
     # ------------------------------------------------------------------ groups
 
