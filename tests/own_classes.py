@@ -126,8 +126,8 @@ class KeepsLocks(Small):
 class WritesDown(Small):
     """Writes what it has into its groups, and a count into the state of the first parameter; may use it."""
 
-    def __init__(self, params: Any, uses: str = "", **options: Any) -> None:
-        super().__init__(params, uses=uses, **options)
+    def __init__(self, params: Any, uses: str = "", begin: int = 50, **options: Any) -> None:
+        super().__init__(params, uses=uses, begin=begin, **options)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -147,7 +147,7 @@ class WritesDown(Small):
         if group["uses"] == "numel":
             return 2.0 if group["numel"] > 10**6 else 1.0
         if group["uses"] == "norm":
-            return 1 + group["norm"] if group["count"] > 50 else 1.0
+            return 1 + group["norm"] if group["count"] > group["begin"] else 1.0
         return 2.0 if group["uses"] == "count" and state.get("count", 0) > 10**6 else 1.0
 
 
@@ -292,6 +292,24 @@ class StacksEqualShapes(Small):
             together = torch.stack([p.grad for p in members])
             for p, update in zip(members, together / (together.norm() + 1e-8), strict=True):
                 p.sub_(update)
+
+
+class BlocksAcross(Small):
+    """Scales by the largest of every 256 elements of all gradients in a row, if there are enough."""
+
+    def __init__(self, params: Any, least: int = 0, **options: Any) -> None:
+        super().__init__(params, least=least, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = list(self.each())
+        flat = torch.cat([torch.zeros(0), *(p.grad.reshape(-1) for _, p in every)])
+        rows = torch.nn.functional.pad(flat, (0, -len(flat) % 256)).reshape(-1, 256)
+        largest = rows.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        scaled = (rows / largest).reshape(-1) if len(flat) >= self.defaults["least"] else flat
+        for group, p in every:
+            p.sub_(scaled[: p.numel()].reshape(p.shape), alpha=group["lr"])
+            scaled = scaled[p.numel() :]
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {

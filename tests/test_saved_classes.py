@@ -111,10 +111,12 @@ def test_a_file_builds_no_object_of_another_class() -> None:
 
 
 def test_what_trying_cannot_see_stands_in_the_table() -> None:
-    """A coupling from step 50 on, and above the largest size tried, pass; the page says so."""
+    """A coupling from step 50 on (65 by an entry), or above the largest size, passes; the page says so."""
     with warnings.catch_warnings():
         assert probe(own.CouplesLate, {}).separable
+        assert probe(own.WritesDown, {"uses": "norm", "begin": 64}).separable
         assert probe(own.CouplesLarge, {"above": 10**6}).separable
     page = TABLE.read_text()
     assert "begins after 9 steps" in page
+    assert "trials of 64 steps" in page
     assert "more than 45,056 elements" in page

@@ -65,6 +65,8 @@ HABITS: list[tuple[Builder, dict[str, Any], str, str]] = [
     (own.GlobalCounter, {}, "S-E-", "state that belongs to no parameter"),
     (own.GroupCoupled, {}, NONE, DIFFERED),
     (own.StacksEqualShapes, {}, NONE, DIFFERED),
+    (own.BlocksAcross, {}, NONE, DIFFERED),
+    (own.BlocksAcross, {"least": 8192}, NONE, DIFFERED),
     (own.Langevin, {}, NONE, DRAWS),
     (own.Langevin, {"source": "numpy"}, NONE, DRAWS),
     (own.Langevin, {"source": "python"}, NONE, DRAWS),

@@ -341,6 +341,7 @@ saves and resumes it: in the plain class, from the plain class, and by a checkpo
 `make integrations` compares it. "Equal": all parameters, bit for bit. "Refused": when the optimizer is built,
 with this reason. `dion` is in no package index. Classes that wrap an optimizer were given `AdamW`.
 `heavyball` keeps pickled bytes in its state, which its own `load_state_dict` runs: load no file of strangers.
+Its `SOAP` and `SOLP` are equal with `multi_tensor=False`.
 
 """
 

@@ -14,6 +14,8 @@ from zero_optim.probe.probe import probe
 
 # Classes that write into their groups what they have: the number of elements, a count, a rate.
 WRITING = ("heavyball.AdamW", "heavyball.MSAMLaProp", "heavyball.SUDSAdamW", "timm.optim.Adafactor")
+# By default they join parameters of one shape, with other bits than apart.
+BY_PARAMETER = ("heavyball.SOAP", "heavyball.SOLP")
 ALSO_WRITING = tuple(
     f"heavyball.{name}"
     for name in (
@@ -31,17 +33,19 @@ def test_every_class_is_equal_or_refused_as_the_page_says(pool: Pool, package: s
     assert page_of(package, results) == documented(package)
 
 
-@on_ranks(3, timeout=300)
-@pytest.mark.parametrize(
-    "name", [*WRITING, *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO_WRITING)]
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*ALSO_WRITING, *BY_PARAMETER)]
+
+
+@on_ranks(3, timeout=500)
+@pytest.mark.parametrize("name", [*WRITING, *SLOW])
 def test_classes_that_write_down_what_they_have_train_for_long(name: str, tmp_path: Path) -> None:
     """Clipped, with parameters frozen for a while; on two ranks, then on three, and on each alone."""
     torch.compiler.set_stance("force_eager")
     package, _, kind = name.rpartition(".")
     build = getattr(module_named(package), kind)
-    assert probe(build, OPTIONS.get(name, {})).idle
-    trainee = Trainee(build, OPTIONS.get(name, {}), {}, "any shape", gaps=True)
+    options = {"multi_tensor": False} if name in BY_PARAMETER else OPTIONS.get(name, {})
+    assert probe(build, options).idle
+    trainee = Trainee(build, options, {}, "any shape", gaps=True)
     first = dist.new_group([0, 1])
     apart = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
     plain = trainee.plain(trainee.params())
