@@ -28,9 +28,9 @@ from recipes import ALONE, COMPUTED, CONSECUTIVE, QUEUED, TORCH, Contender, chos
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
 
 
-def worker(name: str, every: bool, rounds: int, link: Link | None) -> dict[str, Any]:
+def worker(name: str, every: bool, memory: bool, rounds: int, link: Link | None) -> dict[str, Any]:
     """Time all recipes, and read the counters; runs on each rank, and gives figures of all ranks."""
-    contenders = {kind: make(name) for kind, make in chosen(every=every).items()}
+    contenders = {kind: make(name) for kind, make in chosen(every=every, memory=memory).items()}
     told: dict[str, list[dict[str, float]]] = {kind: [] for kind in contenders}
     times = time_interleaved(
         {kind: _noting(each, told[kind]) for kind, each in contenders.items()}, rounds, warmup=2
@@ -87,9 +87,11 @@ def _of_ranks(value: float) -> list[float]:
     return torch.cat(values).tolist()
 
 
-def measure(name: str, ranks: int, rounds: int, every: bool, rate: str | None) -> dict[str, Any]:
+def measure(
+    name: str, ranks: int, rounds: int, recipes: tuple[bool, bool], rate: str | None
+) -> dict[str, Any]:
     with linked(rate, ranks) as link:
-        run: dict[str, Any] = launch(ranks, worker, name, every, rounds, link, link=link)[0]
+        run: dict[str, Any] = launch(ranks, worker, name, *recipes, rounds, link, link=link)[0]
     ideal = 2 * (ranks - 1) / ranks * run["param_nbytes"]  # from each rank
     run |= {"model": name, "ranks": ranks, "rate": rate, "ideal_nbytes": ideal}
     if link is not None:
@@ -103,11 +105,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gpt"], help="gpt, tiny, resnet (gpt)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--every", action="store_true", help="more recipes, such as zero_step everywhere")
+    parser.add_argument("--memory", action="store_true", help="ours also through memory that ranks share")
     add_options(parser)
     options = parser.parse_args()
     rate = rate_of(options)
     cases = [(name, ranks) for name in options.models for ranks in options.ranks]
-    runs = [measure(name, ranks, options.rounds, options.every, rate) for name, ranks in cases]
+    recipes = options.every, options.memory
+    runs = [measure(name, ranks, options.rounds, recipes, rate) for name, ranks in cases]
     for run in runs:
         tell(run)
     record("overlap", {"rate": rate, "runs": runs}, dry=options.dry)

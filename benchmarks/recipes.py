@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.optim import AdamW
 
+import zero_optim
 import zero_optim.ddp
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
@@ -152,6 +153,7 @@ def queued_seconds() -> float:
 
 
 ALONE, TORCH = "compute alone", "torch DDP + ZeRO"
+NOT_OURS = (ALONE, TORCH, f"{TORCH}, clipping")
 SHARDED = "ours, gradients sharded"
 RECIPES: dict[str, Callable[[str], Contender]] = {
     ALONE: compute_alone,
@@ -176,6 +178,28 @@ MORE: dict[str, Callable[[str], Contender]] = {
 }
 
 
-def chosen(*, every: bool) -> dict[str, Callable[[str], Contender]]:
-    """Give the recipes that are to be measured: some, or all."""
-    return RECIPES | MORE if every else RECIPES
+def chosen(*, every: bool, memory: bool) -> dict[str, Callable[[str], Contender]]:
+    """Give the recipes that are to be measured: some, or all; ours also where ranks share ``memory``."""
+    recipes = RECIPES | MORE if every else RECIPES
+    shared = {f"{kind}, in memory": in_memory(make) for kind, make in recipes.items() if kind not in NOT_OURS}
+    return recipes | shared if memory else recipes
+
+
+def in_memory(make: Callable[[str], Contender]) -> Callable[[str], Contender]:
+    """Have a recipe send through memory, and nobody else."""
+
+    def made(name: str) -> Contender:
+        zero_optim.share_host_memory()
+        contender = make(name)
+        zero_optim.share_host_memory(False)
+
+        def turn() -> float:
+            zero_optim.share_host_memory()
+            try:
+                return contender.turn()
+            finally:
+                zero_optim.share_host_memory(False)
+
+        return replace(contender, turn=turn)
+
+    return made

@@ -14,6 +14,8 @@ from zero_optim.comm.work_log import noted_of
 from zero_optim.comm.works import explained
 from zero_optim.compat.streams import record_use
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
+from zero_optim.host.calls import can_sum, sum_all
+from zero_optim.host.shared_memory import SharedMemory
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -48,12 +50,8 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     """Start an in-place sum over all ranks; the future holds the tensor. An error names missing ranks."""
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None  # async_op=True on a member of the group always returns a handle
-    is_complex, works = (
-        tensor.is_complex(),
-        noted_of(group),
-    )  # a gloo thread must not be the last to hold a group
+    works = noted_of(group)  # a gloo thread must not be the last to hold a group
+    is_complex = tensor.is_complex()
 
     def summed(landed: torch.futures.Future[Any]) -> Tensor:
         try:
@@ -66,8 +64,30 @@ def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
         # Complex numbers travel as pairs of real ones.
         return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
 
+    memory = None if works is None else works.memory
+    if memory is None or not can_sum(tensor):
+        return _start(group, tensor).then(summed)
+    return _start_in_memory(memory, tensor).then(summed)
+
+
+def _start(group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[Any]:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None  # async_op=True on a member of the group always returns a handle
     future: torch.futures.Future[Any] = work.get_future()
-    return future.then(summed)
+    return future
+
+
+def _start_in_memory(memory: SharedMemory, tensor: Tensor) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def end(failure: str | None) -> None:
+        if failure is None:
+            future.set_result([tensor])
+        else:
+            future.set_exception(dist.DistNetworkError(failure))
+
+    sum_all(memory, tensor, end)
+    return future
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:

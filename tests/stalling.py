@@ -16,7 +16,7 @@ from torch import nn
 
 from forked import fork_context
 from waiting import wait_until
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import ZeroRedundancyOptimizer, share_host_memory
 from zero_optim.comm.works import Work
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import RemoteRankError
@@ -25,6 +25,7 @@ from zero_optim.run.host import use_loopback
 
 LIMIT = 200.0  # seconds that only a hang reaches: the timeouts are a few
 TIMEOUT = 1.5  # of waits, where they are to pass
+IN_MEMORY: list[bool] = []  # with `--host-memory` one True
 _OVER = "a rank has ended"  # in the store
 _STALLS = "a rank is about to stall"
 
@@ -63,7 +64,7 @@ def outcomes(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_rank, args=(rank, size, store.port, pipe[1], function, args))
+        context.Process(target=_rank, args=(rank, size, store.port, pipe[1], function, args, *IN_MEMORY))
         for rank, pipe in enumerate(pipes)
     ]
     for process, (_, theirs) in zip(processes, pipes, strict=True):
@@ -91,7 +92,9 @@ def outcomes(
             ours.close()
 
 
-def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, size: int, port: int, result: Any, function: Callable[..., Any], args: Any, *in_memory: bool
+) -> None:
     torch.set_num_threads(1)
     use_loopback()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
@@ -99,6 +102,8 @@ def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., 
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4 * LIMIT)
     )
     judge_no_wait_before_the_trouble(dist.TCPStore("127.0.0.1", port, is_master=False))  # type: ignore[attr-defined]
+    if in_memory:
+        assert share_host_memory()
     try:
         said = function(*args)
     except RemoteRankError as error:

@@ -26,6 +26,8 @@ from zero_optim.shard import gathers
 LARGE = [(300, 256)] * 7 + [(7,)]  # 2.2 MB
 CAP = 0.3  # MiB, so that there are several buckets
 
+pytestmark = pytest.mark.not_in_memory("gathers need no groups of their own there")
+
 
 def make(shapes: list[tuple[int, ...]] = LARGE, **options: Any) -> ZeroRedundancyOptimizer:
     generator = torch.Generator().manual_seed(0)

@@ -1,5 +1,6 @@
 """zero_optim: optimizers for PyTorch whose state is sharded over ranks."""
 
+from zero_optim.comm.agreement import share_host_memory
 from zero_optim.compat.memory import return_freed_memory
 from zero_optim.errors import (
     CheckpointError,
@@ -36,4 +37,5 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "launch",
     "return_freed_memory",
+    "share_host_memory",
 ]

@@ -99,12 +99,14 @@ class Explanation:
         buckets: in the order of gathers.
         traits: a line for each optimizer class: what it tolerates, as trials show.
         cuts: a line for each cut parameter, and for each uneven bucket why its parameters are not cut.
+        in_memory: whether ranks send through memory, see `share_host_memory`.
     """
 
     ranks: tuple[RankHolding, ...]
     buckets: tuple[BucketHolding, ...]
     traits: tuple[str, ...]
     cuts: tuple[str, ...]
+    in_memory: bool = False
 
     @property
     def collectives_per_step(self) -> int:
@@ -125,7 +127,7 @@ class Explanation:
             rows.append((str(r.rank), str(r.num_params), f"{r.numel:,}", *sizes))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-        broadcasts = f"{self.collectives_per_step} broadcasts a step"
+        broadcasts = f"{self.collectives_per_step} broadcasts a step{', through memory' * self.in_memory}"
         lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {broadcasts}")
         lines += [
             f"mirror: rank {r.rank} sends {r.mirror_sent_nbytes / _MIB:.2f} MiB a step to "
@@ -162,7 +164,8 @@ def _explained(core: Core) -> Explanation:
         for bucket, is_gathered in zip(sharding.buckets, active, strict=True)
     )
     traits = tuple(_traits_text(*of_class) for of_class in local.traits())
-    return Explanation(ranks, buckets, traits, (*_cut_texts(core), *_uneven_texts(core, buckets)))
+    cuts = (*_cut_texts(core), *_uneven_texts(core, buckets))
+    return Explanation(ranks, buckets, traits, cuts, group.shared_memory(group.device) is not None)
 
 
 def _exchange(group: RankGroup, core: Core) -> tuple[RankHolding, ...]:

@@ -2,12 +2,14 @@
 
 import hashlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
@@ -49,6 +51,7 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
     One small collective if they agree. The message has the first difference, and a hint by its first word.
     """
     _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
+    group.meet()
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None
     everyone = _all_well(group, error, _digest(agreed.items) + beside)
     _compare(group, [each[:_DIGEST_NBYTES] for each in everyone], agreed.items, what, hints or {})
     agreed.differs = len(set(everyone)) > 1
+    group.meet()
 
 
 def _digest(items: Sequence[str]) -> bytes:
@@ -221,6 +225,33 @@ def ranks_of(process_group: object, data: object = None) -> RankGroup:
         f"got {type(process_group).__name__} ({hint})"
     )
     return raise_together(TypeError(wrong))
+
+
+def share_host_memory(shares: bool = True) -> bool:
+    """Let ranks of one host send CPU tensors through memory, instead of gloo's sockets, from now on.
+
+    Sums, gathers and exchanges keep their bits. It holds for every optimizer, wrapper and hook of this
+    library on groups whose ranks are all on one host, of one user, and see each other's processes; other
+    groups go on as before. Each rank takes 4 MiB for each of its process groups. On Linux on x86-64, for
+    the gloo backend. Call it before building them; ``shares=False`` ends it. All ranks of the default group
+    call; communicates.
+
+    Returns whether the default group's ranks share memory; warns if that was wanted and they cannot.
+
+    Raises:
+        RankMismatchError: on every rank, the ranks gave different arguments.
+    """
+    world = RankGroup.of(None)
+    with agreeing(world, "share_host_memory()") as agreed:
+        check_flags(shares=shares)
+        agreed.items.append(f"shares={shares}")
+    world.works.log.shares_memory = shares
+    world.meet()
+    shared = world.shared_memory(torch.device("cpu")) is not None
+    if shares and not shared and world.size > 1:
+        why = world.works.why_no_memory
+        warnings.warn(f"the ranks of the default group cannot share memory: {why}", stacklevel=2)
+    return shared
 
 
 _OF_A_MESH = "of a DeviceMesh, give mesh.get_group()"

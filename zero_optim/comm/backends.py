@@ -44,6 +44,7 @@ class Transport:
 
     ``most_lanes``: groups side by side that one user gains by. ``is_tree``: broadcasts go along a tree, else
     a chain. ``cuts_by_timeout``: a receive that times out breaks the group's connections.
+    ``shares_host_memory``: between ranks of one host its CPU tensors may go through memory, with its bits.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Transport:
     most_lanes: ClassVar[int] = 1  # groups of NCCL gain nothing side by side, and may deadlock
     is_tree: ClassVar[bool] = False
     cuts_by_timeout: ClassVar[bool] = False
+    shares_host_memory: ClassVar[bool] = False
 
     @property
     def late_on(self) -> torch.device | None:
@@ -77,7 +79,7 @@ class Transport:
 class _Gloo(Transport):
     __slots__ = ()
     most_lanes = 8
-    is_tree = cuts_by_timeout = True
+    is_tree = cuts_by_timeout = shares_host_memory = True
 
     @property
     def late_on(self) -> None:

@@ -41,6 +41,9 @@ from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
+from zero_optim.host import calls
+from zero_optim.host.meeting import meet
+from zero_optim.host.shared_memory import SharedMemory
 
 LET_GO = (
     "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
@@ -181,6 +184,21 @@ class RankGroup:
         """Return a context that records a call, such as ``step()``."""
         return Doing(self.works.log.activity, name)
 
+    def shared_memory(self, device: torch.device) -> SharedMemory | None:
+        """Return what sends tensors of a device through memory, if the ranks have met and share it."""
+        works = self.works
+        return works.memory if works.log.shares_memory and device.type == "cpu" else None
+
+    def meet(self) -> None:
+        """Find out whether all ranks share memory, if that is wanted. All ranks call; communicates once."""
+        works = self.works
+        if works.why_no_memory is None and works.log.shares_memory and self.size > 1:
+            if self.transport(torch.device("cpu")).shares_host_memory:
+                met = meet(self.rank, self.size, works.limit, self.all_gather_json)
+                works.memory, works.why_no_memory = met
+            else:
+                works.why_no_memory = "the process group has another backend than gloo"
+
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
     ) -> Work:
@@ -203,9 +221,12 @@ class RankGroup:
         if not listed:
             return []
         device = listed[0][1].device
+        memory = self.shared_memory(device)
         work = self.begin_work(about, device)
         with work.starting():
-            if len(listed) < 2 or not coalesces(self.process_group, device):
+            if memory is not None:
+                handles: list[Any] = [calls.spread_rows(memory, listed)]
+            elif len(listed) < 2 or not coalesces(self.process_group, device):
                 started = [self._broadcast(row, owner) for owner, row in listed]
                 handles = [handle for handle in started if handle is not None]
             else:
@@ -226,13 +247,17 @@ class RankGroup:
         )
         return work
 
-    def start_sum(self, tensor: Tensor, about: str = "") -> tuple[dist.Work, Waitable]:
+    def start_sum(self, tensor: Tensor, about: str = "") -> tuple[Any, Waitable]:
         """Start a sum over all ranks, in place if dense; returns the handle with the result, and the work."""
         self.count_sum(tensor)
+        memory = self.shared_memory(tensor.device)
         work = self.begin_work(about, tensor.device)
+        handle: Any
         with work.starting():
-            handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-        assert isinstance(handle, dist.Work)
+            if memory is not None and calls.can_sum(tensor):
+                handle = calls.sum_all(memory, tensor)
+            else:
+                handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         return handle, work.take(handle)
 
     def count_sum(self, tensor: Tensor) -> None:
@@ -308,11 +333,15 @@ class RankGroup:
         """Start `all_gather_rows` in a group of several; the handle's wait completes the rows."""
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
-        work = self.begin_work(about, mine.device)
+        memory, work = self.shared_memory(mine.device), self.begin_work(about, mine.device)
+        rows = list(gathered.unbind())
+        handle: Any
         with work.starting():
-            rows = list(gathered.unbind())
-            handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
-        assert handle is not None  # async_op=True on a member always returns a handle
+            if memory is not None:
+                rows[self.rank].copy_(mine)
+                handle = calls.spread_rows(memory, list(enumerate(rows)))
+            else:
+                handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
         return gathered, work.take(handle)
 
 

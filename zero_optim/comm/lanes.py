@@ -132,6 +132,7 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
             pool.lanes[name] = _new_group(group, backend, name)
+            RankGroup.of(pool.lanes[name]).meet()
             offered[name] = []
             chosen.append(name)
         for name in chosen:
@@ -180,7 +181,8 @@ def _common(everyone: list[dict[str, Any]]) -> list[str]:
 def num_started(lane: RankGroup) -> int:
     """Return how many collectives a lane started, equal on all ranks; an exchange counts once."""
     count = getattr(lane.process_group, "_get_sequence_number_for_group", None)
-    return int(count()) - lane.works.apart if count is not None else 0
+    in_memory = 0 if lane.works.memory is None else lane.works.memory.num_started
+    return in_memory + (int(count()) - lane.works.apart if count is not None else 0)
 
 
 def _new_group(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:

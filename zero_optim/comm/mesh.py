@@ -72,7 +72,9 @@ class RankMesh:
 
 
 def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
-    return replace(RankGroup.of(mesh.get_group(dimension), owners.data_devices), phase=owners.phase)
+    part = replace(RankGroup.of(mesh.get_group(dimension), owners.data_devices), phase=owners.phase)
+    part.meet()
+    return part
 
 
 def _table(mesh: object, owners: RankGroup, *, may_split: bool) -> _Table:

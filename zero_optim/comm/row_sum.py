@@ -15,6 +15,7 @@ Note [Parts of long rows]
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
@@ -25,6 +26,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.sending import exchange, start_parts
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import StreamBeside, record_use, recorded_event, wait_for_event
+from zero_optim.host import calls
 
 LEAST_PART_NBYTES = 2**16
 _ADDED_AT_ONCE = 2**20  # elements that are added in float32
@@ -88,10 +90,19 @@ class RowSum:
     ) -> None:
         own, rank = rows[group.rank], group.rank
         self._total = own if in_place else torch.empty_like(own)
+        sending = replace(lanes[0], phase=group.during("reduce").phase)
+        memory = sending.shared_memory(own.device) if group.size > 1 else None
+        if memory is not None:
+            work = sending.begin_work(about, own.device)
+            with work.starting():
+                work.take(calls.sum_rows(memory, rows, self._total, _add))
+            sending.phase.sent(sum(row.nbytes for row in rows) - own.nbytes)
+            self._finish: Callable[[], object] = work.wait
+            return
         counts = num_parts([row.numel() for row in rows], own.element_size())
         if max(counts) == 1:  # as on every rank
             exchange = RowExchange(group, lanes, rows, about)
-            self._finish: Callable[[], None] = partial(_finish, exchange, rank, self._total)
+            self._finish = partial(_finish, exchange, rank, self._total)
             return
         parts = [_parts(row, count) for row, count in zip(rows, counts, strict=True)]
         totals = _parts(self._total, counts[rank])

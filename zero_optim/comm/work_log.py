@@ -33,6 +33,7 @@ from zero_optim.compat.threads import start_thread
 
 if TYPE_CHECKING:
     from zero_optim.comm.works import Work
+    from zero_optim.host.shared_memory import SharedMemory
 
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
 _FEW = 4  # works, among which it is not worth while to look for those that ended
@@ -64,10 +65,17 @@ class GroupWorks:
         self.tags = itertools.count(1)
         self.apart = 0
         self.outstanding: Work | None = None
-        self.pending = pending = set["Work"]()
+        self.pending = set["Work"]()
         self._drops_from = _FEW
-        self.group = weakref.ref(process_group, lambda _: pending.clear())  # the works keep connections
+        self.group = weakref.ref(process_group, self._let_go)
+        self.memory: SharedMemory | None = None  # that the ranks share
+        self.why_no_memory: str | None = None  # None until they have met
         self._can_cut = can_cut
+
+    def _let_go(self, _group: object) -> None:
+        self.pending.clear()  # the works keep connections
+        if self.memory is not None:
+            self.memory.close()
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -92,6 +100,8 @@ class GroupWorks:
         group = self.group()
         if group is None:
             return
+        if self.memory is not None:
+            self.memory.close("Connection closed: the process group was given up")
         for abort in aborts_of(group):  # each may take long
             start_thread(partial(_attempt, abort), "zero_optim abort")
         for other in range(len(self.ranks) if self._can_cut else 0):
@@ -131,14 +141,16 @@ class WorkLog:
     """The works of this process, as long as the default group lives.
 
     ``groups``: works by id of the group; other threads add to it. ``verdicts``: by the ranks of a group given
-    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: returns
-    the exception for a backend's error; None if its own message is best.
+    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``shares_memory``: on
+    all ranks or none, see `share_host_memory`. ``explain``: returns the exception for a backend's error; None
+    if its own message is best.
     """
 
     activity: Activity = field(default_factory=Activity)
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    shares_memory: bool = False
     explain: Callable[["Work", RuntimeError], Exception | None] = explain_nothing
 
     def of(

@@ -176,4 +176,4 @@ def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
 
 
 def _may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
-    return group.transport(bucket.device).lets_threads
+    return group.transport(bucket.device).lets_threads and group.shared_memory(bucket.device) is None

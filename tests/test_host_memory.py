@@ -1,0 +1,266 @@
+"""Ranks of one host send through memory: bits, faults, and when they do not."""
+
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zero_optim
+from overlap import Setting, plain_step
+from pool import on_ranks
+from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
+from training import assert_same_bits
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import lanes_beside
+from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.sending import exchange, spread_rows
+from zero_optim.hooks import allreduce_hook
+from zero_optim.host import calls
+from zero_optim.host.channel import PIECE
+from zero_optim.host.segment import Segment
+from zero_optim.host.shared_memory import SharedMemory
+
+# In elements of 4 bytes: of one chunk or several, of a piece and more, more than a ring holds.
+LENGTHS = (1, 2, 7, 16, 100, 1000, PIECE // 4, PIECE // 4 + 3, 3 * 2**19 + 5)
+
+
+def shared() -> tuple[RankGroup, SharedMemory]:
+    """The default group, whose ranks share memory, and its memory."""
+    assert zero_optim.share_host_memory()
+    group = RankGroup.of(None)
+    memory = group.shared_memory(torch.device("cpu"))
+    assert memory is not None
+    return group, memory
+
+
+def rows_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    lengths = [(1000, 0, 70_000, 1, 33)[number % 5] for number in range(size)]
+    return [torch.randn(length, generator=generator).to(dtype) for length in lengths]
+
+
+# ---------------------------------------------------------------------- bits
+
+
+@on_ranks(2, 3, slow=4)
+def test_a_sum_has_the_bits_of_gloo() -> None:
+    group, memory = shared()
+    generator = torch.Generator().manual_seed(group.rank)
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        for length in LENGTHS:
+            mine = torch.randn(length, generator=generator, dtype=dtype)
+            expected = mine.clone()
+            dist.all_reduce(expected)
+            assert calls.can_sum(mine)
+            number = memory.num_started
+            group.start_sum(mine)[1].wait()
+            assert memory.num_started == number + 1
+            assert torch.equal(mine, expected), (dtype, length)
+
+
+@on_ranks(2)
+def test_what_gloo_rounds_in_its_own_way_goes_through_gloo() -> None:
+    group, memory = shared()
+    for mine in (torch.ones(5, dtype=torch.int64), torch.ones(5).half(), torch.ones(5, 5).t()[1:]):
+        number = memory.num_started
+        expected = torch.full_like(mine, 2)
+        if mine.is_contiguous():  # gloo takes no others
+            group.start_sum(mine)[1].wait()
+            assert torch.equal(mine, expected)
+        assert memory.num_started == number
+        assert not calls.can_sum(mine)
+
+
+@on_ranks(2, 3, slow=4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_that_sockets_bring(dtype: torch.dtype) -> None:
+    group = RankGroup.of(None)
+    results = []
+    for in_memory in (False, True):
+        assert zero_optim.share_host_memory(in_memory) is in_memory
+        lanes = lanes_beside(group)
+        rows = rows_of(group.rank, group.size, dtype)
+        result = [RowSum(group, lanes.groups, [row.clone() for row in rows], in_place=True).wait()]
+        works, came = exchange(group, rows, lanes.groups)
+        for work in works:
+            work.wait()
+        result += came
+        everyone = rows_of(group.rank, group.size, dtype)
+        for work in group.broadcast_rows(list(enumerate(everyone))):
+            work.wait()
+        result += everyone
+        result.append(group.all_gather_rows(torch.full((5,), group.rank, dtype=torch.uint8)))
+        results.append(result)
+    assert_same_bits(results[1], results[0])
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("gradients", ["everywhere", "owners"])
+@pytest.mark.parametrize("wrapper", ["ours", "torch"])
+def test_a_step_in_the_backward_pass_has_the_same_bits(wrapper: str, gradients: str) -> None:
+    models = []
+    for in_memory in (False, True):
+        assert zero_optim.share_host_memory(in_memory) is in_memory
+        model, optimizer = Setting(wrapper, zero={"gradients": gradients}).build(overlap=True)
+        for step in range(3):
+            plain_step(model, optimizer, step)
+        models.append(list(model.parameters()))
+    assert_same_bits(models[1], models[0])
+
+
+@on_ranks(2)
+def test_an_optimizer_tells_that_it_sends_through_memory() -> None:
+    for in_memory in (False, True, False):
+        zero_optim.share_host_memory(in_memory)
+        optimizer = sharded(linear(), timeout=None)
+        assert ("broadcasts a step, through memory" in str(optimizer.explain(quiet=True))) is in_memory
+
+
+@on_ranks(2)
+def test_a_hook_sums_in_memory() -> None:
+    group, memory = shared()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    model.register_comm_hook(None, allreduce_hook)
+    number = memory.num_started
+    model(torch.full((1, 3), float(group.rank))).sum().backward()
+    assert memory.num_started > number
+    assert torch.equal(model.module.weight.grad, torch.full((3, 3), 0.5))
+
+
+@on_ranks(3)
+def test_rows_with_other_tags_are_not_taken_and_the_next_call_goes_on() -> None:
+    group, _ = shared()
+    rank = group.rank
+    rows = [torch.full((10 + rank,), float(number)) for number in range(group.size)]
+    before = [row.clone() for row in rows]
+    for work in spread_rows(group, list(enumerate(rows)), [group], 1 + rank):
+        work.wait()
+    assert_same_bits(rows, before)
+    total = torch.ones(1000)
+    group.start_sum(total)[1].wait()
+    assert torch.equal(total, torch.full((1000,), 3.0))
+
+
+@on_ranks(2)
+def test_a_rank_that_does_something_else_holds_nobody_up() -> None:
+    """Its memory's own thread takes and sends what is more than a ring holds."""
+    group, _ = shared()
+    tensor = torch.full((2**22,), float(group.rank + 1))
+    _, work = group.start_sum(tensor)
+    if group.rank == 0:
+        work.wait()
+        dist.barrier()
+    else:
+        dist.barrier()  # it does not wait for the sum before
+        work.wait()
+    assert torch.equal(tensor, torch.full((2**22,), 3.0))
+
+
+# ---------------------------------------------------------------------- when they do not
+
+
+@on_ranks(2)
+@pytest.mark.not_in_memory("it says when memory is shared")
+def test_ranks_go_on_over_sockets_where_one_cannot_share() -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no memory left")
+
+    with (
+        mock.patch.object(Segment, "new", fail) if dist.get_rank() == 1 else nullcontext(),
+        pytest.warns(UserWarning, match=r"no \d+ bytes of shared memory: no memory left"),
+    ):
+        assert not zero_optim.share_host_memory()
+    group = RankGroup.of(None)
+    total = torch.ones(3)
+    group.start_sum(total)[1].wait()
+    assert torch.equal(total, torch.full((3,), 2.0))
+
+
+@on_ranks(2)
+@pytest.mark.not_in_memory("it says when memory is shared")
+def test_ranks_that_say_other_hosts_do_not_share() -> None:
+    with (
+        mock.patch("zero_optim.host.meeting._host", return_value=f"host {dist.get_rank()}"),
+        pytest.warns(UserWarning, match="the ranks are on several hosts"),
+    ):
+        assert not zero_optim.share_host_memory()
+
+
+@on_ranks(2)
+@pytest.mark.not_in_memory("it says when memory is shared")
+def test_ranks_that_want_different_things_are_told() -> None:
+    with pytest.raises(zero_optim.RankMismatchError, match="rank 0 has shares=False; rank 1 has shares=True"):
+        zero_optim.share_host_memory(dist.get_rank() == 1)
+    with pytest.raises(TypeError, match="expected shares to be True or False"):
+        zero_optim.share_host_memory("yes")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def sum_without_one(how: str) -> str:
+    assert zero_optim.share_host_memory()
+    model = with_gradients(linear())
+    optimizer = sharded(model)
+    optimizer.step()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        about_to_stall()
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            stay_away()
+    optimizer.step()
+    return "stepped"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", "rank 2 "),
+        ("stopped", "rank 2 "),
+        ("away", "rank 2 has not called step()"),
+    ],
+)
+def test_every_other_rank_names_one_that_is_lost(how: str, said: str) -> None:
+    ended = outcomes(3, sum_without_one, how, limit=30.0)
+    for outcome in ended[:2]:
+        assert str(outcome.said).startswith("StalledError: stalled"), ended
+        assert said in outcome.said, ended
+
+
+def fork_and_sum() -> str:
+    group, memory = shared()
+    child = os.fork()
+    if child == 0:
+        try:
+            group.start_sum(torch.ones(3))
+        except RuntimeError as error:
+            os._exit(0 if "a process that was forked from a rank" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    total = torch.ones(3)
+    group.start_sum(total)[1].wait()
+    assert memory.failure is None
+    return str(total.tolist())
+
+
+def test_a_forked_child_cannot_take_part_and_its_end_ends_nothing() -> None:
+    assert [outcome.said for outcome in outcomes(2, fork_and_sum)] == ["[2.0, 2.0, 2.0]"] * 2
+
+
+@on_ranks(2)
+def test_nothing_is_left_that_others_could_open() -> None:
+    """The memory has no name, and its descriptors are closed once all have mapped it."""
+    _, memory = shared()
+    assert memory.peers == (1 - dist.get_rank(),)
+    open_now = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [name for name in open_now if "zero_optim" in name]
+    assert not list(Path("/dev/shm").glob("*zero_optim*"))

@@ -1,0 +1,161 @@
+"""Collectives through memory: rows from owners, pieces between all pairs, sums. Every rank calls.
+
+Note [Bits of a sum]
+    gloo sums a tensor in one chunk a rank, and a chunk's terms one after the other: that of rank r begins
+    with rank r - 1 and goes down, so that r comes last. These sums have the same chunks and order, and so
+    the same bits as on sockets, whatever else PyTorch's DDP sends.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from zero_optim.host.channel import Message, Receiver
+from zero_optim.host.pending_calls import Act, HostWork
+from zero_optim.host.shared_memory import SharedMemory
+
+# Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
+Add = Callable[[Sequence[Tensor], int, Tensor], None]
+
+_ROWS, _PIECES, _ADDENDS, _SUMS = range(1, 5)  # kinds of messages
+_SUMMED = frozenset({torch.float32, torch.float64})  # of which a sum has gloo's bits
+_GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
+
+
+def spread_rows(memory: SharedMemory, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostWork:
+    """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
+
+    With tags that differ between ranks nothing is written.
+    """
+    lists: list[list[Tensor]] = [[] for _ in range(memory.size)]
+    for owner, row in rows:
+        lists[owner].append(row)
+
+    def begin(work: HostWork) -> None:
+        for peer in memory.peers:
+            memory.send(work, peer, _ROWS, _places(lists[memory.rank]), tag)
+        for peer in memory.peers:
+            memory.expect(work, (peer,), _ROWS, _copies(memory, peer, lists[peer]), tag)
+
+    return memory.start((lists,), begin)
+
+
+def exchange(memory: SharedMemory, pieces: Sequence[Tensor], arrivals: Sequence[Tensor]) -> HostWork:
+    """Send a piece to each rank and receive one of each; the own ones stay as they are."""
+
+    def begin(work: HostWork) -> None:
+        for peer in memory.peers:
+            memory.send(work, peer, _PIECES, _places([pieces[peer]]))
+        for peer in memory.peers:
+            memory.expect(work, (peer,), _PIECES, _copies(memory, peer, [arrivals[peer]]))
+
+    return memory.start((pieces, arrivals), begin)
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+
+def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor]) -> list[tuple[int, Act]]:
+    return [(target.nbytes, _copy(memory.receiver(peer), target.data_ptr())) for target in targets]
+
+
+def _copy(receiver: Receiver, address: int) -> Act:
+    def act(start: int, count: int) -> None:
+        ctypes.memmove(address + start, receiver.address, count)
+
+    return act
+
+
+def sum_rows(memory: SharedMemory, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
+    """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
+    own = rows[memory.rank]
+
+    def begin(work: HostWork) -> None:
+        for peer in memory.peers:
+            memory.send(work, peer, _ADDENDS, _places([rows[peer]]))
+        memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, _adding(memory, own, total, add))])
+
+    return memory.start((rows, total), begin)
+
+
+def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
+    dtype, size = own.dtype, own.element_size()
+
+    def act(start: int, count: int) -> None:
+        first, numel = start // size, count // size
+        mine = own[first : first + numel]
+        arrivals = [
+            mine if rank == memory.rank else memory.receiver(rank).view(dtype, numel)
+            for rank in range(memory.size)
+        ]
+        add(arrivals, memory.rank, mine if total is own else total[first : first + numel])
+
+    return act
+
+
+def can_sum(tensor: Tensor) -> bool:
+    """Return whether `sum_all` takes a tensor and gives gloo's bits."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and (tensor.dtype in _SUMMED or tensor.is_complex())
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+    )
+
+
+def sum_all(
+    memory: SharedMemory, tensor: Tensor, then: Callable[[str | None], None] | None = None
+) -> HostWork:
+    """Sum a tensor over all ranks in place: Note [Bits of a sum].
+
+    ``then`` is called at its end, with the failure if it has one.
+    """
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+    size = flat.element_size()
+    edges = chunk_edges(flat.nbytes, memory.size, size)
+    chunks = [flat[start // size : stop // size] for start, stop in pairwise(edges)]
+    own = chunks[memory.rank]
+
+    def begin(work: HostWork) -> None:
+        for peer in memory.peers:
+            memory.send(work, peer, _ADDENDS, _places([chunks[peer]]))
+        sums = list[Message]()
+        for peer in memory.peers:
+            sums += memory.send(work, peer, _SUMS, _places([own]))
+        for message in sums:
+            message.ready = 0
+        adding = _adding(memory, own, own, _add_as_gloo)
+
+        def act(start: int, count: int) -> None:
+            adding(start, count)
+            for message in sums:
+                message.ready = start + count
+
+        memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, act)])
+        for peer in memory.peers:
+            memory.expect(work, (peer,), _SUMS, _copies(memory, peer, [chunks[peer]]))
+
+    return memory.start((flat,), begin, then)
+
+
+def chunk_edges(nbytes: int, size: int, itemsize: int) -> list[int]:
+    """Return where gloo's chunks begin, in bytes, and the last one ends; as its ``allreduce`` of a ring."""
+    num_segments = math.ceil(max(math.ceil(nbytes / _GLOO_SEGMENT), 2 * size) / size) * size
+    segment = math.ceil(math.ceil(nbytes / num_segments) / itemsize) * itemsize
+    return [min(nbytes, chunk * (num_segments // size) * segment) for chunk in range(size + 1)]
+
+
+@torch.no_grad()
+def _add_as_gloo(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> None:
+    size = len(arrivals)
+    others = [arrivals[(rank - back) % size] for back in range(1, size)]
+    sum_of_others = others[0] if size == 2 else torch.add(others[0], others[1])
+    for arrival in others[2:]:
+        sum_of_others += arrival
+    torch.add(arrivals[rank], sum_of_others, out=total)

@@ -1,0 +1,71 @@
+"""A segment: pages of one rank that the other ranks of its host map too. No communication.
+
+Note [Segments without names]
+    A segment is an anonymous file (`memfd_create`): it has no name that a killed job could leave behind,
+    and no limit as ``/dev/shm`` has in containers. Another process maps it by ``/proc/PID/fd/N``, which the
+    system allows to the same user in the same process namespace, until the descriptor is closed, when all
+    have mapped it. All pages are reserved at once, so a write cannot end in a bus error.
+"""
+
+import ctypes
+import os
+import secrets
+from typing import Any
+
+import torch
+
+LINE = 64  # bytes that processors exchange
+TOKEN_NBYTES = 16
+# Of the first line: the token, then whether the rank has left, then its bell.
+_LEFT_AT, _BELL_AT = TOKEN_NBYTES, TOKEN_NBYTES + 4
+
+
+class Segment:
+    """``nbytes`` of memory in the process ``pid``, as its descriptor ``fd``: the first lines hold words."""
+
+    def __init__(self, nbytes: int, num_words: int, pid: int, fd: int) -> None:
+        self.pages = torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+        self.address = self.pages.data_ptr()
+        self.bell = self.address + _BELL_AT
+        self._left, self._bell = (
+            ctypes.c_uint32.from_address(self.address + at) for at in (_LEFT_AT, _BELL_AT)
+        )
+        # A word a line, so that two writers do not take a line from each other.
+        self.words: Any = (ctypes.c_uint64 * (num_words * LINE // 8)).from_address(self.address + LINE)
+
+    @classmethod
+    def new(cls, nbytes: int, num_words: int) -> "tuple[Segment, int]":
+        """Return a new one of this process, and its descriptor; OSError if there is no memory."""
+        fd = os.memfd_create("zero_optim", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(fd, 0o600)
+            os.posix_fallocate(fd, 0, nbytes)
+            segment = cls(nbytes, num_words, os.getpid(), fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        ctypes.memmove(segment.address, secrets.token_bytes(TOKEN_NBYTES), TOKEN_NBYTES)
+        return segment, fd
+
+    @property
+    def token(self) -> str:
+        """Return what only its readers can know."""
+        return ctypes.string_at(self.address, TOKEN_NBYTES).hex()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its rank takes part no more."""
+        return bool(self._left.value)
+
+    def leave(self) -> None:
+        """Tell that its rank takes part no more."""
+        self._left.value = 1
+
+    @property
+    def rings(self) -> int:
+        """Return what `bell` shows."""
+        return self._bell.value
+
+    def ring(self, value: int) -> None:
+        """Show a value that was never shown before: then nobody misses it, whoever rings at the same time."""
+        self._bell.value = value

@@ -1,0 +1,305 @@
+"""The memory that the ranks of a group share, and the calls that go through it.
+
+Every rank starts the same calls in the same order. A call copies what it sends into the rings of its
+receivers as far as there is room, so what it sends may change once it has ended, and nobody sees another
+process's tensors. Sums are added up straight from the rings. `calls` has what is sent in them.
+
+Note [Who moves the bytes]
+    A thread that waits for a call moves the bytes of all, its own and what others wait for. While nobody
+    waits, and calls are pending, a thread of this memory does it, as gloo's does: a rank that does something
+    else holds nobody up. Whoever finds nothing to move sleeps until a word of its segment, the bell, changes,
+    which the others change after each piece.
+
+Note [Calls that differ]
+    Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
+    ranks wait, and the watchdog tells what each of them does, as where such calls meet on sockets. Messages
+    of one call with different tags are read and dropped.
+"""
+
+import atexit
+import ctypes
+import itertools
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.compat import futex
+from zero_optim.compat.threads import start_thread
+from zero_optim.host.channel import PIECE, Message, Receiver, Sender
+from zero_optim.host.pending_calls import Act, HostWork, Step
+from zero_optim.host.segment import LINE, Segment
+
+_LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
+_WATCH = 0.005, 40  # seconds between looks of the thread, and their number until it ends
+_HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag
+
+
+class SharedMemory:
+    """The calls of this rank; see above. ``segments`` by rank, ``pids`` likewise; ``limit`` in seconds."""
+
+    def __init__(self, rank: int, segments: Sequence[Segment], pids: Sequence[int], limit: float) -> None:
+        self.rank, self.size, self.num_started = rank, len(segments), 0
+        self.failure: str | None = None
+        self._segments, self._limit = segments, limit
+        self._ends = {peer: _ends(segments, rank, peer) for peer in range(self.size) if peer != rank}
+        self._alive = _Alive({peer: pids[peer] for peer in self._ends})
+        self._bells = itertools.count(1)
+        self._works: list[HostWork] = []  # pending, in their order
+        self._lock = threading.Lock()
+        self._waiting = list[HostWork]()  # what threads wait for; a list, as threads change it at once
+        self._is_served = False  # by a thread: Note [Who moves the bytes]
+        _ALL.add(self)
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """The other ranks."""
+        return tuple(self._ends)
+
+    def receiver(self, peer: int) -> Receiver:
+        """Return where a rank's bytes come."""
+        return self._ends[peer][1]
+
+    # ------------------------------------------------------------------ calls begin
+
+    def start(
+        self,
+        kept: Sequence[object],
+        begin: Callable[[HostWork], None],
+        then: Callable[[str | None], None] | None = None,
+    ) -> HostWork:
+        """Start a call: ``begin`` says what it sends and does. Sends what there is room for."""
+        if os.getpid() != self._alive.process:
+            raise RuntimeError(
+                "a process that was forked from a rank cannot take part in its collectives: start ranks with "
+                "torchrun, or make a process group there"
+            )
+        if self.failure is not None:
+            raise dist.DistNetworkError(self.failure)
+        with self._lock:
+            self.num_started += 1
+            work = HostWork(self, self.num_started, *kept)
+            work.then = then
+            begin(work)
+            self._works.append(work)
+            self._move()
+            ended = self._ended()
+        self._tell(ended)
+        if work.num_pending:
+            self._need_thread()
+        return work
+
+    def send(
+        self, work: HostWork, peer: int, kind: int, parts: Sequence[tuple[int, int]], tag: int = 0
+    ) -> list[Message]:
+        """Send bytes to a rank, a head first; ``parts`` are addresses and lengths."""
+        parts = [part for part in parts if part[1]]
+        head = _HEAD(work.number, kind, sum(nbytes for _, nbytes in parts), tag)
+        work.kept.append(head)
+        messages = [Message(*part) for part in ((ctypes.addressof(head), LINE), *parts)]
+        work.num_pending += len(messages)
+        self._ends[peer][0].queue.extend((message, work) for message in messages)
+        return messages[1:]
+
+    def expect(
+        self, work: HostWork, peers: Sequence[int], kind: int, parts: Sequence[tuple[int, Act]], tag: int = 0
+    ) -> None:
+        """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
+        parts = [part for part in parts if part[0]]
+        head = bytes(_HEAD(work.number, kind, sum(nbytes for nbytes, _ in parts), tag))
+        receivers = [self.receiver(peer) for peer in peers]
+        steps = list[Step]()
+
+        def check(_start: int, _count: int) -> None:
+            if all(ctypes.string_at(receiver.address, LINE) == head for receiver in receivers):
+                return
+            number, of_kind, nbytes, _ = _HEAD.from_buffer_copy(ctypes.string_at(receivers[0].address, LINE))[
+                :4
+            ]
+            if tag and (number, of_kind) == (work.number, kind):
+                for step in steps:
+                    step.drop()
+                if nbytes:
+                    Step(work, receivers, nbytes, _leave, is_next=True)
+            else:
+                work.meets_another = True
+
+        Step(work, receivers, LINE, check)
+        steps.extend(Step(work, receivers, nbytes, act) for nbytes, act in parts)
+
+    # ------------------------------------------------------------------ bytes move
+
+    def _move(self) -> bool:
+        """Move what can be moved, under the lock; returns whether there was anything."""
+        heard = set[int]()  # ranks that have something to do, and are told at the end, or after a large piece
+        for peer, (sender, receiver) in self._ends.items():
+            while count := sender.push():
+                heard.add(peer)
+                if count == PIECE:
+                    self._ring(peer)
+            steps = receiver.steps
+            while steps and (count := (step := steps[0]).run()):
+                for each in step.receivers:
+                    heard.add(each.peer)
+                    if count == PIECE:
+                        self._ring(each.peer)
+        for peer in heard:
+            self._ring(peer)
+        return bool(heard)
+
+    def _ring(self, peer: int) -> None:
+        segment = self._segments[peer]
+        segment.ring((next(self._bells) * self.size + self.rank) % 2**32)
+        futex.wake(segment.bell)
+
+    def _ended(self) -> list[HostWork]:
+        ended = [work for work in self._works if not work.num_pending]
+        for work in ended:
+            self._works.remove(work)
+        if ended and len(self._waiting) > 1:
+            self._ring(self.rank)  # another thread may wait for it
+        return ended
+
+    def _tell(self, ended: Sequence[HostWork]) -> None:
+        """End calls, without the lock: they may start others."""
+        for work in ended:
+            work.end()
+
+    def wait(self, work: HostWork, seconds: float | None) -> None:
+        """Move bytes until a call has ended."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        self._waiting.append(work)
+        try:
+            while not work.is_completed():
+                left = _LOOK if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    raise RuntimeError(f"Timed out waiting {seconds} s for a call on this host")
+                self._move_or_sleep(min(left, _LOOK))
+        finally:
+            self._waiting.remove(work)
+        failure = work.exception()
+        if failure is not None:
+            raise failure
+
+    def _move_or_sleep(self, seconds: float) -> None:
+        own = self._segments[self.rank]
+        with self._lock:
+            rings = own.rings
+            if self._move():
+                ended = self._ended()
+                is_quiet = False
+            else:
+                is_quiet = True
+        if not is_quiet:
+            self._tell(ended)
+            return
+        began = time.monotonic()
+        futex.wait(own.bell, rings, seconds)
+        if time.monotonic() - began >= seconds:
+            self._look()
+
+    def _look(self) -> None:
+        """Fail if another rank has ended or left, or this one waits too long."""
+        gone = [peer for peer in self._ends if self._segments[peer].has_left or not self._alive(peer)]
+        with self._lock:
+            ended = self._ended() if self._move() else []
+            if self._works and gone and not ended:
+                self.close(f"Connection closed by peer: rank {gone[0]} of the group has ended or let it go")
+            elif self._works and time.monotonic() - self._works[0].began > self._limit:
+                self.close(f"Timed out waiting {self._limit:g} s for the other ranks of this host")
+        self._tell(ended)
+
+    def close(self, why: str = "Connection closed: this rank has let its process group go") -> None:
+        """Take part no more: pending calls fail, here and elsewhere. Takes no lock."""
+        if os.getpid() != self._alive.process or self.failure is not None:
+            return
+        self.failure = why
+        self._segments[self.rank].leave()
+        for peer in range(self.size):
+            self._ring(peer)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _need_thread(self) -> None:
+        with self._lock:
+            is_new, self._is_served = not self._is_served, True
+        if is_new:
+            start_thread(self._serve, "zero_optim host memory")
+
+    def _serve(self) -> None:
+        seconds, most = _WATCH
+        num_looks = 0
+        while self.failure is None:
+            if self._works and not self._waiting:
+                self._move_or_sleep(_LOOK)
+                num_looks = 0
+                continue
+            time.sleep(seconds)
+            num_looks += 1
+            with self._lock:
+                if num_looks > most and not self._works:
+                    self._is_served = False
+                    return
+        with self._lock:
+            works, self._works = self._works, []
+        for work in works:
+            work.end(self.failure)
+
+
+def _leave(_start: int, _count: int) -> None:
+    """Do nothing with bytes of another call."""
+
+
+# Those whose threads must end before Python does.
+_ALL: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for memory in list(_ALL):
+        memory.close()
+
+
+class _Alive:
+    """Tells whether processes live, by their descriptors: a number may be another process's later."""
+
+    def __init__(self, pids: dict[int, int]) -> None:
+        self.process = os.getpid()
+        self._fds = {peer: os.pidfd_open(pid) for peer, pid in pids.items()}
+        weakref.finalize(self, _close_fds, list(self._fds.values())).atexit = False
+
+    def __call__(self, peer: int) -> bool:
+        return not select.select([self._fds[peer]], [], [], 0)[0]
+
+
+def _close_fds(fds: Sequence[int]) -> None:
+    for fd in fds:
+        with suppress(OSError):
+            os.close(fd)
+
+
+def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[Sender, Receiver]:
+    """Return this rank's ends of the two channels of a pair. A ring lies with its sender."""
+    own, other, size = segments[rank], segments[peer], len(segments)
+    return (
+        Sender(peer, own.words, 2 * peer, 2 * peer + 1, rings_of(own.pages, size)[peer]),
+        Receiver(peer, other.words, 2 * rank, 2 * rank + 1, rings_of(other.pages, size)[rank]),
+    )
+
+
+def rings_of(pages: Tensor, size: int) -> Sequence[Tensor]:
+    """Return the rings of a segment, by receiving rank."""
+    start = first_ring(size)
+    length = (pages.numel() - start) // size
+    return [pages[start + rank * length :][:length] for rank in range(size)]
+
+
+def first_ring(size: int) -> int:
+    """Return where rings begin: behind a line, and two for each rank."""
+    return -(-LINE * (1 + 2 * size) // 4096) * 4096
