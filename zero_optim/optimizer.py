@@ -80,7 +80,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             the state: ``zero_optim.ema``.
         gather_lazily: a model, in DDP or not, for `gather_lazily`. A copy of the optimizer waits in `step`.
         assume_separable: do not try the class. Otherwise it steps small tensors, for 10 to 60 ms the first
-            time, and is refused if results differ in parts.
+            time (seconds if it writes notes into its groups), and is refused if results differ in parts.
         cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
             same bits; never what the CPU steps in half precision. ValueError in `step` and `load_state_dict`
             if later options forbid existing cuts, or in `step` for a sparse gradient of a cut parameter that

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_lightning import Fit, Module, batches, run_weights
+from test_lightning import Fit, Module, batches, half_precision, run_weights
 from torch import Tensor, nn
 
 from frameworks import as_torchrun_says, assert_same, whole
@@ -128,6 +128,22 @@ def test_gans_train_and_can_be_tested(stage: int, module: type[Gan], unused: boo
     (expected, losses), (got, same) = results
     assert_same(got, expected)
     assert same == losses
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gans_train_in_16_bits(stage: int, precision: str) -> None:
+    """With a scaler, gradients of both optimizers begin with infinities."""
+    results = []
+    for each in (0, stage):
+        fit = Fit(each, module=Gan, options={"precision": precision}, **options(each))
+        if precision == "16-mixed":
+            fit.epochs, fit.options = 4, {"plugins": half_precision()["plugins"]}
+        trained = fit.run()[1]
+        assert not torch.equal(trained.net.blocks[0].norm.bias.float(), torch.zeros(16)), "no step was taken"
+        results.append({name: value for name, value in whole(trained).items() if "running" not in name})
+    assert_same(results[1], results[0])
 
 
 @on_ranks(2)

@@ -14,15 +14,23 @@ import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
-from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.registry import DATASETS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, RUNNERS
+from mmengine.optim import OptimWrapperDict
+from mmengine.registry import (
+    DATASETS,
+    METRICS,
+    MODELS,
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    RUNNERS,
+)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from frameworks import Net, as_torchrun_says, assert_same, samples, sums_in_order, whole
 from pool import Pool, on_ranks
 from zero_optim.integrations.mmengine import ZeroRunner
-from zero_optim.integrations.mmengine_parts import Zero2, Zero3, build_optimizer
+from zero_optim.integrations.mmengine_parts import Zero2, Zero3
 
 Weights = dict[str, Tensor]
 WRAPPERS = {2: Zero2, 3: Zero3}
@@ -45,6 +53,28 @@ class Model(BaseModel):  # type: ignore[misc]
         if mode == "loss":
             return {"loss": nn.functional.mse_loss(outputs, targets)}
         return [outputs] if mode == "predict" else outputs
+
+
+@MODELS.register_module("Gan")
+class Gan(BaseModel):  # type: ignore[misc]
+    """Steps a critic and a generator in turn, as mmengine's guide of GANs has it."""
+
+    def __init__(self, data_preprocessor: Any = None) -> None:
+        super().__init__(data_preprocessor)
+        self.net = Net()  # sets a seed
+        self.critic = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, inputs: Tensor, targets: Tensor, mode: str = "tensor") -> Any:
+        return [self.net(inputs)]
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        inputs, real = self.data_preprocessor(data, True)
+        loss = (self.critic(self.net(inputs).detach()) - self.critic(real)).mean()
+        optim_wrapper["critic"].update_params(loss)
+        loss = self.critic(self.net(inputs)).square().mean()
+        optim_wrapper["net"].update_params(loss)
+        optim_wrapper.zero_grad()
+        return {"loss": loss.detach()}
 
 
 @DATASETS.register_module("Samples")
@@ -73,6 +103,8 @@ class Run:
     way: str = "resume"  # of the config; "resume()" and "load_checkpoint()" are called before `train`
     validates: bool = False
     in_order: bool = False
+    model: str = "Model"
+    ddp: str = "MMDistributedDataParallel"
     wrap: Mapping[str, Any] = field(default_factory=dict)
     optim: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +112,7 @@ class Run:
 
     def config(self) -> Config:
         optimizer: dict[str, Any] = {"type": "AdamW", "lr": 0.05, "weight_decay": 0.1, **self.optimizer}
-        wrapper: dict[str, Any] = {"type": "MMDistributedDataParallel", "device_ids": None}  # on the CPU
+        wrapper: dict[str, Any] = {"type": self.ddp, "device_ids": None}  # on the CPU
         if self.stage:
             optimizer = {"optimizer_type": "AdamW", **optimizer, "type": "ZeroOptimizer"}
         if self.stage > 1:
@@ -97,7 +129,7 @@ class Run:
         return Config(
             {
                 "runner_type": "ZeroRunner" if self.stage else "Runner",
-                "model": {"type": "Model"},
+                "model": {"type": self.model},
                 "model_wrapper_cfg": wrapper,
                 "optim_wrapper": {"optimizer": optimizer, "clip_grad": {"max_norm": 0.3}, **self.optim},
                 "param_scheduler": {"type": "StepLR", "step_size": 3, "gamma": 0.5, "by_epoch": False},
@@ -125,10 +157,11 @@ class Run:
             if self.way.endswith("()"):
                 getattr(runner, self.way[:-2])(str(self.start))
             runner.train()
-            assert self.stage < 2 or isinstance(runner.model, WRAPPERS[self.stage])
+            assert self.stage < 2 or self.model == "Gan" or isinstance(runner.model, WRAPPERS[self.stage])
             metrics = runner.message_hub.log_scalars.get("val/mean")
             means = {"mean": torch.from_numpy(metrics.data[0])} if self.validates else {}
-            return {**whole(model), **means}
+            weights = {name.replace("module.", ""): value for name, value in whole(model).items()}
+            return {**weights, **means}
 
 
 def run_weights(run: Run) -> Weights:
@@ -217,23 +250,57 @@ def test_weights_that_are_loaded_reach_masters(tmp_path: Path, stage: int) -> No
     assert_same(Run(stage, tmp_path / "z", start=saved, way="load_from", **options).weights(), expected)
 
 
-class TwoWrappers:
-    """Builds an optimizer for the body and one for the head, as mmengine's guide of GANs has it."""
+class WrapperOfEach:
+    """Builds an optimizer for each of some modules."""
+
+    names: tuple[str, ...] = ("net", "critic")
 
     def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
         self.cfg = optim_wrapper_cfg
 
     def __call__(self, model: Any) -> OptimWrapperDict:
-        net = getattr(model, "module", model).net
         wrappers = {}
-        for name, parts in {"body": [net.first, net.blocks], "head": [net.last]}.items():
-            params = [param for part in parts for param in part.parameters()]
-            options = {key: value for key, value in self.cfg["optimizer"].items() if key != "type"}
-            wrappers[name] = OptimWrapper(build_optimizer(params, **options))
+        for name in self.names:
+            params = [*getattr(model, "module", model).get_submodule(name).parameters()]
+            optimizer = OPTIMIZERS.build({**self.cfg["optimizer"], "params": params})
+            kind = OPTIM_WRAPPERS.get(self.cfg.get("type", "OptimWrapper"))
+            wrappers[name] = kind(optimizer, clip_grad=self.cfg["clip_grad"])
         return OptimWrapperDict(**wrappers)
 
 
-OPTIM_WRAPPER_CONSTRUCTORS.register_module("TwoWrappers", module=TwoWrappers)
+class WrapperOfLayers(WrapperOfEach):
+    names = ("net.first", "net.blocks", "net.last")
+
+
+OPTIM_WRAPPER_CONSTRUCTORS.register_module("WrapperOfEach", module=WrapperOfEach)
+OPTIM_WRAPPER_CONSTRUCTORS.register_module("WrapperOfLayers", module=WrapperOfLayers)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gans_train_and_resume(pool: Pool, tmp_path: Path, stage: int, size: int) -> None:
+    results, states = [], []
+    for each in (0, stage):
+        optim = {"constructor": "WrapperOfEach", "type": "ZeroOptimWrapper" if each else "OptimWrapper"}
+        common: dict[str, Any] = {"model": "Gan", "optim": optim, "validates": True}
+        common["ddp"] = "MMSeparateDistributedDataParallel"
+        path = tmp_path / str(each)
+        trained = pool.run(2, run_weights, Run(each, path, **common))[0]
+        saved = path / "epoch_1.pth"
+        file = torch.load(saved, weights_only=False)
+        names = {name: name.replace("module.", "") for name in file["state_dict"]}
+        assert each < 2 or list(names) == list(names.values())
+        file["state_dict"] = {names[name]: value for name, value in file["state_dict"].items()}
+        torch.save(file, saved)  # mmengine's wrapper of each module does not load the names that it saves
+        again = Run(each, path, epochs=2, start=saved, **common)
+        results.append((trained, pool.run(size, run_weights, again)[0]))
+        states.append(file["optimizer"])
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert_same(got, expected)
+    for name in ("net", "critic"):
+        before, after = (state[name]["state"] for state in states)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[i]["exp_avg"], before[i]["exp_avg"]) for i in before)
 
 
 @on_ranks(2)
@@ -245,5 +312,9 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, stage: int) -> None:
         Run(stage, tmp_path, optim={"optimizer": {"type": "AdamW", "lr": 0.1}}).weights()
     with pytest.raises(ValueError, match="a name of the registry OPTIMIZERS, got 'NoOptimizer'"):
         Run(stage, tmp_path, optimizer={"optimizer_type": "NoOptimizer"}).weights()
-    with pytest.raises(ValueError, match="stages 2 and 3 take one optimizer"):
-        Run(stage, tmp_path, optim={"constructor": "TwoWrappers"}).weights()
+    plain = {"constructor": "WrapperOfEach", "type": "OptimWrapper"}
+    with pytest.raises(ValueError, match="a ZeroOptimWrapper clips, got OptimWrapper"):
+        Run(stage, tmp_path, model="Gan", optim=plain).weights()
+    layers = {"constructor": "WrapperOfLayers"}
+    with pytest.raises(ValueError, match="each parameter that trains has one optimizer"):
+        Run(stage, tmp_path, model="Gan", optim=layers).weights()

@@ -145,10 +145,13 @@ def run(script: str) -> None:
     environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}  # for 127.0.0.1
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
-    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    environment |= {
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
+    }
     folder = Path(tempfile.mkdtemp()).resolve()  # its name is short, as Ray's sockets lie there
     (folder / "script.py").write_text(script)
-    options: Any = {"capture_output": True, "text": True, "timeout": 600, "cwd": folder, "env": environment}
+    options: Any = {"capture_output": True, "text": True, "timeout": 800, "cwd": folder, "env": environment}
     try:
         result = subprocess.run([sys.executable, "script.py"], check=False, **options)
         assert result.returncode == 0, (result.stdout + result.stderr)[-20_000:]

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from zero_optim.checkpoint import load, peek, save
-from zero_optim.ddp import full_state_dict
 from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.integrations.parts import sharded_parts
-from zero_optim.integrations.stages import inner
+from zero_optim.integrations.stages import inner, whole_state
 
 LIGHTNING = "lightning"  # in a folder's ``extra``: what is neither parameters nor optimizer state, as bytes
 
@@ -35,10 +33,9 @@ class SavesSharded(_Strategy):
         """Return the whole model, at stage 3 with one optimizer on rank 0 alone; nothing for a folder."""
         if self.sharded_checkpoints:
             return {}
-        if len(sharded_parts(self.lightning_module)) == 1:
-            return full_state_dict(self.lightning_module) or {}
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state
+        state = whole_state(self.lightning_module, everywhere=False)
+        whole: dict[str, Any] = super().lightning_module_state_dict() if state is None else state
+        return whole
 
     def optimizer_state(self, optimizer: Any) -> Any:
         """Return the whole state on rank 0; nothing for a folder."""

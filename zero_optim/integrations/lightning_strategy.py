@@ -2,13 +2,12 @@
 
 import copy
 from collections.abc import Mapping
-from contextlib import ExitStack
+from functools import partial
 from inspect import signature
 from typing import Any
 
-from zero_optim.ddp import unsharded
 from zero_optim.integrations.lightning_checkpoints import SavesSharded
-from zero_optim.integrations.parts import sharded_parts, wrap_parts
+from zero_optim.integrations.parts import parts_unsharded, wrap_parts
 from zero_optim.integrations.stages import WRAPPERS, check_stage, inner
 
 
@@ -42,10 +41,7 @@ class ZeroMixin(SavesSharded):
 
     def setup(self, trainer: Any) -> None:
         """Set up a run; a module that ``fit`` has sharded can be evaluated afterwards."""
-        module = self.lightning_module
-        with ExitStack() as whole:
-            for part in sharded_parts(module):
-                whole.enter_context(unsharded(part))
+        with parts_unsharded(self.lightning_module):
             super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -59,11 +55,14 @@ class ZeroMixin(SavesSharded):
         optimizers = [inner(each) for each in self.optimizers]
         if len(optimizers) != 1 and self.sharded_checkpoints:
             raise ValueError(f"sharded checkpoints take one optimizer, got {len(optimizers)}")
+        if self.stage == 1:
+            return
         module, options = self.lightning_module, {**self.options_of_ddp, **self.wrap}
-        if (self.stage == 2 and len(optimizers) == 1) or (self.stage == 3 and module.automatic_optimization):
-            self.model = WRAPPERS[self.stage](module, optimizers[0], **options)
-        elif self.stage > 1:
-            self.parts = wrap_parts(module, optimizers, self.stage, options)
+        wrap = partial(WRAPPERS[self.stage], **options)
+        if module.automatic_optimization or (self.stage == 2 and len(optimizers) == 1):
+            self.model = wrap(module, optimizers[0])
+        else:
+            self.parts = wrap_parts(module, optimizers, wrap, one_each=self.stage == 3)
 
     def pre_backward(self, closure_loss: Any) -> None:
         """Begin a pass; raises what a pass before has found late, on a GPU."""

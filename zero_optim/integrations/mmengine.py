@@ -5,6 +5,7 @@ trains at stage 1, below DDP; ``dict(type="zero2")`` shards gradients too, ``"ze
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import mmengine.runner
@@ -14,10 +15,10 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from torch import Tensor, nn
 
-from zero_optim.ddp import full_state_dict
-from zero_optim.ddp.full.module_hooks import units_of
 from zero_optim.integrations.mmengine_parts import ZeroOptimWrapper
-from zero_optim.integrations.stages import consolidate, inner
+from zero_optim.integrations.parts import wrap_parts
+from zero_optim.integrations.stages import consolidate, inner, whole_state
+from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
 class _Whole(nn.Module):
@@ -31,6 +32,10 @@ class _Whole(nn.Module):
         return OrderedDict(self.state)
 
 
+def _each(wrapper: OptimWrapper) -> list[OptimWrapper]:
+    return [*wrapper.values()] if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+
+
 @RUNNERS.register_module()
 class ZeroRunner(mmengine.runner.Runner):
     """``runner_type="ZeroRunner"``: trains at a stage of ZeRO, saves and resumes; arguments of ``Runner``."""
@@ -39,6 +44,7 @@ class ZeroRunner(mmengine.runner.Runner):
     _has_loaded: bool
     _is_initialized = False
     _options: dict[str, Any] | None = None  # of the wrapper that waits for the optimizer
+    _parts: Sequence[nn.Module] = ()  # wrappers of modules with an optimizer each
 
     def wrap_model(self, model_wrapper_cfg: Any, model: nn.Module) -> Any:
         """Wrap at stage 1; the others need the optimizer."""
@@ -57,26 +63,36 @@ class ZeroRunner(mmengine.runner.Runner):
             optim_wrapper = {"type": "ZeroOptimWrapper", **optim_wrapper}
         wrapper = super().build_optim_wrapper(optim_wrapper)
         if self._options is not None:
-            if isinstance(wrapper, OptimWrapperDict):
-                raise ValueError(
-                    "stages 2 and 3 take one optimizer: build one from groups with an optimizer_class each"
-                )
-            if not isinstance(wrapper, ZeroOptimWrapper) and wrapper.clip_grad_kwargs:
-                raise ValueError(f"at stages 2 and 3 a ZeroOptimWrapper clips, got {type(wrapper).__name__}")
-            cfg = {**self._options, "module": self.model, "optimizer": inner(wrapper.optimizer)}
-            self.model, self._options = MODEL_WRAPPERS.build(cfg), None
+            wrappers = _each(wrapper)
+            for each in wrappers:
+                if not isinstance(each, ZeroOptimWrapper) and each.clip_grad_kwargs:
+                    raise ValueError(f"at stages 2 and 3 a ZeroOptimWrapper clips, got {type(each).__name__}")
+            self._wrap([inner(each.optimizer) for each in wrappers], self._options)
+            self._options = None
         return wrapper
+
+    def _wrap(self, optimizers: list[ZeroRedundancyOptimizer], options: dict[str, Any]) -> None:
+        """Wrap the model; with several optimizers the modules of each."""
+
+        def wrap(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
+            return MODEL_WRAPPERS.build({**options, "module": module, "optimizer": optimizer})
+
+        if len(optimizers) == 1:
+            self.model = wrap(self.model, optimizers[0])
+        else:
+            self._parts = wrap_parts(self.model, optimizers, wrap, one_each=options["type"] == "zero3")
 
     def _init_model_weights(self) -> None:
         """Do nothing: it is done before the optimizer is built."""
 
     def save_checkpoint(self, out_dir: str, filename: str, *args: Any, **options: Any) -> None:
         """Write a file on rank 0, with everything that a run with DDP and the plain optimizer writes."""
-        wrapper, model = self.optim_wrapper, self.model
-        for each in wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]:
+        model = self.model
+        for each in _each(self.optim_wrapper):
             consolidate(each.optimizer, everywhere=False)
-        if units_of(model) is not None:
-            self.model = _Whole(full_state_dict(model) or {})
+        state = whole_state(model, everywhere=False)
+        if state is not None:
+            self.model = _Whole(state)
         try:
             super().save_checkpoint(out_dir, filename, *args, **options)
         finally:

@@ -1,34 +1,35 @@
-"""Modules of a model that have an optimizer each, as those of a GAN, and are wrapped by themselves."""
+"""Modules of a model that are wrapped by themselves, as those of a GAN, with an optimizer each."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
-from zero_optim.ddp.full.module_hooks import PassHooks
-from zero_optim.integrations.stages import WRAPPERS
+from zero_optim.ddp.full.module_hooks import PassHooks, unsharded
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
 def wrap_parts(
     module: nn.Module,
     optimizers: Sequence[ZeroRedundancyOptimizer],
-    stage: int,
-    options: Mapping[str, Any],
+    wrap: Callable[[nn.Module, ZeroRedundancyOptimizer], nn.Module],
+    *,
+    one_each: bool,
 ) -> list[nn.Module]:
     """Wrap the modules of each optimizer by themselves; all ranks call. Keep the wrappers.
 
-    ValueError if modules have parameters of two optimizers; or, at stage 3, if an optimizer has two modules.
+    ValueError if modules have parameters of two optimizers; or, with ``one_each`` (stage 3), if an optimizer
+    has two modules.
     """
     parts = [_parts(module, set(optimizer.pieces())) for optimizer in optimizers]
     held = [param for some in parts for part in some for param in part.parameters() if param.requires_grad]
     trained = {param for param in module.parameters() if param.requires_grad}
     if len(held) != len(set(held)) or set(held) != trained:
         raise ValueError("each parameter that trains has one optimizer, and a module without those of others")
-    if stage == 3 and any(len(some) != 1 for some in parts):
+    if one_each and any(len(some) != 1 for some in parts):
         raise ValueError("at stage 3 each optimizer has one module, as forward passes are those of a module")
     modules = [some[0] if len(some) == 1 else nn.ModuleList(some) for some in parts]
-    return [WRAPPERS[stage](part, each, **options) for part, each in zip(modules, optimizers, strict=True)]
+    return [wrap(part, optimizer) for part, optimizer in zip(modules, optimizers, strict=True)]
 
 
 def _parts(module: nn.Module, params: set[Tensor]) -> list[nn.Module]:
@@ -44,3 +45,12 @@ def _parts(module: nn.Module, params: set[Tensor]) -> list[nn.Module]:
 def sharded_parts(module: nn.Module) -> list[nn.Module]:
     """List the modules inside of one, or the one, that were wrapped at stage 3."""
     return [each for each in module.modules() if PassHooks.of(each) is not None]
+
+
+@contextmanager
+def parts_unsharded(module: nn.Module) -> Iterator[None]:
+    """Make all of them whole for the time of a ``with``; all ranks enter and leave it."""
+    with ExitStack() as whole:
+        for part in sharded_parts(module):
+            whole.enter_context(unsharded(part))
+        yield

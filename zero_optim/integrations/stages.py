@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel, full_state_dict
-from zero_optim.ddp.full.module_hooks import units_of
+from zero_optim.ddp.full.module_hooks import units_in, units_of
+from zero_optim.integrations.parts import sharded_parts
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.shard.row_bucket import left_freed
 
@@ -42,11 +43,14 @@ def consolidate(optimizer: Any, *, everywhere: bool) -> None:
 def whole_state(model: nn.Module, *, everywhere: bool) -> dict[str, Any] | None:
     """Collect the state of a model at stage 3 on rank 0, or on all ranks; all call. Empty elsewhere.
 
-    None if the model is not sharded.
+    None if nothing is sharded. With several sharded parts all ranks have it.
     """
-    units = units_of(model)
-    if units is None:
+    parts = sharded_parts(model)
+    if not parts:
         return None
+    if len(parts) > 1:
+        return model.state_dict()
+    units = units_in(model, "this {name} is not fully sharded")
     return full_state_dict(model, ranks=range(units.group.size) if everywhere else [0]) or {}
 
 

@@ -68,12 +68,12 @@ def probe(
     options: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> Traits:
-    """Probe a class with some options: 10 to 40 ms, cached, without side effects or random numbers.
+    """Probe a class with some options: 10 to 40 ms, or seconds if it has idle entries; cached.
 
-    Ranks with equal arguments get equal answers. ``optimizer_class``: a class or a function that builds an
-    optimizer from groups and ``options``. Tensors are copied to the CPU, ``lr=0`` becomes a small rate, and
-    ``capturable``, ``fused``, ``differentiable`` are off if the CPU lacks them. ``groups``: each group's own
-    options.
+    No side effects or random numbers. Ranks with equal arguments get equal answers. ``optimizer_class``: a
+    class or a function that builds an optimizer from groups and ``options``. Tensors are copied to the CPU,
+    ``lr=0`` becomes a small rate, and ``capturable``, ``fused``, ``differentiable`` are off if the CPU lacks
+    them. ``groups``: each group's own options.
     """
     return trial_of(OptimizerUnderTest.of(optimizer_class, options, groups)).traits
 
