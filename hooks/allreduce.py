@@ -14,7 +14,7 @@ from zero_optim.comm.work_log import noted_of
 from zero_optim.comm.works import explained
 from zero_optim.compat.streams import record_use
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
-from zero_optim.host.calls import can_sum, sum_all
+from zero_optim.host.messages import can_sum, sum_all
 from zero_optim.host.shared_memory import SharedMemory
 
 

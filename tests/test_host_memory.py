@@ -23,7 +23,7 @@ from zero_optim.comm.row_sum import RowSum
 from zero_optim.comm.sending import exchange, spread_rows
 from zero_optim.compat.engine import default_store
 from zero_optim.hooks import allreduce_hook
-from zero_optim.host import calls
+from zero_optim.host import messages
 from zero_optim.host.channel import PIECE
 from zero_optim.host.segment import Segment
 from zero_optim.host.shared_memory import SharedMemory
@@ -59,7 +59,7 @@ def test_a_sum_has_the_bits_of_gloo() -> None:
             mine = torch.randn(length, generator=generator, dtype=dtype)
             expected = mine.clone()
             dist.all_reduce(expected)
-            assert calls.can_sum(mine)
+            assert messages.can_sum(mine)
             number = memory.num_started
             group.start_sum(mine)[1].wait()
             assert memory.num_started == number + 1
@@ -76,7 +76,7 @@ def test_what_gloo_rounds_in_its_own_way_goes_through_gloo() -> None:
             group.start_sum(mine)[1].wait()
             assert torch.equal(mine, expected)
         assert memory.num_started == number
-        assert not calls.can_sum(mine)
+        assert not messages.can_sum(mine)
 
 
 @on_ranks(2, 3, slow=4)
@@ -232,7 +232,7 @@ def test_what_came_of_a_rank_before_it_left_is_enough() -> None:
 
 def fail_to_add() -> str:
     group, _ = shared()
-    broken = mock.patch.object(calls, "_add_as_gloo", side_effect=ValueError("planted"))
+    broken = mock.patch.object(messages, "_add_as_gloo", side_effect=ValueError("planted"))
     with broken if group.rank == 0 else nullcontext():
         try:
             group.start_sum(torch.ones(1000))[1].wait()

@@ -17,8 +17,8 @@ Note [Failures in one replica]
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
-from zero_optim.comm.frames import ranks_text
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.frames import bytes_to_tensor, ranks_text
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.errors import RankMismatchError, RemoteRankError, message_of

@@ -23,6 +23,7 @@ from zero_optim.errors import (
     heard_of,
     message_of,
 )
+from zero_optim.host.meeting import meet
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
     One small collective if they agree. The message has the first difference, and a hint by its first word.
     """
     _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
-    group.meet()
+    find_memory(group)
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None
     everyone = _all_well(group, error, _digest(agreed.items) + beside)
     _compare(group, [each[:_DIGEST_NBYTES] for each in everyone], agreed.items, what, hints or {})
     agreed.differs = len(set(everyone)) > 1
-    group.meet()
+    find_memory(group)
 
 
 def _digest(items: Sequence[str]) -> bytes:
@@ -227,6 +228,18 @@ def ranks_of(process_group: object, data: object = None) -> RankGroup:
     return raise_together(TypeError(wrong))
 
 
+def find_memory(group: RankGroup) -> None:
+    """Find out whether all ranks share memory, if that is wanted. All ranks call; communicates once."""
+    works = group.works
+    if works.why_no_memory is not None or not works.log.shares_memory or group.size == 1:
+        return
+    if group.transport(torch.device("cpu")).shares_host_memory:
+        met = meet(group.rank, group.size, works.limit, group.all_gather_json)
+        works.memory, works.why_no_memory = met
+    else:
+        works.why_no_memory = "the process group has another backend than gloo"
+
+
 def share_host_memory(shares: bool = True) -> bool:
     """Let ranks of one host send CPU tensors through memory, instead of gloo's sockets, from now on.
 
@@ -246,7 +259,7 @@ def share_host_memory(shares: bool = True) -> bool:
         check_flags(shares=shares)
         agreed.items.append(f"shares={shares}")
     world.works.log.shares_memory = shares
-    world.meet()
+    find_memory(world)
     shared = world.shared_memory(torch.device("cpu")) is not None
     if shares and not shared and world.size > 1:
         why = world.works.why_no_memory

@@ -32,7 +32,14 @@ from zero_optim.comm.backends import (
     devices_of,
     unserved,
 )
-from zero_optim.comm.frames import framed, is_short, met_otherwise, unframed
+from zero_optim.comm.frames import (
+    bytes_to_tensor,
+    framed,
+    is_short,
+    met_otherwise,
+    tensor_to_bytes,
+    unframed,
+)
 from zero_optim.comm.records import Doing
 from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.work_log import GroupWorks, log_of
@@ -41,17 +48,13 @@ from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
-from zero_optim.host import calls
-from zero_optim.host.meeting import meet
+from zero_optim.host import messages
 from zero_optim.host.shared_memory import SharedMemory
 
 LET_GO = (
     "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
     "the one before, such as comm hooks, has to be made again"
 )
-
-
-_FEW = 256  # bytes, which are copied one by one in a fifth of the time
 
 
 class _LetGo:
@@ -189,16 +192,6 @@ class RankGroup:
         works = self.works
         return works.memory if works.log.shares_memory and device.type == "cpu" else None
 
-    def meet(self) -> None:
-        """Find out whether all ranks share memory, if that is wanted. All ranks call; communicates once."""
-        works = self.works
-        if works.why_no_memory is None and works.log.shares_memory and self.size > 1:
-            if self.transport(torch.device("cpu")).shares_host_memory:
-                met = meet(self.rank, self.size, works.limit, self.all_gather_json)
-                works.memory, works.why_no_memory = met
-            else:
-                works.why_no_memory = "the process group has another backend than gloo"
-
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
     ) -> Work:
@@ -225,7 +218,7 @@ class RankGroup:
         work = self.begin_work(about, device)
         with work.starting():
             if memory is not None:
-                handles: list[Any] = [calls.spread_rows(memory, listed)]
+                handles: list[Any] = [messages.spread_rows(memory, listed)]
             elif len(listed) < 2 or not coalesces(self.process_group, device):
                 started = [self._broadcast(row, owner) for owner, row in listed]
                 handles = [handle for handle in started if handle is not None]
@@ -254,8 +247,8 @@ class RankGroup:
         work = self.begin_work(about, tensor.device)
         handle: Any
         with work.starting():
-            if memory is not None and calls.can_sum(tensor):
-                handle = calls.sum_all(memory, tensor)
+            if memory is not None and messages.can_sum(tensor):
+                handle = messages.sum_all(memory, tensor)
             else:
                 handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         return handle, work.take(handle)
@@ -339,7 +332,7 @@ class RankGroup:
         with work.starting():
             if memory is not None:
                 rows[self.rank].copy_(mine)
-                handle = calls.spread_rows(memory, list(enumerate(rows)))
+                handle = messages.spread_rows(memory, list(enumerate(rows)))
             else:
                 handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
         return gathered, work.take(handle)
@@ -352,18 +345,3 @@ def _transport(kind: type[Transport], name: str, device: torch.device) -> Transp
 
 def _default_group(data: list[Tensor], timeout: float | None) -> RankGroup:
     return RankGroup.of(None, data).within(timeout)
-
-
-def bytes_to_tensor(payload: bytes) -> Tensor:
-    """Copy bytes into a 1-D uint8 tensor on the CPU."""
-    if not payload:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-
-
-def tensor_to_bytes(tensor: Tensor) -> bytes:
-    """Copy a uint8 tensor into bytes."""
-    if tensor.numel() <= _FEW:
-        return bytes(tensor.flatten().tolist())
-    # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs where pages cannot move.
-    return tensor.cpu().clone().numpy().tobytes()

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.comm.agreement import find_memory
 from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Waitable
@@ -132,7 +133,7 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
             pool.lanes[name] = _new_group(group, backend, name)
-            RankGroup.of(pool.lanes[name]).meet()
+            find_memory(RankGroup.of(pool.lanes[name]))
             offered[name] = []
             chosen.append(name)
         for name in chosen:

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.agreement import agree, failing_together, find_memory
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import make_group, timeout_of
 
@@ -73,7 +73,7 @@ class RankMesh:
 
 def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
     part = replace(RankGroup.of(mesh.get_group(dimension), owners.data_devices), phase=owners.phase)
-    part.meet()
+    find_memory(part)
     return part
 
 

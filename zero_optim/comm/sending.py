@@ -25,7 +25,7 @@ from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.compat.engine import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy
-from zero_optim.host import calls
+from zero_optim.host import messages
 
 Lanes = Sequence[RankGroup]
 Received = tuple[Waitable, list[Tensor]]
@@ -51,7 +51,7 @@ def exchange(
     handle: Waitable
     with work.starting():
         if memory is not None:
-            handle = calls.exchange(memory, pieces, received)
+            handle = messages.exchange(memory, pieces, received)
         elif how == "pairs":
             _count_as_one(group, lanes)
             others = [rank for rank in range(group.size) if rank != group.rank]
@@ -129,7 +129,7 @@ def spread_rows(
     sends = [(rank, row) for owner, row in octets if owner == group.rank for rank in others]
     if memory is not None:
         with work.starting():
-            work.take(calls.spread_rows(memory, rows, tag))
+            work.take(messages.spread_rows(memory, rows, tag))
         group.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
         return [work]
     _count_as_one(group, lanes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import (
     Nested,
     Place,
@@ -20,6 +20,7 @@ from zero_optim.comm.encoding import (
     skeleton_from_bytes,
     skeleton_to_bytes,
 )
+from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.sending import recv, send
 from zero_optim.compat import private
 from zero_optim.compat.engine import wraps_tensors

@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import bytes_to_tensor, tensor_to_bytes
-from zero_optim.comm.frames import ranks_by_value, ranks_text
+from zero_optim.comm.frames import bytes_to_tensor, ranks_by_value, ranks_text, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, copy_to, is_asynchronous
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.layout import Span

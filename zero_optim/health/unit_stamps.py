@@ -26,8 +26,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
-from zero_optim.comm.frames import ranks_text
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.frames import bytes_to_tensor, ranks_text
 from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import HostCopy, is_asynchronous

@@ -2,7 +2,7 @@
 
 Every rank starts the same calls in the same order. A call copies what it sends into the rings of its
 receivers as far as there is room, so what it sends may change once it has ended, and nobody sees another
-process's tensors. Sums are added up straight from the rings. `calls` has what is sent in them.
+process's tensors. Sums are added up straight from the rings. `messages` has what is sent in them.
 
 Note [Who moves the bytes]
     A thread that waits for a call moves the bytes of all, its own and what others wait for. While nobody

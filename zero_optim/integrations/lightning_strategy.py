@@ -7,8 +7,8 @@ from inspect import signature
 from typing import Any
 
 from zero_optim.integrations.lightning_checkpoints import SavesSharded
-from zero_optim.integrations.parts import parts_unsharded, wrap_parts
 from zero_optim.integrations.stages import WRAPPERS, check_stage, inner
+from zero_optim.integrations.wrapped_modules import parts_unsharded, wrap_parts
 
 
 class ZeroMixin(SavesSharded):

@@ -16,8 +16,8 @@ from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from torch import Tensor, nn
 
 from zero_optim.integrations.mmengine_parts import ZeroOptimWrapper
-from zero_optim.integrations.parts import wrap_parts
 from zero_optim.integrations.stages import consolidate, inner, whole_state
+from zero_optim.integrations.wrapped_modules import wrap_parts
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 

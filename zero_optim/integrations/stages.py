@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel, full_state_dict
 from zero_optim.ddp.full.module_hooks import units_in, units_of
-from zero_optim.integrations.parts import sharded_parts
+from zero_optim.integrations.wrapped_modules import sharded_parts
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.shard.row_bucket import left_freed
 

@@ -32,8 +32,9 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.backends import ON_HOST
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested, Skeleton, decode, encode, skeleton_from_bytes, skeleton_to_bytes
+from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.sending import start_recv, start_send
 from zero_optim.comm.traffic import Waitable

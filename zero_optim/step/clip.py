@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, check_flags, failing_together
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
 from zero_optim.plan.description import describe

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import decode, encode
+from zero_optim.comm.frames import bytes_to_tensor
 from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.compat.streams import HostCopy, brought_to, to_device
 from zero_optim.plan.groups import ParamGroup, options_of
