@@ -64,7 +64,7 @@ def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
         # Complex numbers travel as pairs of real ones.
         return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
 
-    memory = None if works is None else works.memory
+    memory = None if works is None else works.shared_memory
     if memory is None or not can_sum(tensor):
         return _start(group, tensor).then(summed)
     return _start_in_memory(memory, tensor).then(summed)

@@ -189,8 +189,7 @@ class RankGroup:
 
     def shared_memory(self, device: torch.device) -> SharedMemory | None:
         """Return what sends tensors of a device through memory, if the ranks have met and share it."""
-        works = self.works
-        return works.memory if works.log.shares_memory and device.type == "cpu" else None
+        return self.works.shared_memory if device.type == "cpu" else None
 
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
@@ -228,8 +227,11 @@ class RankGroup:
                         self._broadcast(row, owner)
         is_tree, size, nbytes = self.transport(device).is_tree, self.size, 0
         for owner, row in listed:
-            nbytes += broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_tree=is_tree)
-        self.phase.sent(nbytes, len(handles))
+            if memory is not None:
+                nbytes += (size - 1) * row.nbytes * (owner == self.rank)
+            else:
+                nbytes += broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_tree=is_tree)
+        self.phase.sent(nbytes, len(handles) if memory is None else len(listed))
         return [work.take(*handles)]
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:

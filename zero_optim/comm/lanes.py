@@ -88,18 +88,22 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes for a group's data, one for each rank up to `Transport.most_lanes`.
+    """Take lanes for a group's data, one for each rank up to `Transport.most_lanes`; one through memory.
 
     All ranks call; communicates as `lease`.
     """
     backend = group.data_backend
-    return lease(group, min(group.size, TRANSPORTS.get(backend, Transport).most_lanes), backend)
+    most = TRANSPORTS.get(backend, Transport).most_lanes
+    shared = [group.shared_memory(device) is not None for device in group.data_devices]
+    in_memory = bool(shared) and all(shared)
+    return lease(group, 1 if in_memory else min(group.size, most), backend)
 
 
 def host_lanes_beside(group: RankGroup) -> Lease:
     """Take lanes as `lanes_beside`, for CPU tensors alone."""
     on_host = group.transport(torch.device("cpu"))
-    return lease(group, min(group.size, on_host.most_lanes), on_host.name)
+    in_memory = group.works.shared_memory is not None
+    return lease(group, 1 if in_memory else min(group.size, on_host.most_lanes), on_host.name)
 
 
 def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:

@@ -9,6 +9,8 @@ Note [Bytes sent]
     - A gather of small tensors goes round a ring: W-1 times the tensor.
     - A sum of n bytes goes round twice: ``2 * (W-1) / W * n``; a sparse tensor's indices and values once.
 
+    Through memory a rank copies as much into its rings; of a broadcast the owner W-1 copies.
+
 Note [Exposed seconds]
     Time is exposed while a caller waits, or its CPU packs, starts or adds. The library's threads are not
     exposed, but waits for them are. On an accelerator only waits of the CPU count; with NCCL a stream waits

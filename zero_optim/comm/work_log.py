@@ -78,6 +78,11 @@ class GroupWorks:
             self.memory.close()
 
     @property
+    def shared_memory(self) -> "SharedMemory | None":
+        """What sends CPU tensors through memory, if the ranks have it and want it."""
+        return self.memory if self.log.shares_memory else None
+
+    @property
     def whole(self) -> tuple[int, ...]:
         """Global ranks given up with this group: its mesh's, or its own."""
         return self.log.wholes.get(self.ranks, self.ranks)

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,20 +31,14 @@ def meet(rank: int, size: int, limit: float, tell: Tell) -> tuple[SharedMemory |
         why = next((each["why"] for each in places if each["why"]), "")
         if not why and len({each["host"] for each in places}) > 1:
             why = "the ranks are on several hosts"
-        segments = list[Segment]()
+        memory: SharedMemory | None = None
         if not why:
             assert segment is not None  # else there is a reason
             with suppress(OSError, RuntimeError):
-                segments = [
-                    segment if other == rank else _other(segment, size, each)
-                    for other, each in enumerate(places)
-                ]
-        shown = bool(segments) and all(
-            each["token"] == there.token for each, there in zip(places, segments, strict=True)
-        )
-        if not all(tell(shown)):
+                memory = _built(rank, segment, places, limit)
+        if not all(tell(memory is not None)):
             return None, why or "not every rank can map the memory of the others"
-        return SharedMemory(rank, segments, [each["pid"] for each in places], limit), ""
+        return memory, ""
     finally:
         if fd >= 0:
             os.close(fd)  # the others have mapped it
@@ -60,19 +54,26 @@ def _own(size: int) -> tuple[Segment | None, int, str]:
         return None, -1, f"no {_nbytes(size)} bytes of shared memory: {error}"
 
 
-def _other(segment: Segment, size: int, place: dict[str, Any]) -> Segment:
-    return Segment(segment.pages.numel(), 2 * size, place["pid"], place["fd"])
+def _built(rank: int, own: Segment, places: Sequence[dict[str, Any]], limit: float) -> SharedMemory | None:
+    """Map the others' segments; None if one has another token."""
+    nbytes, size = own.pages.numel(), len(places)
+    segments = [
+        own if other == rank else Segment(nbytes, 2 * size, place["pid"], place["fd"])
+        for other, place in enumerate(places)
+    ]
+    if any(place["token"] != there.token for place, there in zip(places, segments, strict=True)):
+        return None
+    return SharedMemory(rank, segments, [place["pid"] for place in places], limit)
 
 
 def _nbytes(size: int) -> int:
-    ring = max(_LEAST, padded(_MOST // max(1, size - 1)))
-    return first_ring(size) + size * ring
+    return first_ring(size) + (size - 1) * max(_LEAST, padded(_MOST // (size - 1)))
 
 
 def _host() -> str:
-    """Name this host and its network: hosts that are emulated on one machine differ in the latter."""
-    network = ""
+    """Name this host, its network (emulated hosts differ in that) and its processes (containers do)."""
+    spaces = ""
     with suppress(OSError):
-        network = os.readlink("/proc/self/ns/net")  # noqa: PTH115 - no path
+        spaces = " ".join(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid"))
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {network}"
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {spaces}"

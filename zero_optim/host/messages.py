@@ -53,7 +53,7 @@ def exchange(memory: SharedMemory, pieces: Sequence[Tensor], arrivals: Sequence[
         for peer in memory.peers:
             memory.expect(work, (peer,), _PIECES, _copies(memory, peer, [arrivals[peer]]))
 
-    return memory.start((pieces, arrivals), begin)
+    return memory.start((*pieces, *arrivals), begin)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -80,12 +80,13 @@ def sum_rows(memory: SharedMemory, rows: Sequence[Tensor], total: Tensor, add: A
             memory.send(work, peer, _ADDENDS, _places([rows[peer]]))
         memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, _adding(memory, own, total, add))])
 
-    return memory.start((rows, total), begin)
+    return memory.start((*rows, total), begin)
 
 
 def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
     dtype, size = own.dtype, own.element_size()
 
+    @torch.inference_mode()  # as on sockets, whatever mode a thread has
     def act(start: int, count: int) -> None:
         first, numel = start // size, count // size
         mine = own[first : first + numel]
@@ -151,7 +152,6 @@ def chunk_edges(nbytes: int, size: int, itemsize: int) -> list[int]:
     return [min(nbytes, chunk * (num_segments // size) * segment) for chunk in range(size + 1)]
 
 
-@torch.no_grad()
 def _add_as_gloo(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> None:
     size = len(arrivals)
     others = [arrivals[(rank - back) % size] for back in range(1, size)]

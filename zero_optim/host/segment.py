@@ -10,12 +10,16 @@ Note [Segments without names]
 import ctypes
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 LINE = 64  # bytes that processors exchange
 TOKEN_NBYTES = 16
+_NAME = "zero_optim"
 # Of the first line: the token, then whether the rank has left, then its bell.
 _LEFT_AT, _BELL_AT = TOKEN_NBYTES, TOKEN_NBYTES + 4
 
@@ -24,7 +28,8 @@ class Segment:
     """``nbytes`` of memory in the process ``pid``, as its descriptor ``fd``: the first lines hold words."""
 
     def __init__(self, nbytes: int, num_words: int, pid: int, fd: int) -> None:
-        self.pages = torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+        with _opened(f"/proc/{pid}/fd/{fd}", nbytes) as path:
+            self.pages = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         self.address = self.pages.data_ptr()
         self.bell = self.address + _BELL_AT
         self._left, self._bell = (
@@ -36,7 +41,7 @@ class Segment:
     @classmethod
     def new(cls, nbytes: int, num_words: int) -> "tuple[Segment, int]":
         """Return a new one of this process, and its descriptor; OSError if there is no memory."""
-        fd = os.memfd_create("zero_optim", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
             os.posix_fallocate(fd, 0, nbytes)
@@ -69,3 +74,16 @@ class Segment:
     def ring(self, value: int) -> None:
         """Show a value that was never shown before: then nobody misses it, whoever rings at the same time."""
         self._bell.value = value
+
+
+@contextmanager
+def _opened(path: str, nbytes: int) -> Iterator[str]:
+    """Open a segment; OSError for anything else, as the number may be a file of another process."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        own = Path(f"/proc/self/fd/{fd}")
+        if os.fstat(fd).st_size != nbytes or not str(own.readlink()).startswith(f"/memfd:{_NAME} "):
+            raise OSError(f"{path} is no memory of {nbytes} bytes that a rank has made")
+        yield str(own)
+    finally:
+        os.close(fd)

@@ -81,9 +81,9 @@ class SharedMemory:
                 "a process that was forked from a rank cannot take part in its collectives: start ranks with "
                 "torchrun, or make a process group there"
             )
-        if self.failure is not None:
-            raise dist.DistNetworkError(self.failure)
         with self._lock:
+            if self.failure is not None:
+                raise dist.DistNetworkError(self.failure)
             self.num_started += 1
             work = HostWork(self, self.num_started, *kept)
             work.then = then
@@ -138,6 +138,8 @@ class SharedMemory:
 
     def _move(self) -> bool:
         """Move what can be moved, under the lock; returns whether there was anything."""
+        if self.failure is not None:  # what calls have kept may be gone
+            return False
         try:
             return self._moved()
         except BaseException as error:  # Ctrl-C too: nobody knows what was moved
@@ -170,8 +172,8 @@ class SharedMemory:
         ended = [work for work in self._works if not work.num_pending]
         for work in ended:
             self._works.remove(work)
-        if ended and len(self._waiting) > 1:
-            self._ring(self.rank)  # another thread may wait for it
+        if ended and self._waiting:
+            self._ring(self.rank)  # another thread may sleep that waits for it
         return ended
 
     def _tell(self, ended: Sequence[HostWork]) -> None:
@@ -188,23 +190,24 @@ class SharedMemory:
                 left = _LOOK if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     raise RuntimeError(f"Timed out waiting {seconds} s for a call on this host")
-                self._move_or_sleep(min(left, _LOOK))
+                self._move_or_sleep(min(left, _LOOK), work)
         finally:
             self._waiting.remove(work)
         failure = work.exception()
         if failure is not None:
             raise failure
 
-    def _move_or_sleep(self, seconds: float) -> None:
-        own = self._segments[self.rank]
+    def _move_or_sleep(self, seconds: float, work: HostWork | None = None) -> None:
+        """Move what can be moved; if there is nothing, sleep, unless the call has ended."""
+        own, ended = self._segments[self.rank], list[HostWork]()
         with self._lock:
             rings = own.rings
-            if self._move():
+            has_moved = self._move()
+            if has_moved:
                 ended = self._ended()
-                is_quiet = False
-            else:
-                is_quiet = True
-        if not is_quiet:
+            elif work is not None and work.is_completed():  # another thread has moved the rest
+                return
+        if has_moved:
             self._tell(ended)
             return
         began = time.monotonic()
@@ -239,7 +242,10 @@ class SharedMemory:
         with self._lock:
             is_new, self._is_served = not self._is_served, True
         if is_new:
-            start_thread(self._serve, "zero_optim host memory")
+            try:
+                start_thread(self._serve, "zero_optim host memory")
+            except RuntimeError:  # Python ends: whoever waits moves
+                self._is_served = False
 
     def _serve(self) -> None:
         seconds, most = _WATCH
@@ -299,16 +305,16 @@ def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[Sender, Re
     """Return this rank's ends of the two channels of a pair. A ring lies with its sender."""
     own, other, size = segments[rank], segments[peer], len(segments)
     return (
-        Sender(peer, own.words, 2 * peer, 2 * peer + 1, rings_of(own.pages, size)[peer]),
-        Receiver(peer, other.words, 2 * rank, 2 * rank + 1, rings_of(other.pages, size)[rank]),
+        Sender(peer, own.words, 2 * peer, 2 * peer + 1, _ring_of(own.pages, size, rank, peer)),
+        Receiver(peer, other.words, 2 * rank, 2 * rank + 1, _ring_of(other.pages, size, peer, rank)),
     )
 
 
-def rings_of(pages: Tensor, size: int) -> Sequence[Tensor]:
-    """Return the rings of a segment, by receiving rank."""
+def _ring_of(pages: Tensor, size: int, sender: int, receiver: int) -> Tensor:
+    """Return a ring of the sender's segment, which has one for each other rank."""
     start = first_ring(size)
-    length = (pages.numel() - start) // size
-    return [pages[start + rank * length :][:length] for rank in range(size)]
+    length = (pages.numel() - start) // (size - 1)
+    return pages[start + (receiver - (receiver > sender)) * length :][:length]
 
 
 def first_ring(size: int) -> int:
