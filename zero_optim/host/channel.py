@@ -16,7 +16,7 @@ from zero_optim.host.segment import LINE
 if TYPE_CHECKING:
     from zero_optim.host.pending_calls import HostWork, Step
 
-PIECE = 2**18  # bytes that are copied at a time; they stay in a processor's cache until they are read
+PIECE = 2**19  # bytes that are copied at a time; they stay in a processor's cache until they are read
 
 
 def padded(nbytes: int) -> int:
