@@ -212,7 +212,7 @@ def rows_after_one_has_left() -> str:
     row = torch.full((1000,), float(group.rank))
     if group.rank == 0:
         group.start_all_gather(row.view(torch.uint8))
-        memory.close()
+        memory.let_go()
     if group.rank == 1:
         looks = mock.Mock(side_effect=memory._look)
         with mock.patch.object(memory, "_look", looks):
@@ -252,6 +252,7 @@ def sum_without_one(how: str) -> str:
     model = with_gradients(linear())
     optimizer = sharded(model)
     optimizer.step()
+    pids = RankGroup.of(None).all_gather_json(os.getpid())
     if dist.get_rank() == dist.get_world_size() - 1:
         about_to_stall()
         if how == "killed":
@@ -260,7 +261,11 @@ def sum_without_one(how: str) -> str:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             stay_away()
-    optimizer.step()
+    try:
+        optimizer.step()
+    finally:
+        if how == "stopped":
+            os.kill(pids[-1], signal.SIGKILL)  # the test waits for its end
     return "stepped"
 
 
@@ -273,8 +278,8 @@ def sum_without_one(how: str) -> str:
     ],
 )
 def test_every_other_rank_names_one_that_is_lost(how: str, said: str) -> None:
-    ended = outcomes(3, sum_without_one, how, limit=30.0)
-    for outcome in ended[:2]:
+    ended = outcomes(3, sum_without_one, how)
+    for outcome in ended[: 3 if how == "away" else 2]:  # it comes too late, and takes nothing that was sent
         assert str(outcome.said).startswith("StalledError: stalled"), ended
         assert said in outcome.said, ended
 

@@ -75,7 +75,7 @@ class GroupWorks:
     def _let_go(self, _group: object) -> None:
         self.pending.clear()  # the works keep connections
         if self.memory is not None:
-            self.memory.close()
+            self.memory.let_go()
 
     @property
     def shared_memory(self) -> "SharedMemory | None":

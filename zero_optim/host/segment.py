@@ -20,6 +20,7 @@ import torch
 LINE = 64  # bytes that processors exchange
 TOKEN_NBYTES = 16
 _NAME = "zero_optim"
+_LEFT, _GIVEN_UP = 1, 2
 # Of the first line: the token, then whether the rank has left, then its bell.
 _LEFT_AT, _BELL_AT = TOKEN_NBYTES, TOKEN_NBYTES + 4
 
@@ -62,9 +63,14 @@ class Segment:
         """Whether its rank takes part no more."""
         return bool(self._left.value)
 
-    def leave(self) -> None:
+    @property
+    def has_given_up(self) -> bool:
+        """Whether its rank takes part no more because a call failed: then what it sent counts no more."""
+        return bool(self._left.value == _GIVEN_UP)
+
+    def leave(self, *, gives_up: bool) -> None:
         """Tell that its rank takes part no more."""
-        self._left.value = 1
+        self._left.value = _GIVEN_UP if gives_up else _LEFT
 
     @property
     def rings(self) -> int:

@@ -82,6 +82,7 @@ class SharedMemory:
                 "torchrun, or make a process group there"
             )
         with self._lock:
+            self._heed()
             if self.failure is not None:
                 raise dist.DistNetworkError(self.failure)
             self.num_started += 1
@@ -138,6 +139,7 @@ class SharedMemory:
 
     def _move(self) -> bool:
         """Move what can be moved, under the lock; returns whether there was anything."""
+        self._heed()
         if self.failure is not None:  # what calls have kept may be gone
             return False
         try:
@@ -227,12 +229,25 @@ class SharedMemory:
                 self.close(f"Timed out waiting {self._limit:g} s for the other ranks of this host")
         self._tell(ended)
 
-    def close(self, why: str = "Connection closed: this rank has let its process group go") -> None:
-        """Take part no more: pending calls fail, here and elsewhere. Takes no lock."""
+    def _heed(self) -> None:
+        """Give up where another rank has: it must not be told that a call went well which failed there."""
+        for peer in self._ends:
+            if self._segments[peer].has_given_up:
+                self.close(f"Connection closed by peer: rank {peer} of the group has given up")
+
+    def let_go(self) -> None:
+        """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
+        self._close("Connection closed: this rank has let its process group go", gives_up=False)
+
+    def close(self, why: str) -> None:
+        """Give up: all pending calls fail, here and elsewhere. Takes no lock."""
+        self._close(why, gives_up=True)
+
+    def _close(self, why: str, *, gives_up: bool) -> None:
         if os.getpid() != self._alive.process or self.failure is not None:
             return
         self.failure = why
-        self._segments[self.rank].leave()
+        self._segments[self.rank].leave(gives_up=gives_up)
         for peer in range(self.size):
             self._ring(peer)
 
@@ -278,7 +293,7 @@ _ALL: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for memory in list(_ALL):
-        memory.close()
+        memory.let_go()
 
 
 class _Alive:
