@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch_optimizer
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,7 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import own_classes as own
 from optimizer_cases import CASES, MISSING, documented
 from own_classes import Small
+from pool import on_ranks
 from training import needs_muon
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import changed_in_kind
 from zero_optim.probe.comparison import same
 from zero_optim.probe.cut_rows import CutRows, like_rows, why_not_cut, why_rows_not_cut
@@ -473,3 +476,18 @@ def test_options_that_change_in_kind() -> None:
     ):  # fmt: skip
         assert changed_in_kind(before, {**before, **changes}) == list(changes)
     assert changed_in_kind(before, {key: before[key] for key in before if key != "k"}) == ["k"]
+
+
+class Talks(torch.optim.SGD):
+    """Averages what it has with the other ranks, as if they had the same."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            dist.all_reduce(param.grad)
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_a_class_that_communicates_in_its_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="its step communicates, and each rank would send what it has"):
+        ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(3))], Talks, lr=0.1)

@@ -92,6 +92,7 @@ REASONS = (
     ("which cannot be sent", "it holds objects"),
     ("ranks disagree about what to save", "its groups' entries differ by rank"),
     ("draws random numbers", "draws random numbers"),
+    ("its step communicates", "communicates in its step"),
     ("equal runs of it give different", "two equal runs differ"),
     ("needs a closure", "needs a closure"),
     ("requires closure", "needs a closure"),

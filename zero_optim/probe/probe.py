@@ -156,6 +156,8 @@ def _traits(trial: TrialRecord) -> Traits:
 
 def _why_coupled(trial: TrialRecord, *, with_state: bool = True) -> str | None:
     """Step each parameter with its own optimizer, and compare; another optimizer has none."""
+    if trial.communicated:
+        return "its step communicates, and each rank would send what it has of other parameters"
     if trial.drew:
         return "it draws random numbers, and each rank would draw others"
     alone = (Variant("stepped alone", only=(index,)) for index in trial.starts)

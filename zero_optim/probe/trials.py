@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -151,6 +152,7 @@ class TrialRecord:
     gradients: list[dict[int, Tensor | None]] = field(default_factory=list)
     values: list[list[bytes]] = field(default_factory=list)
     drew: bool = False
+    communicated: bool = False
     idle: set[str] = field(default_factory=set)  # group entries without influence: Note [Idle entries]
     retyped: set[str] = field(default_factory=set)  # those that are one number in two types
 
@@ -175,7 +177,7 @@ def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
     starts = feed.starts(noise)
     run = start(subject, feed, starts)
     trial = TrialRecord(subject, feed, run, starts, values=[[run.bits(index) for index in starts]])
-    before = _random_states()
+    before, num_collectives = _random_states(), _num_collectives()
     for step in range(feed.num_steps):
         weights = {index: leaf.detach() for index, (leaf,) in run.leaves.items()}
         grads = {index: feed.gradient(index, step, noise[index], weights[index]) for index in weights}
@@ -183,6 +185,7 @@ def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
         trial.gradients.append(grads)
         trial.values.append([run.bits(index) for index in starts])
     trial.drew = before != _random_states()
+    trial.communicated = num_collectives != _num_collectives()
     return trial
 
 
@@ -210,6 +213,13 @@ def first_line_of(error: Exception) -> str:
     """Return an error's name and first line."""
     first_line = (message_of(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}"
+
+
+def _num_collectives() -> int:
+    """Return how many the default group has begun."""
+    world = dist.group.WORLD if dist.is_available() else None
+    count = getattr(world, "_get_sequence_number_for_group", None)
+    return 0 if count is None else int(count())
 
 
 def _random_states() -> tuple[object, ...]:
