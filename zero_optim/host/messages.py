@@ -22,7 +22,8 @@ from zero_optim.host.shared_memory import SharedMemory
 Add = Callable[[Sequence[Tensor], int, Tensor], None]
 
 _ROWS, _PIECES, _ADDENDS, _SUMS = range(1, 5)  # kinds of messages
-_SUMMED = frozenset({torch.float32, torch.float64})  # of which a sum has gloo's bits
+# Of which a sum has gloo's bits.
+_SUMMED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 _GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
 
 
@@ -104,7 +105,7 @@ def can_sum(tensor: Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and (tensor.dtype in _SUMMED or tensor.is_complex())
+        and tensor.dtype in _SUMMED
         and tensor.is_contiguous()
         and tensor.numel() > 0
     )
