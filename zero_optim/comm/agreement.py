@@ -49,7 +49,8 @@ _KINDS = {
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
     """Raise RankMismatchError on every rank unless all have the same items. All ranks call.
 
-    One small collective if they agree. The message has the first difference, and a hint by its first word.
+    One small collective if they agree, and once those of `find_memory`. The message has the first difference,
+    and a hint by its first word.
     """
     _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
     find_memory(group)

@@ -3,30 +3,23 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from zero_optim.host.channel import PIECE, Receiver, padded
 
+if TYPE_CHECKING:
+    from zero_optim.host.shared_memory import SharedMemory
+
 # What is done with ``count`` bytes, from ``start`` on, that have come from all of a step's ranks.
 Act = Callable[[int, int], None]
-
-
-class Mover(Protocol):
-    """The memory whose calls these are."""
-
-    failure: str | None
-
-    def wait(self, work: "HostWork", seconds: float | None) -> None:
-        """Move bytes until a call has ended."""
-        ...
 
 
 class HostWork:
     """A pending call, as a handle of the backend. ``kept``: what it sends and fills."""
 
-    def __init__(self, memory: Mover, number: int, *kept: object) -> None:
+    def __init__(self, memory: "SharedMemory", number: int, *kept: object) -> None:
         self._memory = memory
         self.number = number
         self.began = time.monotonic()
