@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text
+from zero_optim.compat.engine import make_group, timeout_of
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,
@@ -230,15 +231,25 @@ def ranks_of(process_group: object, data: object = None) -> RankGroup:
 
 
 def find_memory(group: RankGroup) -> None:
-    """Find out whether all ranks share memory, if that is wanted. All ranks call; communicates once."""
-    works = group.works
+    """Find out whether ranks share memory, if that is wanted. All ranks call; communicates once."""
+    works, on_cpu = group.works, group.transport(torch.device("cpu"))
     if works.why_no_memory is not None or not works.log.shares_memory or group.size == 1:
         return
-    if group.transport(torch.device("cpu")).shares_host_memory:
-        met = meet(group.rank, group.size, works.limit, group.all_gather_json)
-        works.memory, works.why_no_memory = met
-    else:
+    if not on_cpu.shares_host_memory:
         works.why_no_memory = "the process group has another backend than gloo"
+        return
+
+    def connect(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        try:
+            process_group = make_group(
+                [works.ranks[rank] for rank in ranks], on_cpu.name, name, timeout_of(group.process_group)
+            )
+        except RuntimeError as error:
+            raise group.unanswered("no process group could be made across the hosts", error) from error
+        works.beside = RankGroup.of(process_group).works
+        return process_group
+
+    works.memory, works.why_no_memory = meet(group.rank, works.limit, group.all_gather_json, connect)
 
 
 def share_host_memory(shares: bool = True) -> bool:
