@@ -30,7 +30,7 @@ GPU_GIVEN := $(filter command,$(origin PYTHON))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all exhaustive late sockets integrations gpu bench lint style types imports format clean
+.PHONY: help train test test-all exhaustive late sockets integrations gpu bench lint style types imports format release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -83,6 +83,11 @@ imports: $(STAMP)  ## import-linter: imports point down
 format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+release: $(STAMP)  ## build sdist and wheel in dist/, and run the quick tests on the wheel with the sources away
+	$(VENV)/bin/python tests/distribution.py dist build/release
+	cd build/release/checkout && ../environment/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	    -m "not slow and not exhaustive and not packaging" $(ARGS)
 
 clean:  ## remove the environments and everything that was built
 	rm -rf .venv .venv-torch-* .venv-integrations .venv-classes build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
