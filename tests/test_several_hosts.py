@@ -48,10 +48,6 @@ def on_hosts(kind: str) -> Iterator[RankGroup]:
         yield group
 
 
-def run_of(size: int) -> Sequence[str]:
-    return ["2 x 2", "turns"] if size == 4 else ["2 x 3", "3 x 2"]
-
-
 def rows_of(rank: int, size: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     lengths = [(1000, 0, 300_000, 1, 33)[number % 5] for number in range(size)]
@@ -68,43 +64,71 @@ def added(rows: Sequence[Tensor]) -> Tensor:
     return total
 
 
-@on_ranks(4, slow=6)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_sum_to_owners_adds_up_inside_then_across(dtype: torch.dtype, in_place: bool) -> None:
-    for kind in run_of(dist.get_world_size()):
-        with on_hosts(kind) as group:
-            everyone = [rows_of(rank, group.size, dtype) for rank in range(group.size)]
-            expected = added([added([everyone[rank][group.rank] for rank in here]) for here in places(kind)])
+def check_sums_to_owners(kind: str, dtype: torch.dtype) -> None:
+    with on_hosts(kind) as group:
+        everyone = [rows_of(rank, group.size, dtype) for rank in range(group.size)]
+        expected = added([added([everyone[rank][group.rank] for rank in here]) for here in places(kind)])
+        for in_place in (False, True):
             mine = rows_of(group.rank, group.size, dtype)
-            sums = [RowSum(group, lanes_beside(group).groups, mine, in_place=False) for _ in range(2)]
-            assert all(torch.equal(each.wait(), expected) for each in sums)
-            total = RowSum(group, lanes_beside(group).groups, mine, in_place=in_place).wait()
-            assert torch.equal(total, expected), (kind, dtype)
+            lanes = lanes_beside(group)
+            sums = [RowSum(group, lanes.groups, mine) for _ in range(2)]
+            assert all(torch.equal(each.wait(), expected) for each in sums), (kind, dtype)
+            assert torch.equal(RowSum(group, lanes.groups, mine, in_place=in_place).wait(), expected)
+            others = [row for rank, row in enumerate(mine) if rank != group.rank]
             assert_same_bits(
-                [row for rank, row in enumerate(mine) if rank != group.rank],
-                [row for rank, row in enumerate(everyone[group.rank]) if rank != group.rank],
+                others, [row for rank, row in enumerate(everyone[group.rank]) if rank != group.rank]
             )
 
 
-@on_ranks(4, slow=6)
-def test_rows_of_owners_reach_all_and_a_sum_is_equal_on_all() -> None:
-    for kind in run_of(dist.get_world_size()):
-        with on_hosts(kind) as group:
-            everyone = [rows_of(rank, group.size, torch.float32) for rank in range(group.size)]
-            rows = [(owner, everyone[owner][place]) for place in (0, 2, 3) for owner in range(group.size)]
-            arrivals = [
-                (owner, row.clone() if owner == group.rank else torch.zeros_like(row)) for owner, row in rows
-            ]
-            works = [*group.broadcast_rows(arrivals[:3]), *group.broadcast_rows(arrivals[3:])]
-            for dtype in (torch.float32, torch.float64, torch.complex64):
-                for length in (1, 3, 1000, 300_001):
-                    total = torch.full((length,), 1 + group.rank, dtype=dtype)
-                    group.start_sum(total)[1].wait()
-                    assert torch.equal(total, torch.full_like(total, sum(range(1, group.size + 1))))
-            for work in works:
-                work.wait()
-            assert_same_bits([row for _, row in arrivals], [row for _, row in rows], kind)
+def check_rows_and_sums(kind: str) -> None:
+    with on_hosts(kind) as group:
+        everyone = [rows_of(rank, group.size, torch.float32) for rank in range(group.size)]
+        rows = [(owner, everyone[owner][place]) for place in (0, 2, 3) for owner in range(group.size)]
+        arrivals = [
+            (owner, row.clone() if owner == group.rank else torch.zeros_like(row)) for owner, row in rows
+        ]
+        works = [*group.broadcast_rows(arrivals[:3]), *group.broadcast_rows(arrivals[3:])]
+        for dtype in (torch.float32, torch.float64, torch.complex64):
+            for shape in ((1,), (3,), (10, 100), (300_001,)):
+                total = torch.full(shape, 1 + group.rank, dtype=dtype)
+                total = total.T if total.dim() > 1 and group.rank else total
+                group.start_sum(total)[1].wait()
+                assert torch.equal(total, torch.full_like(total, sum(range(1, group.size + 1))))
+        for work in works:
+            work.wait()
+        assert_same_bits([row for _, row in arrivals], [row for _, row in rows], kind)
+
+
+KINDS = ["2 x 2", "turns"]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_to_owners_adds_up_inside_then_across(kind: str, dtype: torch.dtype) -> None:
+    check_sums_to_owners(kind, dtype)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_owners_reach_all_and_a_sum_is_equal_on_all(kind: str) -> None:
+    check_rows_and_sums(kind)
+
+
+@pytest.mark.slow
+@on_ranks(6)
+@pytest.mark.parametrize("kind", ["2 x 3", "3 x 2"])
+def test_sums_and_rows_of_more_ranks_a_host_or_more_hosts(kind: str) -> None:
+    check_rows_and_sums(kind)
+
+
+@pytest.mark.slow
+@on_ranks(6)
+@pytest.mark.parametrize("kind", ["2 x 3", "3 x 2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_to_owners_of_more_ranks_a_host_or_more_hosts(kind: str, dtype: torch.dtype) -> None:
+    check_sums_to_owners(kind, dtype)
 
 
 @on_ranks(4)
@@ -149,7 +173,6 @@ def test_every_recipe_trains_as_on_one_rank(recipe: str) -> None:
     with on_hosts("2 x 2") as group:
         model, optimizer = built(recipe)
         batches = torch.randn(5, group.size, 6, 7, generator=torch.Generator().manual_seed(1)).double()
-        alone, _ = torch.nn.Sequential(*[]), None
         torch.manual_seed(0)
         alone = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 3))
         alone.double()

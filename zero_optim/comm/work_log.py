@@ -78,6 +78,7 @@ class GroupWorks:
         self.pending.clear()  # the works keep connections
         if self.memory is not None:
             self.memory.let_go()
+            self.memory = None  # whose pages go back
 
     @property
     def shared_memory(self) -> "OneHost | SeveralHosts | None":
@@ -159,7 +160,7 @@ class WorkLog:
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    shares_memory: bool = False
+    shares_memory: bool = True
     explain: Callable[["Work", RuntimeError], Exception | None] = explain_nothing
 
     def of(

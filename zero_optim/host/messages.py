@@ -98,10 +98,11 @@ class OneHost:
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostWork:
         """Sum a tensor over all ranks in place: Note [Bits of a sum].
 
-        ``then`` is called at its end, with the failure if it has one.
+        As gloo, it sums elements in the order in which they lie, whatever their strides on a rank. ``then``
+        is called at its end, with the failure if it has one.
         """
         memory = self._memory
-        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+        flat = flattened(tensor)
         size = flat.element_size()
         edges = chunk_edges(flat.nbytes, memory.size, size)
         chunks = [flat[start // size : stop // size] for start, stop in pairwise(edges)]
@@ -161,14 +162,14 @@ def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
 
 
 def can_sum(tensor: Tensor) -> bool:
-    """Return whether `sum_all` takes a tensor and gives gloo's bits."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.dtype in _SUMMED
-        and tensor.is_contiguous()
-        and tensor.numel() > 0
-    )
+    """Return whether `sum_all` takes a tensor and gives gloo's bits; the same on every rank."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in _SUMMED
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """View a tensor's elements as real ones, in the order in which they lie."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def chunk_edges(nbytes: int, size: int, itemsize: int) -> list[int]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
-from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo
+from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo, flattened
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the calls have failed
 _TAGS = 2**29  # of calls; each has two
@@ -138,7 +138,7 @@ class SeveralHosts:
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostsCall:
         """Sum a tensor over all ranks in place; ``then`` is called at its end, with the failure if any."""
         call, tag = self._begin(then)
-        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+        flat = flattened(tensor)
         size = sum(map(len, self._ranks))
         chunks = [
             flat[flat.numel() * rank // size : flat.numel() * (rank + 1) // size] for rank in range(size)
