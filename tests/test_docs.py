@@ -48,6 +48,7 @@ def sources() -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+@pytest.mark.packaging
 def test_every_note_that_is_named_is_written_somewhere() -> None:
     texts = [path.read_text() for path in (*PAGES, *sources())]
     written = {

@@ -92,7 +92,9 @@ class Directory:
     def catch_up(self) -> None:
         """No question waits here."""
 
-    def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
+    def ask_all(
+        self, ranks: Sequence[int], question: Message, _patience: float = 0.0
+    ) -> dict[int, Message | Presence]:
         found = {
             place: self.network.ask(self.rank, rank, question)
             for place, rank in enumerate(ranks)

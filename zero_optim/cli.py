@@ -6,6 +6,7 @@ Exit status: 0 done, 1 a rank failed or a checkpoint is not complete, 2 bad inpu
 import argparse
 import json
 import os
+import platform
 import shlex
 import signal
 import sys
@@ -15,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
+from zero_optim import __version__
 from zero_optim.demo import prepare
 from zero_optim.demo.config import RunConfig, add_options
 from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
@@ -136,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="zero-optim",
         description="Train with optimizer state that is sharded over ranks; work with its checkpoints.",
     )
+    software = f"zero-optim {__version__} (PyTorch {torch.__version__}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=software)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "train",
