@@ -29,7 +29,7 @@ from zero_optim.checkpoint.data import (
 )
 from zero_optim.checkpoint.files import FolderLock, new_folder, remove_stale_parts, replacing, write_all
 from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
-from zero_optim.checkpoint.manifest import FILE, DataFile, Manifest, blamed_on, parse
+from zero_optim.checkpoint.manifest import DataFile, Manifest, blamed_on, parse
 from zero_optim.checkpoint.sections import (
     Source,
     mapping,
@@ -128,7 +128,7 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
     """Open a checkpoint of any kind, by what lies at its path."""
     if path.is_file():
         return of_file(path, names)
-    if (path / ".metadata").exists() or ((path / FILE).exists() and not parse(path).values):
+    if (path / ".metadata").exists():
         from zero_optim.checkpoint.formats.dcp_folder import of_dcp
 
         with blamed_on(path):
@@ -143,8 +143,8 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
 def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> None:
     """Write a checkpoint in the format of another library, for which ``out`` must not exist yet.
 
-    The source is a checkpoint of `save` or ``dcp.save``, or a file of ``torch.save`` with a state dict of an
-    optimizer, of a model, or sections such as "model" and "optimizer".
+    The source is a checkpoint of `save` or of ``dcp.save``, or a file of ``torch.save`` with a state dict of
+    an optimizer, of a model, or sections such as "model" and "optimizer".
 
     Args:
         source: a file or a folder.
