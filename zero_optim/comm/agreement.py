@@ -259,11 +259,11 @@ def find_memory(group: RankGroup) -> None:
 def share_host_memory(shares: bool = True) -> bool:
     """Say whether ranks of one host send CPU tensors through memory, or with False through gloo's sockets.
 
-    Without a call they use memory where they can: on groups whose ranks are all on one host, of one user, and
-    see each other's processes, on Linux on x86-64, for the gloo backend. Sums, gathers and exchanges have the
-    same bits either way. Each rank takes 4 MiB for each of its process groups. Call it before building
-    optimizers, wrappers and hooks; it holds until the default group ends. All ranks of the default group
-    call; communicates.
+    Without a call they use memory where they can: on groups whose ranks are on one host, or as many on each
+    of several, of one user, and see each other's processes, on Linux on x86-64, for the gloo backend. Bits
+    are the same either way, but for sums over several hosts. Each rank takes 4 MiB, there 8, for each of its
+    process groups. Call it before building optimizers, wrappers and hooks; it holds until the default group
+    ends. All ranks of the default group call; communicates.
 
     Returns whether the default group's ranks share memory; warns if they were told to and cannot.
 
