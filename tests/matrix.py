@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import sockets
 from forked import fork_context
 from stalling import judge_no_wait_before_the_trouble, tell_end
 from troubled import PHASES, PLANNED, TIMEOUT, load_newest, play, seconds_since_trouble
@@ -253,7 +254,7 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> list[Result]:
 
 def _run(cell: Cell, folder: Path) -> list[Ending]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    processes = [_Process(_rank, rank, cell, store.port, folder) for rank in range(cell.size)]
+    processes = [_Process(_rank, rank, cell, store.port, folder, sockets.ALONE) for rank in range(cell.size)]
     deadline = time.monotonic() + LIMIT
     try:
         bad = processes[cell.bad]
@@ -313,7 +314,7 @@ def _call(pipe: Connection, function: Any, args: Any) -> None:
     pipe.send(function(*args))
 
 
-def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path) -> None:
+def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path, alone: bool) -> None:
     torch.set_num_threads(1)
     use_loopback()
     notes = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
@@ -325,6 +326,7 @@ def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path) -> N
         timeout=timedelta(seconds=4 * LIMIT),
     )
     judge_no_wait_before_the_trouble(dist.TCPStore("127.0.0.1", port, is_master=False))  # type: ignore[attr-defined]
+    sockets.keep_to(alone)
     is_at_once = OUTCOMES[cell.outcome].passes_timeout is False  # then a busy machine gets the time it needs
     error = None
     try:
