@@ -20,7 +20,7 @@ LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes ove
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
-EXTRAS := demo,optimizers,test,dev
+EXTRAS := demo,optimizers,test,dev,docs
 PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # make gpu PYTHON=/path/to/python3 takes that interpreter as it is, with the PyTorch that it has, and makes no
@@ -30,7 +30,7 @@ GPU_GIVEN := $(filter command,$(origin PYTHON))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all exhaustive late memory integrations gpu bench lint style types imports format clean
+.PHONY: help train test test-all exhaustive late sockets integrations gpu bench lint style types imports format docs release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -52,11 +52,11 @@ late: $(STAMP)  ## run what communicates with collectives as late as they may, m
 	@for seed in $(SEEDS); do \
 	    $(PYTEST) -m "not slow and not exhaustive" --late-seed $$seed $(LATE) $(ARGS) || exit 1; done
 
-# What `make memory` runs, minutes: bits, recipes and faults, where ranks send through memory that they share.
-MEMORY := $(foreach name,host_memory parity clip ddp_bits ddp_join hooks_arithmetic hooks_rows hooks_to_owners lazy_gather overlap_hooks overlap_owners overlap_training overlap_uneven row_sum sharded_portions sharded_training fully_sharded fully_sharded_state mesh join stalled,tests/test_$(name).py)
+# What `make sockets` runs, minutes: bits, recipes and faults, where ranks of one host do not share memory.
+SOCKETS := $(foreach name,host_memory parity clip ddp_bits ddp_join hooks_arithmetic hooks_rows hooks_to_owners lazy_gather overlap_hooks overlap_owners overlap_training overlap_uneven row_sum sharded_portions sharded_training fully_sharded fully_sharded_state mesh join stalled,tests/test_$(name).py)
 
-memory: $(STAMP)  ## run what sends tensors on ranks that share their host's memory, see zero_optim.share_host_memory
-	$(PYTEST) -m "not slow and not exhaustive" --host-memory $(MEMORY) $(ARGS)
+sockets: $(STAMP)  ## run what sends tensors on ranks that do not share their host's memory, as ranks of several hosts
+	$(PYTEST) -m "not slow and not exhaustive" --sockets $(SOCKETS) $(ARGS)
 
 integrations:  ## run the adapters with the real frameworks, and all optimizer classes of other packages, each in an environment
 	@$(MAKE) --no-print-directory test VENV=.venv-integrations EXTRAS=integrations ARGS='tests/integrations $(ARGS)'
@@ -83,6 +83,15 @@ imports: $(STAMP)  ## import-linter: imports point down
 format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+# Warnings are errors: links and anchors that lead nowhere, pages that nobody finds, names without a docstring.
+docs: $(STAMP)  ## build the site from docs/, docstrings and notebooks into build/site; it needs no network
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet -f docs/site/mkdocs.yml
+
+release: $(STAMP)  ## build sdist and wheel in dist/, and run the quick tests on the wheel with the sources away
+	$(VENV)/bin/python tests/distribution.py dist build/release
+	cd build/release/checkout && ../environment/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	    -m "not slow and not exhaustive and not packaging" $(ARGS)
 
 clean:  ## remove the environments and everything that was built
 	rm -rf .venv .venv-torch-* .venv-integrations .venv-classes build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

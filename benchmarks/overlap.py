@@ -25,11 +25,14 @@ from harness import arguments, launch, medians, record, show, time_interleaved
 from link import Link, add_options, linked, rate_of, where
 from recipes import ALONE, COMPUTED, CONSECUTIVE, QUEUED, TORCH, Contender, chosen
 
+import zero_optim
+
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
 
 
 def worker(name: str, every: bool, memory: bool, rounds: int, link: Link | None) -> dict[str, Any]:
     """Time all recipes, and read the counters; runs on each rank, and gives figures of all ranks."""
+    zero_optim.share_host_memory(False)  # but in recipes "in memory"
     contenders = {kind: make(name) for kind, make in chosen(every=every, memory=memory).items()}
     told: dict[str, list[dict[str, float]]] = {kind: [] for kind in contenders}
     times = time_interleaved(

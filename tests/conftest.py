@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import stalling
+import sockets
 from forked import fork_context
 from pool import Pool, Ranks
 
@@ -20,27 +20,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run collectives as late as they may, with delays from this seed; see tests/late_backend.py",
     )
     parser.addoption(
-        "--host-memory", action="store_true", help="send through memory, see zero_optim.share_host_memory"
+        "--sockets", action="store_true", help="not through memory, see zero_optim.share_host_memory"
     )
     parser.addoption("--device", default="cpu", help="where tests put their tensors; see tests/on_device.py")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Tells the ranks of `stalling` where they send."""
-    stalling.IN_MEMORY[:] = [True] * config.getoption("--host-memory")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what cannot run on the backend that lies in wait, or through memory, with its reason."""
-    is_late, in_memory = config.getoption("--late-seed") is not None, config.getoption("--host-memory")
-    for option, name, where in (
-        (is_late, "not_late", "on the late backend"),
-        (in_memory, "not_in_memory", "through memory"),
-    ):
-        for item in items if option else ():
-            mark = item.get_closest_marker(name)
-            if mark is not None:
-                item.add_marker(pytest.mark.skip(reason=f"not {where}: {mark.args[0]}"))
+    """Skips what cannot run on the backend that lies in wait, with its reason."""
+    for item in items if config.getoption("--late-seed") is not None else ():
+        mark = item.get_closest_marker("not_late")
+        if mark is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not on the late backend: {mark.args[0]}"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -74,8 +64,14 @@ def no_process_left() -> Iterator[None]:
 
 def pool_of(config: pytest.Config, context: Any) -> Pool:
     """A pool as the command line asks for it."""
-    where = (config.getoption(name) for name in ("--late-seed", "--device", "--host-memory"))
-    return Pool(context, *where)
+    return Pool(context, config.getoption("--late-seed"), config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def through_sockets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the ranks of a test with the mark ``on_sockets`` to sockets; with `--sockets` those of all."""
+    is_marked = request.node.get_closest_marker("on_sockets") is not None
+    monkeypatch.setattr(sockets, "ALONE", is_marked or request.config.getoption("--sockets"))
 
 
 @pytest.fixture(scope="session")

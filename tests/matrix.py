@@ -13,14 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from os import kill
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import sockets
 from forked import fork_context
 from stalling import judge_no_wait_before_the_trouble, tell_end
 from troubled import PHASES, PLANNED, TIMEOUT, load_newest, play, seconds_since_trouble
@@ -28,6 +30,8 @@ from zero_optim.run.host import use_loopback
 
 LIMIT = 120.0  # seconds that only a hang reaches
 SIDE_BY_SIDE = 8  # cells, most of whose time is a wait
+# Who starts a process polls all others. Of two threads that poll one that has ended, one gets exit code 255.
+_POLLING = Lock()
 
 # Where docs/failures.md has the table.
 BEGIN, END = "<!-- the matrix begins -->\n", "<!-- the matrix ends -->\n"
@@ -253,7 +257,7 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> list[Result]:
 
 def _run(cell: Cell, folder: Path) -> list[Ending]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    processes = [_Process(_rank, rank, cell, store.port, folder) for rank in range(cell.size)]
+    processes = [_Process(_rank, rank, cell, store.port, folder, sockets.ALONE) for rank in range(cell.size)]
     deadline = time.monotonic() + LIMIT
     try:
         bad = processes[cell.bad]
@@ -284,7 +288,8 @@ class _Process:
         context = fork_context()
         self._pipe, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=function, args=(theirs, *args))
-        self._process.start()
+        with _POLLING:
+            self._process.start()
         theirs.close()
         self.pid = self._process.pid or 0
 
@@ -298,13 +303,18 @@ class _Process:
     def ending(self, deadline: float) -> Ending:
         """Wait until it has ended by itself, threads and all, or the deadline has passed."""
         error, seconds = self.told(deadline) or (None, None)
-        self._process.join(max(0.1, deadline - time.monotonic()))
+        self._join(max(0.1, deadline - time.monotonic()))
         return Ending(error, seconds, self._process.exitcode)
+
+    def _join(self, seconds: float | None = None) -> None:
+        wait([self._process.sentinel], seconds)
+        with _POLLING:
+            self._process.join(0)
 
     def end(self) -> None:
         """Leave nothing of it behind."""
         self._process.kill()
-        self._process.join()
+        self._join()
         self._pipe.close()
 
 
@@ -313,7 +323,7 @@ def _call(pipe: Connection, function: Any, args: Any) -> None:
     pipe.send(function(*args))
 
 
-def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path) -> None:
+def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path, alone: bool) -> None:
     torch.set_num_threads(1)
     use_loopback()
     notes = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
@@ -325,6 +335,7 @@ def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path) -> N
         timeout=timedelta(seconds=4 * LIMIT),
     )
     judge_no_wait_before_the_trouble(dist.TCPStore("127.0.0.1", port, is_master=False))  # type: ignore[attr-defined]
+    sockets.keep_to(alone)
     is_at_once = OUTCOMES[cell.outcome].passes_timeout is False  # then a busy machine gets the time it needs
     error = None
     try:

@@ -32,6 +32,7 @@ import pytest
 import torch.distributed as dist
 
 import pool_worker
+import sockets
 from native_stacks import native_stacks
 from pool_worker import Filter, Reply, Request
 from zero_optim.run.stacks import stacks_of
@@ -95,13 +96,12 @@ class Pool:
         context: BaseContext | None = None,
         late_seed: int | None = None,
         device: str = "cpu",
-        host_memory: bool = False,
     ) -> None:
         # Spawned processes hash strings differently, as the ranks of a real run do. So tests notice code that
         # goes through a set in another order on each rank. Forked processes hash equally, but start in
         # milliseconds.
         self._context = context or multiprocessing.get_context("spawn")
-        self._where = late_seed, device, host_memory
+        self._where = late_seed, device
         self._folder = tempfile.TemporaryDirectory(prefix="zero-optim-ranks-")
         # Port 0: the system picks a free port, so several test runs can run at the same time.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -139,7 +139,9 @@ class Pool:
                 group_name = f"call-{self._calls}"
                 # The group's timeout is longer than the call's, so a hang is reported with stacks.
                 limit = timeout + 60.0
-                request = Request(call, rank, world_size, group_name, limit, filters, *self._where)
+                request = Request(
+                    call, rank, world_size, group_name, limit, filters, *self._where, sockets.ALONE
+                )
                 self._workers[rank].connection.send_bytes(pickle.dumps(request))
             replies = self._collect(ranks, timeout)
             if len(replies) == world_size and not any(reply.failure for reply in replies.values()):

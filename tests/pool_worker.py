@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import late_backend
-import zero_optim
+import sockets
 from on_device import on_device
 from zero_optim.run.host import end_with_parent, use_loopback
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
@@ -46,7 +46,7 @@ class Request:
     filters: list[Filter]
     late_seed: int | None  # of the backend that lies in wait; None for gloo
     device: str  # type of the device that tests run on
-    host_memory: bool  # see zero_optim.share_host_memory
+    on_sockets: bool  # and not through memory, see zero_optim.share_host_memory
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,7 @@ def _in_process_group(
     dist.init_process_group(
         backend, store=store, rank=request.rank, world_size=request.world_size, timeout=timeout
     )
-    if request.host_memory:
-        assert zero_optim.share_host_memory() or request.world_size == 1 or request.late_seed is not None
+    sockets.keep_to(request.on_sockets)
     device = torch.device(request.device)
     if device.type == "cuda":
         device = torch.device("cuda", request.rank % torch.cuda.device_count())

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import sockets
 from forked import fork_context
 from waiting import wait_until
-from zero_optim import ZeroRedundancyOptimizer, share_host_memory
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import RemoteRankError
@@ -25,7 +26,6 @@ from zero_optim.run.host import use_loopback
 
 LIMIT = 200.0  # seconds that only a hang reaches: the timeouts are a few
 TIMEOUT = 1.5  # of waits, where they are to pass
-IN_MEMORY: list[bool] = []  # with `--host-memory` one True
 _OVER = "a rank has ended"  # in the store
 _STALLS = "a rank is about to stall"
 
@@ -64,7 +64,7 @@ def outcomes(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_rank, args=(rank, size, store.port, pipe[1], function, args, *IN_MEMORY))
+        context.Process(target=_rank, args=(rank, size, store.port, pipe[1], sockets.ALONE, function, args))
         for rank, pipe in enumerate(pipes)
     ]
     for process, (_, theirs) in zip(processes, pipes, strict=True):
@@ -93,7 +93,7 @@ def outcomes(
 
 
 def _rank(
-    rank: int, size: int, port: int, result: Any, function: Callable[..., Any], args: Any, *in_memory: bool
+    rank: int, size: int, port: int, result: Any, alone: bool, function: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
     use_loopback()
@@ -102,8 +102,7 @@ def _rank(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4 * LIMIT)
     )
     judge_no_wait_before_the_trouble(dist.TCPStore("127.0.0.1", port, is_master=False))  # type: ignore[attr-defined]
-    if in_memory:
-        assert share_host_memory()
+    sockets.keep_to(alone)
     try:
         said = function(*args)
     except RemoteRankError as error:

@@ -45,6 +45,7 @@ def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 @on_ranks(2, 4)
+@pytest.mark.on_sockets("it counts what goes through the backend")
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
 def test_a_step_broadcasts_once_for_each_bucket_and_owner(view: bool) -> None:
     size = dist.get_world_size()
@@ -155,6 +156,7 @@ def check_explained() -> str:
     return str(told)
 
 
+@pytest.mark.on_sockets("it counts what goes through the backend")
 def test_explain_tells_what_is_held_the_same_on_every_rank(ranks: Ranks) -> None:
     texts = ranks.run(check_explained)
     assert len(set(texts)) == 1

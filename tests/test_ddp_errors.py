@@ -212,7 +212,7 @@ def test_an_exception_in_a_backward_pass_reaches_every_rank_and_training_goes_on
     check_exception(4, [1], {}, deferred=True)
 
 
-@pytest.mark.not_in_memory("it counts what goes through the backend")
+@pytest.mark.on_sockets("it counts what goes through the backend")
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("options", "own", "hook"),

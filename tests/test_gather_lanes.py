@@ -26,7 +26,7 @@ from zero_optim.shard import gathers
 LARGE = [(300, 256)] * 7 + [(7,)]  # 2.2 MB
 CAP = 0.3  # MiB, so that there are several buckets
 
-pytestmark = pytest.mark.not_in_memory("gathers need no groups of their own there")
+pytestmark = pytest.mark.on_sockets("gathers need no groups of their own there")
 
 
 def make(shapes: list[tuple[int, ...]] = LARGE, **options: Any) -> ZeroRedundancyOptimizer:

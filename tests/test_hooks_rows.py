@@ -90,7 +90,7 @@ def assert_views(model: DistributedDataParallel, optimizer: ZeroRedundancyOptimi
         assert rows is None or rows.untyped_storage().data_ptr() in known
 
 
-@pytest.mark.not_in_memory("it looks at what goes through the backend")
+@pytest.mark.on_sockets("it looks at what goes through the backend")
 @on_ranks(2)
 @both_hooks
 def test_rows_are_sent_from_their_bucket_and_give_the_bits_of_ddp(hook: str) -> None:
@@ -102,7 +102,7 @@ def test_rows_are_sent_from_their_bucket_and_give_the_bits_of_ddp(hook: str) -> 
     trains_alike(hook, model=Unused, find_unused_parameters=True)
 
 
-@pytest.mark.not_in_memory("it looks at what goes through the backend")
+@pytest.mark.on_sockets("it looks at what goes through the backend")
 @on_ranks(2, 4)
 def test_what_a_rank_owns_of_a_bucket_lies_side_by_side() -> None:
     for cut in (False, True):
@@ -120,7 +120,7 @@ def test_what_a_rank_owns_of_a_bucket_lies_side_by_side() -> None:
         assert model.reducer.own.history.has_rebuilt
 
 
-@pytest.mark.not_in_memory("it looks at what goes through the backend")
+@pytest.mark.on_sockets("it looks at what goes through the backend")
 @on_ranks(2)
 @both_hooks
 @pytest.mark.parametrize("as_view", [False, True], ids=["copies", "views"])
@@ -147,7 +147,7 @@ def test_a_hook_that_comes_late_has_its_rows_too(hook: str, as_view: bool) -> No
     assert len(model.reducer.own.assignment.buckets) == len(other.core.bucket_members())
 
 
-@pytest.mark.not_in_memory("it looks at what goes through the backend")
+@pytest.mark.on_sockets("it looks at what goes through the backend")
 @on_ranks(2)
 def test_added_parameters_have_their_place_in_rows() -> None:
     net = Net()
@@ -167,7 +167,7 @@ def test_added_parameters_have_their_place_in_rows() -> None:
         optimizer.step()
 
 
-@pytest.mark.not_in_memory("it looks at what goes through the backend")
+@pytest.mark.on_sockets("it looks at what goes through the backend")
 @on_ranks(2)
 def test_a_model_that_is_bound_again_has_rows_again() -> None:
     runs = [built(None), built("reduce_to_owners")]

@@ -1,7 +1,10 @@
 """Ranks of one host send through memory: bits, faults, and when they do not."""
 
+import gc
 import os
+import re
 import signal
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -17,6 +20,9 @@ from pool import on_ranks
 from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
 from training import assert_same_bits
 from waiting import wait_until
+from worlds import leave, world
+from zero_optim.comm import agreement
+from zero_optim.comm.agreement import find_memory
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import RowSum
@@ -24,8 +30,7 @@ from zero_optim.comm.sending import exchange, spread_rows
 from zero_optim.compat.engine import default_store
 from zero_optim.hooks import allreduce_hook
 from zero_optim.host import messages
-from zero_optim.host.channel import PIECE
-from zero_optim.host.segment import Segment
+from zero_optim.host.channel import PIECE, Sender
 from zero_optim.host.shared_memory import SharedMemory
 
 # In elements of 4 bytes: of one chunk or several, of a piece and more, more than a ring holds.
@@ -69,14 +74,31 @@ def test_a_sum_has_the_bits_of_gloo() -> None:
 @on_ranks(2)
 def test_what_gloo_rounds_in_its_own_way_goes_through_gloo() -> None:
     group, memory = shared()
-    for mine in (torch.ones(5, dtype=torch.int64), torch.ones(5).half(), torch.ones(5, 5).t()[1:]):
+    for mine in (torch.ones(5, dtype=torch.int64), torch.ones(5).half()):
         number = memory.num_started
-        expected = torch.full_like(mine, 2)
-        if mine.is_contiguous():  # gloo takes no others
-            group.start_sum(mine)[1].wait()
-            assert torch.equal(mine, expected)
+        group.start_sum(mine)[1].wait()
+        assert torch.equal(mine, torch.full_like(mine, 2))
         assert memory.num_started == number
         assert not messages.can_sum(mine)
+
+
+@on_ranks(2)
+def test_ranks_whose_strides_differ_go_the_same_way() -> None:
+    """As gloo, a sum takes elements as they lie."""
+    group, memory = shared()
+    for dtype in (torch.float32, torch.complex64):
+        results = []
+        for number in range(2):
+            values = torch.arange(6).to(dtype)
+            mine = values.view(2, 3) if group.rank == 0 else values.view(3, 2).t()
+            if number == 0:
+                dist.all_reduce(mine)
+            else:
+                group.start_sum(mine)[1].wait()
+                group.start_sum(mine[:0])[1].wait()
+            results.append(values)
+        assert_same_bits([results[1]], [results[0]])
+    assert memory.num_started == 4
 
 
 @on_ranks(2, 3, slow=4)
@@ -118,10 +140,13 @@ def test_a_step_in_the_backward_pass_has_the_same_bits(wrapper: str, gradients: 
 
 @on_ranks(2)
 def test_an_optimizer_tells_that_it_sends_through_memory() -> None:
-    for in_memory in (False, True, False):
-        zero_optim.share_host_memory(in_memory)
-        optimizer = sharded(linear(), timeout=None)
-        assert ("broadcasts a step, through memory" in str(optimizer.explain(quiet=True))) is in_memory
+    for in_memory in (None, False, True, False):  # without a call it does
+        if in_memory is not None:
+            zero_optim.share_host_memory(in_memory)
+        explanation = sharded(linear(), timeout=None).explain(quiet=True)
+        assert explanation.in_memory is (in_memory is not False)
+        through = "sockets (share_host_memory(False))" if in_memory is False else "memory"
+        assert f"broadcasts a step, through {through}" in str(explanation)
 
 
 @on_ranks(2)
@@ -168,24 +193,27 @@ def test_a_rank_that_does_something_else_holds_nobody_up() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.not_in_memory("it says when memory is shared")
-def test_ranks_go_on_over_sockets_where_one_cannot_share() -> None:
-    def fail(*_: object) -> None:
-        raise OSError("no memory left")
-
-    with (
-        mock.patch.object(Segment, "new", fail) if dist.get_rank() == 1 else nullcontext(),
-        pytest.warns(UserWarning, match=r"no \d+ bytes of shared memory: no memory left"),
-    ):
-        assert not zero_optim.share_host_memory()
-    group = RankGroup.of(None)
+@pytest.mark.parametrize("refused", ["memfd_create", "posix_fallocate", "pidfd_open"])
+def test_ranks_go_on_over_sockets_where_one_cannot_share(refused: str) -> None:
+    """They say so where somebody asks, and warn if they were told to share."""
+    refusal = mock.patch.object(os, refused, side_effect=PermissionError("not here"))
+    why = "not every rank can map the memory" if refused == "pidfd_open" else r"shared memory: not here"
+    with refusal if dist.get_rank() == 1 else nullcontext():
+        with mock.patch.object(agreement.logger, "debug") as debug:
+            for _ in range(2):
+                model = with_gradients(linear())
+                optimizer = sharded(model, timeout=None)
+        assert debug.call_count == 1, "once for a group"
+        with pytest.warns(UserWarning, match=why):
+            assert not zero_optim.share_host_memory()
+    assert re.search(f"a step, through sockets \\(.*{why}", str(optimizer.explain(quiet=True)))
+    optimizer.step()
     total = torch.ones(3)
-    group.start_sum(total)[1].wait()
+    optimizer.ranks.start_sum(total)[1].wait()
     assert torch.equal(total, torch.full((3,), 2.0))
 
 
 @on_ranks(2)
-@pytest.mark.not_in_memory("it says when memory is shared")
 def test_ranks_that_say_other_hosts_do_not_share() -> None:
     with (
         mock.patch("zero_optim.host.meeting._host", return_value=f"host {dist.get_rank()}"),
@@ -195,7 +223,6 @@ def test_ranks_that_say_other_hosts_do_not_share() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.not_in_memory("it says when memory is shared")
 def test_ranks_that_want_different_things_are_told() -> None:
     with pytest.raises(zero_optim.RankMismatchError, match="rank 0 has shares=False; rank 1 has shares=True"):
         zero_optim.share_host_memory(dist.get_rank() == 1)
@@ -247,9 +274,22 @@ def test_an_error_in_a_sum_is_heard_by_all() -> None:
     assert "rank 0" in said[1], said
 
 
+def die_inside_a_row() -> None:
+    """Be killed when a piece of a row is written and more of it is to come."""
+    push = Sender.push
+
+    def last_push(sender: Sender) -> int:
+        count = push(sender)
+        if count == PIECE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+    Sender.push = last_push  # type: ignore[method-assign]
+
+
 def sum_without_one(how: str) -> str:
     assert zero_optim.share_host_memory()
-    model = with_gradients(linear())
+    model = with_gradients(linear(2**10 if how == "killed as it writes" else 4))
     optimizer = sharded(model)
     optimizer.step()
     pids = RankGroup.of(None).all_gather_json(os.getpid())
@@ -257,6 +297,8 @@ def sum_without_one(how: str) -> str:
         about_to_stall()
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "killed as it writes":
+            die_inside_a_row()
         elif how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
@@ -273,6 +315,7 @@ def sum_without_one(how: str) -> str:
     ("how", "said"),
     [
         ("killed", "rank 2 "),
+        ("killed as it writes", "rank 2 has ended"),
         ("stopped", "rank 2 "),
         ("away", "rank 2 has not called step()"),
     ],
@@ -302,6 +345,58 @@ def fork_and_sum() -> str:
 
 def test_a_forked_child_cannot_take_part_and_its_end_ends_nothing() -> None:
     assert [outcome.said for outcome in outcomes(2, fork_and_sum)] == ["[2.0, 2.0, 2.0]"] * 2
+
+
+def taken() -> tuple[int, int, int]:
+    """Mapped memory of ranks, descriptors and threads of this process."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:zero_optim")
+    return maps, len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+@on_ranks(2, 3)
+def test_what_a_group_takes_comes_back(tmp_path: Path) -> None:
+    """Of sub-groups, then of default groups."""
+    everyone, rank = range(dist.get_world_size()), dist.get_rank()
+
+    def use(group: dist.ProcessGroup | None) -> None:
+        ranks = RankGroup.of(group)
+        find_memory(ranks)
+        total = torch.ones(2**20)
+        ranks.start_sum(total)[1].wait()
+        assert taken()[0] > 0
+
+    def use_sub_groups() -> None:
+        for _ in range(5):
+            group = dist.new_group()
+            use(group)
+            dist.barrier()
+            dist.destroy_process_group(group)
+
+    use_sub_groups()  # the first ones leave something of gloo's
+    before = taken()
+    use_sub_groups()
+    wait_until(lambda: taken() == before)
+    assert taken() == before
+    leave()
+    for number in range(5):
+        with world(tmp_path, str(number), rank, everyone):
+            use(None)
+        wait_until(lambda: taken()[0] == 0)
+        assert taken()[0] == 0
+    assert taken()[1] <= before[1]
+
+
+def sum_of_many() -> float:
+    group, _ = shared()
+    total = torch.ones(1000)
+    group.start_sum(total)[1].wait()
+    return float(total.sum())
+
+
+@pytest.mark.slow
+def test_twenty_ranks_share_memory() -> None:
+    assert [outcome.said for outcome in outcomes(20, sum_of_many)] == [20_000.0] * 20
 
 
 @on_ranks(2)

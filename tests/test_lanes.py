@@ -124,7 +124,7 @@ def test_a_lane_on_which_ranks_sent_to_one_of_them_is_lent_again() -> None:
     assert len(names) == 1
 
 
-@pytest.mark.not_in_memory("all go on the first lane there")
+@pytest.mark.on_sockets("all go on the first lane there")
 @on_ranks(3)
 def test_an_exchange_counts_once_on_each_lane_and_rank() -> None:
     """So a rank that has started one less does not get lanes lent on which it is behind."""

@@ -1,41 +1,18 @@
 """What users install: built from a copy of the checkout, installed elsewhere, imported from elsewhere."""
 
-import os
-import shutil
+import platform
 import subprocess
-import sys
 import tarfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+
+import zero_optim
+from distribution import CHECKOUT, build, copy_files, make_environment, run_python, tracked, unpack
 
 pytestmark = pytest.mark.packaging
-
-CHECKOUT = Path(__file__).parents[1]
-
-
-def run_python(
-    code: str, *args: object, cwd: Path, path: Sequence[Path] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Runs code as ``python -c`` in a folder, with nothing but ``path`` added to the installed packages."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-
-
-def build(source: Path, kind: str, into: Path) -> Path:
-    """Builds a wheel or an sdist with the installed setuptools: no network, no environment of its own."""
-    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
-    built = run_python(code, into, cwd=source)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (result,) = into.iterdir()
-    return result
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -45,23 +22,17 @@ def names_in(wheel: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the files that git tracks, or would if asked to, as they are now."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if listing.returncode != 0:
+    names = tracked()
+    if names is None:
         pytest.skip("not a git checkout")
     copy = tmp_path_factory.mktemp("sources")
-    for name in filter(None, listing.stdout.split("\0")):
-        original = CHECKOUT / name
-        if original.is_symlink() or original.is_file():  # a tracked file may have been removed
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(original, copy / name, follow_symlinks=False)
+    copy_files(names, copy)
     return copy
+
+
+@pytest.fixture(scope="session")
+def sdist(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(sources, "sdist", tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="session")
@@ -70,12 +41,9 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the installed wheel in it and nothing else."""
-    folder = tmp_path_factory.mktemp("installed")
-    options = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--target", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=400)
-    return folder
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the installed wheel."""
+    return make_environment(wheel, tmp_path_factory.mktemp("environment"))
 
 
 def test_the_wheel_holds_every_module_once_and_the_typing_marker_under_one_name(
@@ -91,17 +59,36 @@ def test_the_wheel_holds_every_module_once_and_the_typing_marker_under_one_name(
     assert sorted(names) == sorted({*expected, "zero_optim/py.typed"})
 
 
-def test_a_source_distribution_builds_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path) -> None:
-    (tmp_path / "sdist").mkdir()
-    (tmp_path / "wheel").mkdir()
-    with tarfile.open(build(sources, "sdist", tmp_path / "sdist")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (unpacked,) = tmp_path.glob("zero_optim-*")
-    assert sorted(names_in(build(unpacked, "wheel", tmp_path / "wheel"))) == sorted(names_in(wheel))
+def test_a_source_distribution_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    assert sorted(names_in(build(unpack(sdist, tmp_path), "wheel", tmp_path))) == sorted(names_in(wheel))
+
+
+def test_a_source_distribution_holds_what_git_tracks_and_no_more(sdist: Path) -> None:
+    prefix = sdist.name.removesuffix(".tar.gz") + "/"
+    with tarfile.open(sdist) as archive:
+        names = {member.name.removeprefix(prefix) for member in archive if not member.isdir()}
+    built = {name for name in names if name.startswith("zero_optim.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    left_out = {".gitignore", ".ci/run", "zero_optim/ddp", "zero_optim/hooks"}  # links to ddp/ and hooks/
+    assert names ^ set(tracked() or ()) == built | left_out
+
+
+def test_the_version_is_that_of_the_package_wherever_it_is_asked_for(
+    wheel: Path, python: Path, tmp_path: Path
+) -> None:
+    version = zero_optim.__version__
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"zero_optim-{version}.dist-info/METADATA").decode()
+    assert f"\nVersion: {version}\n" in metadata
+    expected = f"zero-optim {version} (PyTorch {torch.__version__}, Python {platform.python_version()})\n"
+    for command in ([python, "-m", "zero_optim"], [python.with_name("zero-optim")]):
+        ran = subprocess.run(
+            [*command, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=True
+        )
+        assert ran.stdout == expected
 
 
 def test_the_installed_package_is_imported_beside_folders_of_the_user_called_hooks_and_ddp(
-    installed: Path, tmp_path: Path
+    python: Path, tmp_path: Path
 ) -> None:
     for name in ("hooks", "ddp"):
         (tmp_path / name).mkdir()
@@ -110,9 +97,9 @@ def test_the_installed_package_is_imported_beside_folders_of_the_user_called_hoo
         "import zero_optim, zero_optim.ddp, zero_optim.hooks, hooks.mine, ddp.mine;"
         "print(zero_optim.__file__, zero_optim.ddp.__file__, zero_optim.hooks.__file__, sep='\\n')"
     )
-    result = run_python(code, cwd=tmp_path, path=[installed])
+    result = run_python(code, cwd=tmp_path, python=python)
     assert result.returncode == 0, result.stderr
-    package = installed / "zero_optim"
+    package = next(python.parents[1].glob("lib/python*/site-packages/zero_optim"))
     files = [package / "__init__.py", package / "ddp" / "__init__.py", package / "hooks" / "__init__.py"]
     assert result.stdout.splitlines() == [str(file) for file in files]
 

@@ -128,7 +128,7 @@ NBYTES = 2**20  # of a matrix
 
 @on_ranks(4)
 @pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-@pytest.mark.not_in_memory("rows go whole there, through rings that it would count")
+@pytest.mark.on_sockets("rows go whole there, and are added up in the rings")
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_owner_of_a_whole_bucket_receives_no_more_than_the_bucket_at_a_time(at_once: bool) -> None:
     """One rank owns the whole bucket."""
@@ -146,7 +146,7 @@ def test_the_owner_of_a_whole_bucket_receives_no_more_than_the_bucket_at_a_time(
 
 
 @pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-@pytest.mark.not_in_memory("rows go whole there, through rings that it would count")
+@pytest.mark.on_sockets("rows go whole there, and are added up in the rings")
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("kind", "most"),
@@ -189,7 +189,7 @@ def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(
     assert_same_bits(runs[1], runs[0])
 
 
-@pytest.mark.not_in_memory("an accelerator takes no part in it")
+@pytest.mark.on_sockets("an accelerator takes no part in it")
 @on_ranks(3)
 @pytest.mark.parametrize(
     "name", ["sharded gradients", "sharded gradients, two streams in a model", "zero_step to owners"]

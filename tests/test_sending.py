@@ -45,7 +45,7 @@ def test_gloo_exchanges_what_is_not_on_the_cpu_as_one_tensor_of_bytes() -> None:
             assert torch.equal(came[rank], pieces_of(rank, dtype)[group.rank]), (dtype, rank)
 
 
-@pytest.mark.not_in_memory("it is about backends")
+@pytest.mark.on_sockets("it is about backends")
 @on_ranks(2)
 def test_another_backend_exchanges_at_once_whatever_the_device() -> None:
     group = RankGroup.of(None)
@@ -117,7 +117,7 @@ def test_collectives_started_as_one_have_one_handle_and_are_ended_after_an_error
     assert works == []
 
 
-@pytest.mark.not_in_memory("it is about backends")
+@pytest.mark.on_sockets("it is about backends")
 @on_ranks(2)
 def test_the_rows_of_a_bucket_are_one_launch_where_the_backend_can() -> None:
     group, log = RankGroup.of(None), []

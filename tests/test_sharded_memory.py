@@ -31,6 +31,8 @@ SLACK_NBYTES = 8 * WIDTH * 4  # gradients of activations, of one row each; the w
 class LivingStorages(TorchDispatchMode):
     """Counts the bytes of what operators have made and somebody still holds; the most at any time.
 
+    Files in memory are not counted: the rings of ranks of one host, whose size is one for all models.
+
     Args:
         known: these are not counted.
 
@@ -49,7 +51,7 @@ class LivingStorages(TorchDispatchMode):
         for value in tree_leaves(made):
             if type(value) in (Tensor, Parameter):  # others have no memory of their own
                 storage = value.untyped_storage()
-                if storage._cdata not in self._known:
+                if storage._cdata not in self._known and storage.filename is None:
                     self._living[storage._cdata] = StorageWeakRef(storage)
         self.peak = max(self.peak, self.count())
         return made

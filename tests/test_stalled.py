@@ -235,7 +235,7 @@ def step_while_a_survivor_waits_for_another() -> str:
     return "received"
 
 
-@pytest.mark.not_in_memory("it uses several lanes, and there is one")
+@pytest.mark.on_sockets("it uses several lanes, and there is one")
 def test_a_rank_that_waits_for_a_survivor_hears_of_the_killed_rank() -> None:
     ended = outcomes(3, step_while_a_survivor_waits_for_another)
     for outcome in ended[1:]:

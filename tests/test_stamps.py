@@ -154,7 +154,7 @@ def test_no_option_leaves_a_rank_waiting() -> None:
         step(optimizer)
 
 
-@pytest.mark.not_in_memory("it counts what goes through the backend")
+@pytest.mark.on_sockets("it counts what goes through the backend")
 @on_ranks(2)
 def test_options_are_compared_by_value() -> None:
     optimizer = make(torch.optim.Adam, betas=(0.9, 0.99))
@@ -441,7 +441,7 @@ def make_small(cls: Any = torch.optim.SGD, **options: Any) -> tuple[ZeroRedundan
     return optimizer, 1 - owned.owner
 
 
-@pytest.mark.not_in_memory("it counts what goes through the backend")
+@pytest.mark.on_sockets("it counts what goes through the backend")
 @on_ranks(2)
 @pytest.mark.parametrize("as_view", [True, False])
 def test_a_rank_that_owns_nothing_is_heard_in_the_same_step(as_view: bool) -> None:

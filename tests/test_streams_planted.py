@@ -29,6 +29,8 @@ from zero_optim.flow import pending
 from zero_optim.hooks.stepper import ZeroStep
 from zero_optim.iteration import overlap
 
+pytestmark = pytest.mark.on_sockets("the model has an accelerator, whose tensors go through its backend")
+
 Patch = AbstractContextManager[Any]
 
 

@@ -25,6 +25,8 @@ from streams_runs import (
 from zero_optim.ddp import PrecisionPolicy
 from zero_optim.hooks import allreduce_hook, bf16_compress_wrapper, fp16_compress_hook
 
+pytestmark = pytest.mark.on_sockets("the model has an accelerator, whose tensors go through its backend")
+
 EVERYWHERE: dict[str, Any] = {"overlap": {}}
 OWNERS: dict[str, Any] = {"overlap": {"gradients": "owners"}}
 LAZILY: dict[str, Any] = {"lazily": True}

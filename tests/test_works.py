@@ -17,7 +17,7 @@ from pool import Ranks, on_ranks
 from stalling import begun_works, linear
 from waiting import wait_until
 from worlds import enter, leave
-from zero_optim import StalledError, ZeroRedundancyOptimizer
+from zero_optim import StalledError, ZeroRedundancyOptimizer, share_host_memory
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Verdict
@@ -158,6 +158,7 @@ def test_who_lets_go_after_a_failure_is_waited_for_by_nobody_and_keeps_no_group(
     """Rank 0 leaves after a failure of which nobody has died; rank 1 waits for it on another lane."""
     rank = leave()
     enter(tmp_path, "the group", rank, 2)
+    share_host_memory(False)  # which needs one lane
     optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.Adam)
     lanes = host_lanes_beside(RankGroup.of(None)).groups
     seen = [works.group for works in lanes[0].works.log.groups.values()]

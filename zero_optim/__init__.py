@@ -39,3 +39,5 @@ __all__ = [
     "return_freed_memory",
     "share_host_memory",
 ]
+
+__version__ = "0.1.0"  # the one place; pyproject.toml reads it from here

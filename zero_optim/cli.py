@@ -6,6 +6,7 @@ Exit status: 0 done, 1 a rank failed or a checkpoint is not complete, 2 bad inpu
 import argparse
 import json
 import os
+import platform
 import shlex
 import signal
 import sys
@@ -15,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
+from zero_optim import __version__
 from zero_optim.demo import prepare
 from zero_optim.demo.config import RunConfig, add_options
 from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
@@ -136,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="zero-optim",
         description="Train with optimizer state that is sharded over ranks; work with its checkpoints.",
     )
+    software = f"zero-optim {__version__} (PyTorch {torch.__version__}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=software)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "train",
@@ -160,6 +166,8 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
         command.set_defaults(command=partial(_run_tool, name))
         return command
 
+    source = "a checkpoint, a folder of torch.distributed.checkpoint, or a torch.save file with a state dict"
+    names = "a line with a name for each of the optimizer's parameters, if SRC has none"
     command = add(
         "consolidate",
         "write a checkpoint's optimizer state, or its weights, to one file",
@@ -174,10 +182,21 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
         "Write a checkpoint as N ranks without cuts would have written it: each rank then finds "
         "the parameters that it owns whole in one file; rows of a cut parameter may lie in another rank's. "
         "This is never necessary, since a checkpoint loads on any number of ranks.",
-        "a checkpoint, or a torch.save file with a state dict",
+        source,
     )
     command.add_argument("out", metavar="OUT", type=Path, help="folder of the new checkpoint")
     command.add_argument("--world-size", required=True, help="number of ranks", type=int, metavar="N")
+    command.add_argument("--names", type=Path, metavar="FILE", help=names)
+    command = add(
+        "convert",
+        "write a checkpoint in the format of another library",
+        "Write a checkpoint of any format that reshard reads as torch.save or torch.distributed.checkpoint "
+        "would have written it. Nothing that exists is overwritten.",
+        source,
+    )
+    command.add_argument("out", metavar="OUT", type=Path, help="the new file or folder")
+    command.add_argument("--to", required=True, metavar="FORMAT", help="torch, torch-names, or dcp")
+    command.add_argument("--names", type=Path, metavar="FILE", help=names)
     command = add(
         "inspect",
         "show what a checkpoint holds and whether it is complete",
@@ -195,7 +214,9 @@ def _run_tool(name: str, options: dict[str, Any]) -> int:
         if name == "consolidate":
             offline.consolidate(options["source"], options["out"], weights=options["weights"])
         elif name == "reshard":
-            offline.reshard(options["source"], options["out"], options["world_size"])
+            offline.reshard(options["source"], options["out"], options["world_size"], _names_in(options))
+        elif name == "convert":
+            offline.convert(options["source"], options["out"], options["to"], _names_in(options))
         else:
             report = offline.inspect(options["source"])
             print(json.dumps(report, indent=1) if options["json"] else _as_table(report))
@@ -204,6 +225,13 @@ def _run_tool(name: str, options: dict[str, Any]) -> int:
         _complain(str(error))
         return 2
     return 0
+
+
+def _names_in(options: dict[str, Any]) -> list[str] | None:
+    try:
+        return None if options["names"] is None else options["names"].read_text().splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _as_table(report: Mapping[str, Any]) -> str:

@@ -100,6 +100,7 @@ class Explanation:
         traits: a line for each optimizer class: what it tolerates, as trials show.
         cuts: a line for each cut parameter, and for each uneven bucket why its parameters are not cut.
         in_memory: whether ranks send through memory, see `share_host_memory`.
+        why_sockets: why they send CPU tensors through sockets, if they do.
     """
 
     ranks: tuple[RankHolding, ...]
@@ -107,6 +108,7 @@ class Explanation:
     traits: tuple[str, ...]
     cuts: tuple[str, ...]
     in_memory: bool = False
+    why_sockets: str = ""
 
     @property
     def collectives_per_step(self) -> int:
@@ -127,7 +129,10 @@ class Explanation:
             rows.append((str(r.rank), str(r.num_params), f"{r.numel:,}", *sizes))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-        broadcasts = f"{self.collectives_per_step} broadcasts a step{', through memory' * self.in_memory}"
+        through = "memory" if self.in_memory else f"sockets ({self.why_sockets})"
+        broadcasts = f"{self.collectives_per_step} broadcasts a step"
+        if self.in_memory or self.why_sockets:
+            broadcasts += f", through {through}"
         lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {broadcasts}")
         lines += [
             f"mirror: rank {r.rank} sends {r.mirror_sent_nbytes / _MIB:.2f} MiB a step to "
@@ -165,7 +170,11 @@ def _explained(core: Core) -> Explanation:
     )
     traits = tuple(_traits_text(*of_class) for of_class in local.traits())
     cuts = (*_cut_texts(core), *_uneven_texts(core, buckets))
-    return Explanation(ranks, buckets, traits, cuts, group.shared_memory(group.device) is not None)
+    is_in_memory, why_sockets = group.shared_memory(group.device) is not None, ""
+    if not is_in_memory and group.size > 1 and group.device.type == "cpu":
+        works = group.works
+        why_sockets = works.why_no_memory or "" if works.log.shares_memory else "share_host_memory(False)"
+    return Explanation(ranks, buckets, traits, cuts, is_in_memory, why_sockets)
 
 
 def _exchange(group: RankGroup, core: Core) -> tuple[RankHolding, ...]:

@@ -20,10 +20,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+import zero_optim
 from modelled.clocks import Clock, Stream, Timeline
 
 Kind = Literal["device", "host", "pinned"]
 _MOST_RUNS = 256  # of one tensor; one with more counts as everything between its first and last element
+_PACKAGE = str(Path(zero_optim.__file__).parent)  # shown, though a wheel lies among packages
 _NOT_SHOWN = (  # in stacks
     str(Path(__file__).parent),
     "<",
@@ -33,7 +35,7 @@ _NOT_SHOWN = (  # in stacks
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The functions that called, outermost first, without those of Python, of packages and of this model."""
+    """The functions that called, outermost first, without those of Python, other packages and this model."""
 
     frames: tuple[tuple[CodeType, int], ...]
 
@@ -43,7 +45,7 @@ class Stack:
         frame = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
-            if not name.startswith(_NOT_SHOWN):
+            if name.startswith(_PACKAGE) or not name.startswith(_NOT_SHOWN):
                 frames.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back  # type: ignore[assignment]
         return cls(tuple(reversed(frames)))

@@ -289,11 +289,13 @@ class CheckpointReader:
                 self.read_box(key, chunk, tensor[_slices(within, sizes)], inside)
         return tensor
 
-    def map_tensor(self, key: str) -> Tensor:
-        """Return a contiguous tensor that is mapped from its file, or read if several ranks wrote parts."""
+    def map_tensor(self, key: str) -> Tensor | None:
+        """Return a contiguous tensor that is mapped from its file; None if it is in several parts."""
         entry = self._entry(key)
-        if not entry.nbytes or not _is_one_run(entry):
+        if not entry.nbytes:
             return self.read_tensor(key)
+        if not _is_one_run(entry):
+            return None
         for chunk in entry.chunks:
             self.read(key, chunk)
         first = entry.chunks[0]

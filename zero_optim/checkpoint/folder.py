@@ -12,12 +12,12 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zero_optim import __version__
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.data import CheckpointReader, Written, data_name, entries_of
 from zero_optim.checkpoint.files import FolderLock, is_dir, is_own_file, part_of, sync_folder
@@ -110,9 +110,7 @@ def complete(
                 f"{folder / name}, which rank {file.rank} has written, cannot be seen whole by the rank that "
                 "completes the checkpoint: the folder must be one that all ranks share"
             )
-    software = {"zero_optim": "unknown", "torch": str(torch.__version__)}
-    with suppress(PackageNotFoundError):
-        software["zero_optim"] = version("zero-optim")
+    software = {"zero_optim": __version__, "torch": str(torch.__version__)}
     entries, number = entries_of(written), next_number(folder)
     manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
     replaced = _files_in(folder)

@@ -6,27 +6,17 @@ Tensors are mapped from files: the system reads their pages when they are used, 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import torch
-from torch import Tensor
 
-from zero_optim.checkpoint.content import (
-    EVERYWHERE,
-    EXTRA,
-    MODEL,
-    OPTIMIZER,
-    RANDOM,
-    STATE,
-    RankContent,
-    model_parts,
-)
+from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, STATE, model_parts
 from zero_optim.checkpoint.data import (
     DTYPES,
     Box,
@@ -35,22 +25,28 @@ from zero_optim.checkpoint.data import (
     box_of,
     bytes_of,
     lay_out,
-    map_file,
-    tensor_in,
-    with_strides,
     write_tensors,
 )
-from zero_optim.checkpoint.files import FolderLock, open_part, remove_stale_parts, replacing, write_all
+from zero_optim.checkpoint.files import FolderLock, new_folder, remove_stale_parts, replacing, write_all
 from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
 from zero_optim.checkpoint.manifest import DataFile, Manifest, blamed_on, parse
-from zero_optim.checkpoint.objects import positional
-from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
-from zero_optim.comm.wire import memory_of
+from zero_optim.checkpoint.sections import (
+    Source,
+    mapping,
+    of_checkpoint,
+    of_file,
+    placeholders_of,
+    sections_of,
+    state_dict_of,
+)
+from zero_optim.checkpoint.values import kinds_in, tensors_in, unpack, without_arrays
 from zero_optim.errors import CheckpointError, StateMismatchError
-from zero_optim.plan.groups import PARAM_KEYS
 from zero_optim.plan.partition import assign_owners
 from zero_optim.run.progress import progress
-from zero_optim.state.dicts import with_beside
+
+FORMATS = ("torch", "torch-names", "dcp")
+_OBJECTS = {"array", "class", "deque", "enum", "object"}  # kinds of values that are read by running code
+_SUBCLASSES = {"sparse", "subclass", "wrapper"}
 
 
 def _check_output(source: Path, out: Path) -> None:
@@ -90,52 +86,20 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
                 if out.suffix == ".safetensors":
                     _write_safetensors(file, reader, advance)
                 else:
-                    get = _mapped_tensors(reader, out, advance)
+                    get = mapping(of_checkpoint(source), out, advance)
                     if wanted == MODEL:
                         whole = {name: unpack(part, get) for name, part in model_parts(values).items()}
                     else:
-                        whole = _state_dict(values, get)
-                    buffered = BufferedRandom(file)  # a write writes everything
-                    torch.save(whole, buffered)
-                    buffered.detach()
+                        whole = state_dict_of(values, get)
+                    _save(whole, file)
         except OSError as error:
             raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def _state_dict(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
-    about, state, groups, names = values[OPTIMIZER], dict[Any, Any](), [], list[str]()
-    for group in about["groups"]:
-        members = range(len(names), len(names) + len(group["names"]))
-        names += group["names"]
-        named = {"param_names": group["names"]} if about["named"] else {}
-        groups.append({**unpack(group["options"], get), **named, "params": list(members)})
-        packed = {index: values.get(f"{STATE}/{key_of(names[index])}") for index in members}
-        state |= {index: unpack(part, get) for index, part in packed.items() if part is not None}
-    state |= unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {}
-    return with_beside({"state": state, "param_groups": groups})
-
-
-def _mapped_tensors(
-    reader: CheckpointReader, out: Path, advance: Callable[[int], object]
-) -> Callable[[str, Sequence[int]], Tensor]:
-    """Return a function that maps tensors; those with other strides from a temporary file next to ``out``."""
-
-    def mapped(key: str, strides: Sequence[int]) -> Tensor:
-        tensor = reader.map_tensor(key)
-        advance(tensor.nbytes)
-        if tensor.stride() == tuple(strides) or not tensor.numel():
-            return tensor
-        tensor = with_strides(tensor, strides)
-        path, file = open_part(out)
-        try:
-            with file:
-                run: Any = memory_of(tensor).numpy()
-                write_all(file, memoryview(run))
-            return tensor_in(map_file(path, tensor.nbytes), tensor.dtype, tensor.shape, tensor.stride())
-        finally:
-            path.unlink(missing_ok=True)
-
-    return mapped
+def _save(whole: object, file: FileIO) -> None:
+    buffered = BufferedRandom(file)  # a write writes everything
+    torch.save(whole, buffered)
+    buffered.detach()
 
 
 def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable[[int], object]) -> None:
@@ -157,21 +121,96 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable
         advance(box.nbytes)
 
 
+# ---------------------------------------------------------------------- from and to other libraries
+
+
+def _open(path: Path, names: Sequence[str] | None = None) -> Source:
+    """Open a checkpoint of any kind, by what lies at its path."""
+    if path.is_file():
+        return of_file(path, names)
+    if (path / ".metadata").exists():
+        from zero_optim.checkpoint.formats.dcp_folder import of_dcp
+
+        with blamed_on(path):
+            return of_dcp(path, names)
+    if names is not None:
+        raise ValueError(
+            f"names go with a file or a folder of another library, and {path} is a checkpoint of this one"
+        )
+    return of_checkpoint(path)
+
+
+def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> None:
+    """Write a checkpoint in the format of another library, for which ``out`` must not exist yet.
+
+    The source is a checkpoint of `save` or of ``dcp.save``, or a file of ``torch.save`` with a state dict of
+    an optimizer, of a model, or sections such as "model" and "optimizer".
+
+    Args:
+        source: a file or a folder.
+        out: is complete or absent, also if the process is killed.
+        to: "torch", a file with state by index; "torch-names", with state by name; "dcp", a folder.
+        names: of the optimizer's parameters in its order, if the source lacks them.
+
+    Raises:
+        CheckpointError: the source is incomplete or damaged, or ``out`` cannot be written.
+        StateMismatchError: the format cannot carry all of the source, with the reason.
+        ValueError: ``out`` exists, or the source is no state dict.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")
+    own_folder(out)
+    _check_output(source, out)
+    if out.is_symlink() or out.exists():
+        raise ValueError(f"{out} exists, and is not overwritten: name another place, or remove it")
+    content = _open(source, names)
+    _check_kinds(content, _OBJECTS if to.startswith("torch") else _OBJECTS | _SUBCLASSES)
+    with progress("converting", content.nbytes) as advance, blamed_on(source):
+        try:
+            remove_stale_parts(out)
+            if to.startswith("torch"):
+                get = mapping(content, out, advance)
+                whole = sections_of(content.values, get, by_name=to == "torch-names")
+                with replacing(out) as file:
+                    _save(whole, file)
+            else:
+                from zero_optim.checkpoint.formats.dcp_folder import write_dcp
+
+                places, get = placeholders_of(content, advance)
+                sections = sections_of(content.values, get, by_name=True)
+                with new_folder(out) as folder:
+                    write_dcp(sections, places, folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+
+
+def _check_kinds(source: Source, refused: set[str]) -> None:
+    """Refuse values that another library could not read, or not without running code."""
+    values = {key: without_arrays(v) if key.startswith(RANDOM) else v for key, v in source.values.items()}
+    groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
+    values |= {f"the options of group {number}": group["options"] for number, group in enumerate(groups)}
+    for key, value in values.items():
+        if kinds := kinds_in(value) & refused:
+            raise StateMismatchError(
+                f"{key} has a value of kind {min(kinds)}, which this format cannot carry"
+            )
+
+
 # ---------------------------------------------------------------------- to another number of ranks
 
 
-def reshard(source: Path, out: Path, world_size: int) -> None:
+def reshard(source: Path, out: Path, world_size: int, names: Sequence[str] | None = None) -> None:
     """Write a checkpoint as that many ranks without cuts would have written it.
 
-    The source is a checkpoint, or a file of ``torch.save`` with a state dict of an optimizer, of a model, or
-    of both under "optimizer" and "model". CheckpointError if it is incomplete or damaged, or ``out`` cannot
-    be written; ValueError if ``world_size`` is below 1, the file is no state dict, or ``out`` is refused.
+    The source is a checkpoint, or what `convert` reads. CheckpointError if it is incomplete or damaged, or
+    ``out`` cannot be written; ValueError if ``world_size`` is below 1, the file is no state dict, or ``out``
+    is refused.
     """
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
     own_folder(out)
     _check_output(source, out)
-    content = _from_file(source) if source.is_file() else _from_checkpoint(source)
+    content = _open(source, names)
     with blamed_on(source):
         owner_of = _owners(content, world_size)
     try:
@@ -182,63 +221,7 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-class _Source(NamedTuple):
-    """What a checkpoint is made of: packed values and whole tensors by key, and how a tensor is read."""
-
-    values: Mapping[str, Json]
-    boxes: Mapping[str, Box]
-    read: Callable[[str], Tensor]
-
-
-def _from_checkpoint(folder: Path) -> _Source:
-    reader = CheckpointReader(folder.absolute())
-    if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
-        raise StateMismatchError(
-            f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
-        )
-    boxes = {key: box_of(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
-    return _Source(reader.manifest.values, boxes, reader.read_tensor)
-
-
-def _from_file(path: Path) -> _Source:
-    """Open a file of ``torch.save``; ValueError if it is not a state dict, or reading it would run code."""
-    try:
-        sections = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:  # pickle and torch raise anything for other files
-        raise ValueError(
-            f"{path} is no file of torch.save that holds tensors and plain values only: {error}"
-        ) from error
-    sections = sections if isinstance(sections, dict) else {}
-    if {"state", "param_groups"} <= sections.keys():
-        sections = {OPTIMIZER: sections}
-    elif sections and all(isinstance(value, Tensor) for value in sections.values()):
-        sections = {MODEL: sections}
-    content = RankContent()
-    if isinstance(sections.get(MODEL), Mapping):
-        content.add(MODEL, dict(sections[MODEL]))
-    optimizer = sections.get(OPTIMIZER)
-    if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
-        groups, known = [], dict[Any, str]()
-        for number, group in enumerate(optimizer["param_groups"]):
-            places = [positional(number, place) for place in range(len(group["params"]))]
-            names = group.get("param_names") or places
-            known.update(zip(group["params"], names, strict=True))
-            groups.append((names, {k: v for k, v in group.items() if k not in PARAM_KEYS}))
-        packed, state = content.packed_groups(groups), optimizer["state"]
-        for index, name in known.items():
-            if index in state:
-                content.add(f"{STATE}/{key_of(name)}", state[index])
-        content.add(EVERYWHERE, {key: value for key, value in state.items() if key not in known})
-        named = all("param_names" in group for group in optimizer["param_groups"])
-        content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}
-    if not content.values:
-        raise ValueError(f"{path} holds neither an optimizer's state dict nor a model's")
-    content.add(EXTRA, None)
-    boxes = {box.key: box for box in content.all_boxes()}
-    return _Source(content.values, boxes, content.tensors.__getitem__)
-
-
-def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
+def _owners(source: Source, world_size: int) -> Callable[[str], int]:
     """Choose a rank for each key as an optimizer does by default: by size, group by group."""
     about = source.values.get(OPTIMIZER, {"groups": [], "params": {}})
     costs = defaultdict[str, float](float)  # elements of a parameter, or if unknown the bytes of its state
@@ -278,12 +261,12 @@ def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
     return owner_of
 
 
-def _write(source: _Source, owner_of: Callable[[str], int], out: Path) -> tuple[dict[str, DataFile], Written]:
+def _write(source: Source, owner_of: Callable[[str], int], out: Path) -> tuple[dict[str, DataFile], Written]:
     token, boxes = new_token(), dict[int, list[Box]]()
     for key, box in source.boxes.items():
         boxes.setdefault(owner_of(key), []).append(box)
     files, written = dict[str, DataFile](), Written()
-    with progress("resharding", sum(box.nbytes for box in source.boxes.values())) as advance:
+    with progress("resharding", source.nbytes) as advance:
 
         def read(box: Box) -> memoryview:
             advance(box.nbytes)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.checkpoint.manifest import dtype_name, dtype_named
-from zero_optim.comm.encoding import Nested, decode, encode
+from zero_optim.comm.encoding import Nested, decode, encode, parts_of
 
 Json = Any  # whatever json reads and writes
 _Path = tuple[object, ...]
@@ -74,6 +74,21 @@ def tensors_in(value: Json) -> dict[str, tuple[int, ...]]:
     strides: dict[str, tuple[int, ...]] = {}
     _mapped(value, lambda body: body, lambda _, body: strides.update({body[0]: tuple(body[1])}))
     return strides
+
+
+def without_arrays(value: Json) -> Json:
+    """Replace numpy's arrays by tensors, in plain containers."""
+    kind, body = value
+    if kind in _DICTS:
+        return [kind, [[key, without_arrays(part)] for key, part in body]]
+    if kind in ("list", "tuple"):
+        return [kind, [without_arrays(part) for part in body]]
+    return body[0] if kind == "array" else value
+
+
+def kinds_in(value: Json) -> set[str]:
+    """List the kinds of values in a packed value."""
+    return {value[0]}.union(*map(kinds_in, parts_of(value)))
 
 
 def entries_in(value: Json) -> dict[Any, str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from zero_optim.host.meeting import meet
 
 P = ParamSpec("P")
 T = TypeVar("T")
+logger = logging.getLogger("zero_optim")
 Failure = list[str]  # class and message of an exception, without the exception
 _DIGEST_NBYTES = 32  # of sha256
 
@@ -230,7 +232,7 @@ def ranks_of(process_group: object, data: object = None) -> RankGroup:
 
 
 def find_memory(group: RankGroup) -> None:
-    """Find out whether all ranks share memory, if that is wanted. All ranks call; communicates once."""
+    """Find out whether all ranks share memory, unless that is off. All ranks call; communicates once."""
     works = group.works
     if works.why_no_memory is not None or not works.log.shares_memory or group.size == 1:
         return
@@ -239,26 +241,29 @@ def find_memory(group: RankGroup) -> None:
         works.memory, works.why_no_memory = met
     else:
         works.why_no_memory = "the process group has another backend than gloo"
+    if works.memory is None:
+        logger.debug("ranks %s send through sockets: %s", ranks_text(works.ranks), works.why_no_memory)
 
 
 def share_host_memory(shares: bool = True) -> bool:
-    """Let ranks of one host send CPU tensors through memory, instead of gloo's sockets, from now on.
+    """Say whether ranks of one host send CPU tensors through memory, or with False through gloo's sockets.
 
-    Sums, gathers and exchanges keep their bits. It holds for every optimizer, wrapper and hook of this
-    library on groups whose ranks are all on one host, of one user, and see each other's processes; other
-    groups go on as before. Each rank takes 4 MiB for each of its process groups. On Linux on x86-64, for
-    the gloo backend. Call it before building them; ``shares=False`` ends it. All ranks of the default group
+    Without a call they use memory where they can: on groups whose ranks are all on one host, of one user, and
+    see each other's processes, on Linux on x86-64, for the gloo backend. Sums, gathers and exchanges have the
+    same bits either way. Each rank takes 4 MiB for each of its process groups. Call it before building
+    optimizers, wrappers and hooks; it holds until the default group ends. All ranks of the default group
     call; communicates.
 
-    Returns whether the default group's ranks share memory; warns if that was wanted and they cannot.
+    Returns whether the default group's ranks share memory; warns if they were told to and cannot.
 
     Raises:
         RankMismatchError: on every rank, the ranks gave different arguments.
     """
     world = RankGroup.of(None)
-    with agreeing(world, "share_host_memory()") as agreed:
+    with failing_together(world):
         check_flags(shares=shares)
-        agreed.items.append(f"shares={shares}")
+    items = [f"shares={shares}"]
+    _compare(world, world.all_gather_fixed(_digest(items)), items, "share_host_memory()", {})
     world.works.log.shares_memory = shares
     find_memory(world)
     shared = world.shared_memory(torch.device("cpu")) is not None

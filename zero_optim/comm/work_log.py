@@ -76,6 +76,7 @@ class GroupWorks:
         self.pending.clear()  # the works keep connections
         if self.memory is not None:
             self.memory.let_go()
+            self.memory = None  # whose pages go back
 
     @property
     def shared_memory(self) -> "SharedMemory | None":
@@ -155,7 +156,7 @@ class WorkLog:
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    shares_memory: bool = False
+    shares_memory: bool = True
     explain: Callable[["Work", RuntimeError], Exception | None] = explain_nothing
 
     def of(

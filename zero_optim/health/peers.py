@@ -110,15 +110,15 @@ class Listener:
             each.close()
 
 
-def ask(address: Address, question: Message) -> Message | Presence:
-    """Ask another process; takes at most twice `ANSWER_LIMIT`."""
+def ask(address: Address, question: Message, patience: float = ANSWER_LIMIT) -> Message | Presence:
+    """Ask another process, which has ``patience`` seconds to answer; takes at most `ANSWER_LIMIT` more."""
     is_loopback = address.host in ("127.0.0.1", "::1")
     if is_loopback and address.node != socket.gethostname():
         return Presence.UNKNOWN
     try:
         with socket.create_connection((address.host, address.port), ANSWER_LIMIT) as connection:
             connection.sendall(_line({**question, "token": address.token}))
-            return _read(connection, ANSWER_LIMIT)
+            return _read(connection, patience)
     except TimeoutError:
         return Presence.SILENT
     except (ConnectionError, EOFError):
@@ -253,10 +253,15 @@ class Directory:
             for rank, entry in zip(unknown, entries, strict=True):
                 self._note(rank, entry.decode())
 
-    def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
-        """Ask all other ranks for a few `ANSWER_LIMIT` at most; returns answers by index in ``ranks``."""
+    def ask_all(
+        self, ranks: Sequence[int], question: Message, patience: float = ANSWER_LIMIT
+    ) -> dict[int, Message | Presence]:
+        """Ask all other ranks for a few `ANSWER_LIMIT` at most; returns answers by index in ``ranks``.
+
+        ``patience``: seconds that each has to answer; one that is stopped finds the question later.
+        """
         others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
-        calls = {place: partial(self._ask_surely, rank, question) for place, rank in others.items()}
+        calls = {place: partial(self._ask_surely, rank, question, patience) for place, rank in others.items()}
         answers = in_threads(calls, 3 * ANSWER_LIMIT)
         return {place: answers.get(place, Presence.UNKNOWN) for place in others}
 
@@ -266,28 +271,28 @@ class Directory:
         A process that was stopped may find a verdict among them.
         """
         if self.rank in self._addresses:
-            ask(self._addresses[self.rank], {"ranks": []})
+            ask(self._addresses[self.rank], {"ranks": []}, 5 * ANSWER_LIMIT)
 
-    def _ask_surely(self, rank: int, question: Message) -> Message | Presence:
+    def _ask_surely(self, rank: int, question: Message, patience: float) -> Message | Presence:
         """Ask a rank; it is absent if the process that has ended may be a former one."""
-        answer = self._ask(rank, question)
+        answer = self._ask(rank, question, patience)
         is_gone = answer in (Presence.ENDED, Presence.LEFT)
         return Presence.ABSENT if is_gone and rank in self._unsure else answer
 
-    def _ask(self, rank: int, question: Message) -> Message | Presence:
+    def _ask(self, rank: int, question: Message, patience: float) -> Message | Presence:
         if rank not in self._addresses:
             absence = self._look_up(rank)
             if absence is not None:
                 return absence
         address = self._addresses[rank]
-        answer = ask(address, question)
+        answer = ask(address, question, patience)
         if answer is not Presence.ENDED:
             return answer
         with suppress(RuntimeError, ValueError):  # the store may be gone as well
             if self._look_up(rank) is Presence.LEFT:
                 return Presence.LEFT
             if self._addresses[rank] != address:  # it has begun to listen again
-                return ask(self._addresses[rank], question)
+                return ask(self._addresses[rank], question, patience)
         return Presence.ENDED
 
     def _look_up(self, rank: int) -> Presence | None:

@@ -116,10 +116,10 @@ class Verdicts:
             if verdict is None:
                 verdict, tells = self._first_of(works, _judge(works, reports, me, seconds), reports), True
             verdict = self.log.give_up(works.whole, verdict)
+            if tells:
+                self._tell(works.whole, verdict, reports)
         finally:
             self._deciding.discard(works.whole)
-        if tells:
-            self._tell(works.whole, verdict, reports)
         self._act(works.whole, verdict)
         return verdict
 
@@ -137,13 +137,12 @@ class Verdicts:
         return works.verdict or verdict
 
     def _tell(self, ranks: tuple[int, ...], verdict: Verdict, reports: Reports) -> None:
-        """Tell all ranks; silent ones on a thread, unless this process must end."""
+        """Tell all ranks before this one gives up, and perhaps ends; silent ones find it when they go on."""
         question = _announcement(ranks, verdict)
         mute = [rank for place, rank in enumerate(ranks) if isinstance(reports[place], Presence)]
-        if mute and not self.exits:
-            _beside(lambda: self._directory.ask_all(mute, question))
-            ranks = tuple(rank for rank in ranks if rank not in mute)
-        self._directory.ask_all(ranks, question)
+        self._directory.ask_all([rank for rank in ranks if rank not in mute], question)
+        if mute:
+            self._directory.ask_all(mute, question, 0.0)
 
     def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
         """Carry out a verdict; the rank that ``is_first`` tells others before it exits."""
@@ -186,6 +185,8 @@ class Verdicts:
             time.sleep(0.05)
         if works.verdict is None:
             return None
+        while works.whole in self._deciding:  # another thread tells all ranks; this one may end the process
+            time.sleep(0.01)
         self._exit_if_due()
         return works.verdict.error()
 

@@ -101,14 +101,8 @@ def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
 
 
 def can_sum(tensor: Tensor) -> bool:
-    """Return whether `sum_all` takes a tensor and gives gloo's bits."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.dtype in _SUMMED
-        and tensor.is_contiguous()
-        and tensor.numel() > 0
-    )
+    """Return whether `sum_all` takes a tensor and gives gloo's bits; the same on every rank."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in _SUMMED
 
 
 def sum_all(
@@ -116,9 +110,12 @@ def sum_all(
 ) -> HostWork:
     """Sum a tensor over all ranks in place: Note [Bits of a sum].
 
-    ``then`` is called at its end, with the failure if it has one.
+    As gloo, it sums elements in the order in which they lie, whatever their strides on a rank. ``then`` is
+    called at its end, with the failure if it has one.
     """
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
     size = flat.element_size()
     edges = chunk_edges(flat.nbytes, memory.size, size)
     chunks = [flat[start // size : stop // size] for start, stop in pairwise(edges)]

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from zero_optim.host.shared_memory import SharedMemory
 
 # What is done with ``count`` bytes, from ``start`` on, that have come from all of a step's ranks.
-Act = Callable[[int, int], None]
+# Returns False if they are of another call, and stay: Note [Calls that differ].
+Act = Callable[[int, int], bool | None]
 
 
 class HostWork:
@@ -24,13 +25,8 @@ class HostWork:
         self.number = number
         self.began = time.monotonic()
         self.num_pending = 0  # messages to be sent, and steps to be done
-        self.meets_another = False  # Note [Calls that differ]
         self.kept = list(kept)
         self.then: Callable[[str | None], None] | None = None  # called once with its failure, if any
-
-    def is_met(self) -> bool:
-        """Whether the others' messages were of this call, so far."""
-        return not self.meets_another
 
     def end(self, failure: str | None = None) -> None:
         """Let go of what it has kept, and tell."""
@@ -86,10 +82,7 @@ class Step:
                 return 0
             there = min(there, receiver.readable())
         count = min(self.rest, there)
-        if not count or not self._work.is_met():
-            return 0
-        self._act(self._done, count)
-        if not self._work.is_met():
+        if not count or self._act(self._done, count) is False:
             return 0
         self._done += count
         is_over = not self.rest

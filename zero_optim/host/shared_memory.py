@@ -38,7 +38,8 @@ from zero_optim.host.pending_calls import Act, HostWork, Step
 from zero_optim.host.segment import LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
-_WATCH = 0.005, 40  # seconds between looks of the thread, and their number until it ends
+_GRACE = 0.005  # seconds that the thread leaves to a caller who starts a call and waits for it
+_IDLE = 0.2  # seconds without calls until the thread ends
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag
 
 
@@ -56,6 +57,7 @@ class SharedMemory:
         self._lock = threading.Lock()
         self._waiting = list[HostWork]()  # what threads wait for; a list, as threads change it at once
         self._is_served = False  # by a thread: Note [Who moves the bytes]
+        self._wakes = ctypes.c_uint32()  # of the thread, which sleeps while there is nothing for it
         _ALL.add(self)
 
     @property
@@ -82,7 +84,6 @@ class SharedMemory:
                 "torchrun, or make a process group there"
             )
         with self._lock:
-            self._heed()
             if self.failure is not None:
                 raise dist.DistNetworkError(self.failure)
             self.num_started += 1
@@ -94,7 +95,7 @@ class SharedMemory:
             ended = self._ended()
         self._tell(ended)
         if work.num_pending:
-            self._need_thread()
+            self._leave_to_thread()
         return work
 
     def send(
@@ -118,19 +119,19 @@ class SharedMemory:
         receivers = [self.receiver(peer) for peer in peers]
         steps = list[Step]()
 
-        def check(_start: int, _count: int) -> None:
+        def check(_start: int, _count: int) -> bool:
             if all(ctypes.string_at(receiver.address, LINE) == head for receiver in receivers):
-                return
+                return True
             number, of_kind, nbytes, _ = _HEAD.from_buffer_copy(ctypes.string_at(receivers[0].address, LINE))[
                 :4
             ]
-            if tag and (number, of_kind) == (work.number, kind):
-                for step in steps:
-                    step.drop()
-                if nbytes:
-                    Step(work, receivers, nbytes, _leave, is_next=True)
-            else:
-                work.meets_another = True
+            if not tag or (number, of_kind) != (work.number, kind):
+                return False
+            for step in steps:
+                step.drop()
+            if nbytes:
+                Step(work, receivers, nbytes, _leave, is_next=True)
+            return True
 
         Step(work, receivers, LINE, check)
         steps.extend(Step(work, receivers, nbytes, act) for nbytes, act in parts)
@@ -195,6 +196,8 @@ class SharedMemory:
                 self._move_or_sleep(min(left, _LOOK), work)
         finally:
             self._waiting.remove(work)
+            if self._works and not self._waiting:
+                self._leave_to_thread()
         failure = work.exception()
         if failure is not None:
             raise failure
@@ -250,32 +253,37 @@ class SharedMemory:
         self._segments[self.rank].leave(gives_up=gives_up)
         for peer in range(self.size):
             self._ring(peer)
+        self._wake_thread()
 
     # ------------------------------------------------------------------ the thread
 
-    def _need_thread(self) -> None:
+    def _leave_to_thread(self) -> None:
         with self._lock:
             is_new, self._is_served = not self._is_served, True
-        if is_new:
+        if not is_new:
+            self._wake_thread()
+        else:
             try:
                 start_thread(self._serve, "zero_optim host memory")
             except RuntimeError:  # Python ends: whoever waits moves
                 self._is_served = False
 
+    def _wake_thread(self) -> None:
+        self._wakes.value += 1
+        futex.wake(ctypes.addressof(self._wakes))
+
     def _serve(self) -> None:
-        seconds, most = _WATCH
-        num_looks = 0
         while self.failure is None:
+            wakes = self._wakes.value
             if self._works and not self._waiting:
                 self._move_or_sleep(_LOOK)
-                num_looks = 0
                 continue
-            time.sleep(seconds)
-            num_looks += 1
+            futex.wait(ctypes.addressof(self._wakes), wakes, _IDLE)
             with self._lock:
-                if num_looks > most and not self._works:
+                if wakes == self._wakes.value and not self._works:
                     self._is_served = False
                     return
+            time.sleep(_GRACE)
         with self._lock:
             works, self._works = self._works, []
         for work in works:

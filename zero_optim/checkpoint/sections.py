@@ -1,0 +1,313 @@
+"""What any checkpoint holds, ours or of another library: packed values, and tensors that are read one by one.
+
+Other libraries keep nested dicts: a model's state dict, an optimizer's, and more. `source_of` packs such
+sections as `save` does, `sections_of` unpacks them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_optim.checkpoint.content import (
+    EVERYWHERE,
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    RankContent,
+    model_parts,
+)
+from zero_optim.checkpoint.data import (
+    Box,
+    CheckpointReader,
+    box_of,
+    map_file,
+    tensor_in,
+    with_strides,
+)
+from zero_optim.checkpoint.files import open_part, write_all
+from zero_optim.checkpoint.objects import positional
+from zero_optim.checkpoint.values import Json, key_of, unpack, without_arrays
+from zero_optim.comm.wire import memory_of
+from zero_optim.errors import StateMismatchError
+from zero_optim.plan.groups import PARAM_KEYS
+from zero_optim.probe.saved import BESIDE
+from zero_optim.state.dicts import with_beside
+
+_ALIASES = {"optim": OPTIMIZER, "lr_scheduler": "scheduler"}
+EXACT = "zero_optim"  # in a folder of DCP: a tuple with the sections that no other library reads, as they are
+_KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler", RANDOM)
+# Of FairScale's FSDP: which flat parameter has which parameters. That belongs to the model's wrappers.
+_OF_WRAPPERS = ("param_id_map", "uncollected_local_ids")
+
+
+class Source(NamedTuple):
+    """Packed values, and whole tensors by key; ``mapped`` returns None for what has to be read."""
+
+    values: Mapping[str, Json]
+    boxes: Mapping[str, Box]
+    read: Callable[[str], Tensor]
+    mapped: Callable[[str], Tensor | None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(box.nbytes for box in self.boxes.values())
+
+
+class Placeholders:
+    """Tensors without memory, on the device "meta", that are read one at a time."""
+
+    def __init__(self) -> None:
+        self._readers: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
+
+    def add(self, dtype: torch.dtype, shape: Sequence[int], read: Callable[[], Tensor]) -> Tensor:
+        """Return a placeholder for what ``read`` returns."""
+        placeholder = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._readers[id(placeholder)] = placeholder, read
+        return placeholder
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Read what a placeholder stands for; other tensors stay as they are."""
+        return self._readers[id(tensor)][1]() if tensor.is_meta else tensor
+
+
+# ---------------------------------------------------------------------- from a checkpoint of any kind
+
+
+def of_checkpoint(folder: Path) -> Source:
+    """Open one of `save`."""
+    reader = CheckpointReader(folder.absolute())
+    if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
+        raise StateMismatchError(
+            f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
+        )
+    boxes = {key: box_of(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
+    return Source(reader.manifest.values, boxes, reader.read_tensor, reader.map_tensor)
+
+
+def of_file(path: Path, names: Sequence[str] | None = None) -> Source:
+    """Open a file of ``torch.save``; ValueError if it is not a state dict, or reading it would run code."""
+    try:
+        sections = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except Exception as error:  # pickle and torch raise anything for other files
+        raise ValueError(
+            f"{path} is no file of torch.save that holds tensors and plain values only: {error}"
+        ) from error
+    return source_of(sections, path, names)
+
+
+def source_of(
+    sections: object,  # a dict as it was saved
+    origin: Path,
+    names: Sequence[str] | None = None,  # of the optimizer's parameters, in its order
+    placeholders: Placeholders | None = None,
+) -> Source:
+    """Pack what another library saved: a model's state dict, an optimizer's, or sections with both and more.
+
+    Sections of other names become ``extra``. ValueError if there is neither a model nor an optimizer.
+    """
+    content, parts = RankContent(), _parts(sections)
+    if isinstance(parts.get(MODEL), Mapping):
+        content.add(MODEL, dict(parts.pop(MODEL)))
+    if isinstance(parts.get(OPTIMIZER), Mapping):
+        optimizer = _nested(parts[OPTIMIZER])
+        if {"state", "param_groups"} <= optimizer.keys():
+            del parts[OPTIMIZER]
+            _add_optimizer(content, optimizer, names)
+    if not content.values:
+        raise ValueError(f"{origin} holds neither an optimizer's state dict nor a model's")
+    for rank, state in parts.pop(RANDOM, {}).items():
+        content.add(key_of(RANDOM, str(rank)), state)
+    for name in ("scheduler", "scaler"):
+        if parts.get(name) is not None:
+            content.add(name, parts.pop(name))
+    rest = {name: value for name, value in parts.items() if value is not None}
+    content.add(EXTRA, rest[EXTRA] if rest.keys() == {EXTRA} else rest or None)
+    boxes, read = {box.key: box for box in content.all_boxes()}, content.tensors.__getitem__
+    if placeholders is None:
+        return Source(content.values, boxes, read, read)
+    return Source(content.values, boxes, lambda key: placeholders.read(read(key)), lambda _: None)
+
+
+def _parts(sections: object) -> dict[str, Any]:
+    """Name the sections of a dict as ours are; one that is nested in another alone is taken out."""
+    parts: dict[str, Any] = dict(sections) if isinstance(sections, Mapping) else {}
+    parts.update(*parts.pop(EXACT, ()))
+    while len(parts) == 1 and isinstance(inner := next(iter(parts.values())), Mapping):
+        if set(map(_alias, parts)) & set(_KNOWN):
+            break
+        parts = dict(inner)
+    if {"state", "param_groups"} <= _nested(parts).keys():
+        return {OPTIMIZER: parts}
+    parts = {_alias(name): value for name, value in parts.items()}
+    if MODEL not in parts:
+        weights = {name: value for name, value in parts.items() if isinstance(value, Tensor)}
+        parts = {name: value for name, value in parts.items() if name not in weights}
+        parts |= {MODEL: weights} if weights else {}
+    return parts
+
+
+def _alias(name: Any) -> Any:  # noqa: ANN401 - a key of any dict
+    return _ALIASES.get(name, name)
+
+
+def _nested(optimizer: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Undo ``flatten_optimizer_state_dict`` of PyTorch: ``state.NAME.KEY`` and ``param_groups.NAME.OPTION``.
+
+    Parameters with equal options make a group, as the file does not say more.
+    """
+    options = dict[str, dict[str, Any]]()
+    for key, value in optimizer.items():
+        if isinstance(key, str) and key.startswith("param_groups."):
+            name, _, option = key.removeprefix("param_groups.").rpartition(".")
+            options.setdefault(name, {})[option] = value
+    if not options:
+        return optimizer
+    state, groups, rest = dict[str, dict[str, Any]](), dict[str, dict[str, Any]](), dict[Any, Any]()
+    for name, of_name in options.items():
+        groups.setdefault(repr(of_name), {**of_name, "params": []})["params"].append(name)
+    for key, value in optimizer.items():
+        if not isinstance(key, str) or not key.startswith(("state.", "param_groups.")):
+            rest[key] = value
+        elif key.startswith("state."):
+            parts = key.removeprefix("state.").split(".")
+            prefixes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+            name = next((prefix for prefix in prefixes if prefix in options), "")
+            if not name:
+                raise ValueError(f"{key} belongs to no parameter of which there are options")
+            state.setdefault(name, {})[key.removeprefix(f"state.{name}.")] = value
+    return {**rest, "state": state, "param_groups": list(groups.values())}
+
+
+def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequence[str] | None) -> None:
+    groups, known, state = [], dict[Any, str](), whole["state"]
+    num_params = sum(len(group["params"]) for group in whole["param_groups"])
+    if names is not None and len(names) != num_params:
+        raise ValueError(
+            f"expected a name for each of the optimizer's {num_params} parameters, got {len(names)} names"
+        )
+    rest, named = iter(names or ()), True
+    for number, group in enumerate(whole["param_groups"]):
+        keys = group["params"]
+        own = list(islice(rest, len(keys))) or group.get("param_names")
+        if own is None and all(isinstance(key, str) for key in keys):
+            own = list(keys)
+        if own is None:
+            own, named = [positional(number, place) for place in range(len(keys))], False
+        known.update(zip(keys, own, strict=True))
+        groups.append((own, {k: v for k, v in group.items() if k not in PARAM_KEYS}))
+    twice = [
+        name for name, count in Counter(chain.from_iterable(own for own, _ in groups)).items() if count > 1
+    ]
+    if twice:
+        raise ValueError(f"several of the optimizer's parameters have the name {twice[0]}")
+    if whole.get("uncollected_local_ids"):
+        raise ValueError(
+            "of some of the state FairScale gathered what rank 0 has, and not what others have: "
+            "uncollected_local_ids should be empty"
+        )
+    packed = content.packed_groups(groups)
+    for key, name in known.items():
+        if key in state:
+            content.add(f"{STATE}/{key_of(name)}", state[key])
+    beside = {k: v for k, v in whole.items() if k not in ("state", "param_groups", *_OF_WRAPPERS)}
+    everywhere = {key: value for key, value in state.items() if key not in known}
+    content.add(EVERYWHERE, everywhere | ({BESIDE: beside} if beside else {}))
+    content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}
+
+
+# ---------------------------------------------------------------------- to dicts of other libraries
+
+
+def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_name: bool) -> dict[str, Any]:
+    """Unpack all sections; ``get`` returns the tensor of a key with given strides.
+
+    The optimizer's state is by index, as ``torch.optim`` has it, or by parameter name; StateMismatchError
+    if it has no names.
+    """
+    sections, random = dict[str, Any](), dict[str, Any]()
+    if MODEL in values:
+        sections[MODEL] = {name: unpack(part, get) for name, part in model_parts(values).items()}
+    if OPTIMIZER in values:
+        sections[OPTIMIZER] = state_dict_of(values, get, by_name=by_name)
+    for key, value in values.items():
+        section, _, rank = key.partition("/")
+        if section == RANDOM:
+            random[rank] = unpack(without_arrays(value), get)
+        elif section not in (MODEL, OPTIMIZER) and value != ["plain", None]:
+            sections[section] = unpack(value, get)
+    return sections | ({RANDOM: random} if random else {})
+
+
+def state_dict_of(
+    values: Mapping[str, Json], get: Callable[..., Tensor], *, by_name: bool = False
+) -> dict[str, Any]:
+    """Unpack the optimizer's state dict."""
+    about, state, groups, first = values[OPTIMIZER], dict[Any, Any](), [], 0
+    if by_name and not about["named"]:
+        raise StateMismatchError(
+            "the optimizer's parameters have no names, and this format needs them: save it with its model, "
+            "build it from model.named_parameters(), or convert a file of its state with --names"
+        )
+    for group in about["groups"]:
+        names: list[str] = group["names"]
+        keys: list[Any] = names if by_name else list(range(first, first + len(names)))
+        first += len(names)
+        named = {"param_names": names} if about["named"] and not by_name else {}
+        groups.append({**unpack(group["options"], get), **named, "params": keys})
+        packed = {key: values.get(f"{STATE}/{key_of(name)}") for key, name in zip(keys, names, strict=True)}
+        state |= {key: unpack(part, get) for key, part in packed.items() if part is not None}
+    state |= unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {}
+    return with_beside({"state": state, "param_groups": groups})
+
+
+def mapping(
+    source: Source, out: Path, advance: Callable[[int], object]
+) -> Callable[[str, Sequence[int]], Tensor]:
+    """Return a function that maps tensors from files; if need be from a temporary one next to ``out``."""
+
+    def mapped(key: str, strides: Sequence[int]) -> Tensor:
+        tensor = source.mapped(key)
+        advance(source.boxes[key].nbytes)
+        is_all = tensor is not None and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if tensor is not None and is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
+            return tensor
+        tensor = with_strides(source.read(key) if tensor is None else tensor, strides)
+        if not tensor.numel():
+            return tensor.clone()
+        path, file = open_part(out)
+        try:
+            with file:
+                run: Any = memory_of(tensor).numpy()
+                write_all(file, memoryview(run))
+            return tensor_in(map_file(path, tensor.nbytes), tensor.dtype, tensor.shape, tensor.stride())
+        finally:
+            path.unlink(missing_ok=True)
+
+    return mapped
+
+
+def placeholders_of(
+    source: Source, advance: Callable[[int], object]
+) -> tuple[Placeholders, Callable[..., Tensor]]:
+    """Return placeholders, and a function that makes one for the tensor of a key."""
+    places = Placeholders()
+
+    def read(key: str) -> Tensor:
+        advance(source.boxes[key].nbytes)
+        return source.read(key)
+
+    def placed(key: str, _strides: Sequence[int]) -> Tensor:
+        box = source.boxes[key]
+        assert box.dtype is not None  # `unpack` asks for tensors only
+        return places.add(box.dtype, box.shape, partial(read, key))
+
+    return places, placed
