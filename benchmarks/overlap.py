@@ -26,7 +26,6 @@ from harness import arguments, launch, medians, record, show, time_interleaved
 from link import Link, add_options, linked, rate_of, where
 from recipes import ALONE, COMPUTED, CONSECUTIVE, QUEUED, TORCH, Contender, chosen
 
-
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
 
 
