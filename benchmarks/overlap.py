@@ -16,7 +16,7 @@ from each of H hosts, which have one rank each, or as many as `--per-host` says.
 that a host's interface has sent, with headers and acknowledgements.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -29,9 +29,11 @@ from recipes import ALONE, COMPUTED, CONSECUTIVE, QUEUED, TORCH, Contender, chos
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
 
 
-def worker(name: str, every: bool, sockets: bool, rounds: int, link: Link | None) -> dict[str, Any]:
+def worker(
+    name: str, every: bool, sockets: bool, only: Sequence[str], rounds: int, link: Link | None
+) -> dict[str, Any]:
     """Time all recipes, and read the counters; runs on each rank, and gives figures of all ranks."""
-    contenders = {kind: make(name) for kind, make in chosen(every=every, sockets=sockets).items()}
+    contenders = {kind: make(name) for kind, make in chosen(every=every, sockets=sockets, only=only).items()}
     told: dict[str, list[dict[str, float]]] = {kind: [] for kind in contenders}
     times = time_interleaved(
         {kind: _noting(each, told[kind]) for kind, each in contenders.items()}, rounds, warmup=2
@@ -89,7 +91,12 @@ def _of_ranks(value: float) -> list[float]:
 
 
 def measure(
-    name: str, ranks: int, rounds: int, recipes: tuple[bool, bool], rate: str | None, per_host: int
+    name: str,
+    ranks: int,
+    rounds: int,
+    recipes: tuple[bool, bool, Sequence[str]],
+    rate: str | None,
+    per_host: int,
 ) -> dict[str, Any]:
     hosts = ranks // per_host
     with linked(rate, hosts, per_host) as link:
@@ -109,6 +116,9 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--every", action="store_true", help="more recipes, such as zero_step everywhere")
     parser.add_argument(
+        "--only", nargs="+", default=(), metavar="TEXT", help="our recipes that have it in their names"
+    )
+    parser.add_argument(
         "--sockets", action="store_true", help="ours also where ranks of a host share no memory"
     )
     parser.add_argument(
@@ -118,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     rate = rate_of(options)
     cases = [(name, ranks) for name in options.models for ranks in options.ranks]
-    recipes = options.every, options.sockets
+    recipes = options.every, options.sockets, options.only
     runs = [measure(name, ranks, options.rounds, recipes, rate, options.per_host) for name, ranks in cases]
     for run in runs:
         tell(run)

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -178,11 +178,19 @@ MORE: dict[str, Callable[[str], Contender]] = {
 }
 
 
-def chosen(*, every: bool, sockets: bool) -> dict[str, Callable[[str], Contender]]:
-    """Give the recipes that are to be measured: some, or all; ours also without memory that ranks share."""
+def chosen(*, every: bool, sockets: bool, only: Sequence[str] = ()) -> dict[str, Callable[[str], Contender]]:
+    """Give the recipes that are to be measured: some, or all; ours also without memory that ranks share.
+
+    ``only``: texts, of which a name has one, but for those of others.
+    """
     recipes = RECIPES | MORE if every else RECIPES
     alone = {f"{kind}, sockets": over_sockets(make) for kind, make in recipes.items() if kind not in NOT_OURS}
-    return recipes | alone if sockets else recipes
+    recipes = recipes | alone if sockets else recipes
+    return {
+        kind: make
+        for kind, make in recipes.items()
+        if not only or kind in NOT_OURS or any(text in kind for text in only)
+    }
 
 
 def over_sockets(make: Callable[[str], Contender]) -> Callable[[str], Contender]:
