@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.traffic import Phase
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
 from zero_optim.host.several_hosts import SeveralHosts
@@ -137,10 +139,13 @@ def test_a_row_crosses_once_from_each_host() -> None:
         lanes = lanes_beside(group).groups  # made before, as that crosses too
         with mock.patch("torch.distributed.isend", side_effect=dist.isend) as sends:
             rows = [torch.ones(1000) for _ in range(4)]
-            RowSum(group, lanes, rows).wait()
-            for work in group.broadcast_rows(list(enumerate(rows))):
+            counted = replace(lanes[0], phase=Phase())
+            RowSum(counted, [counted], rows).wait()
+            for work in counted.broadcast_rows(list(enumerate(rows))):
                 work.wait()
         assert [each.args[0].nbytes for each in sends.call_args_list] == [4000, 4000]  # of this rank
+        # Two rows to the other rank of this host, and one across; and so back.
+        assert sum(each.nbytes for each in counted.phase.traffic._counts.values()) == 24_000
 
 
 def built(recipe: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:

@@ -193,8 +193,7 @@ class RankGroup:
 
     def one_host(self, device: torch.device) -> OneHost | None:
         """Return `shared_memory` of ranks that are all on one host."""
-        memory = self.shared_memory(device)
-        return memory if isinstance(memory, OneHost) else None
+        return memory if isinstance(memory := self.shared_memory(device), OneHost) else None
 
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
@@ -214,12 +213,10 @@ class RankGroup:
 
         Rows are on one device, of any lengths: Note [Rows at once]. Returns one work, or none.
         """
-        listed = list(rows) if self.size > 1 else []
-        if not listed:
+        if not (listed := list(rows) if self.size > 1 else []):
             return []
         device = listed[0][1].device
-        memory = self.shared_memory(device)
-        work = self.begin_work(about, device)
+        memory, work = self.shared_memory(device), self.begin_work(about, device)
         with work.starting():
             if memory is not None:
                 handles: list[Any] = [memory.spread_rows(listed)]
@@ -230,13 +227,12 @@ class RankGroup:
                 with coalesced(self.process_group, device) as handles:
                     for owner, row in listed:
                         self._broadcast(row, owner)
-        is_tree, size, nbytes = self.transport(device).is_tree, self.size, 0
-        for owner, row in listed:
-            if memory is not None:
-                nbytes += (size - 1) * row.nbytes * (owner == self.rank)
-            else:
-                nbytes += broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_tree=is_tree)
-        self.phase.sent(nbytes, len(handles) if memory is None else len(listed))
+        if memory is None:
+            is_tree, size, rank = self.transport(device).is_tree, self.size, self.rank
+            counts = (broadcast_nbytes(r.nbytes, (rank - o) % size, size, is_tree=is_tree) for o, r in listed)
+            self.phase.sent(sum(counts), len(handles))
+        else:
+            self.phase.sent(handles[0].nbytes, len(listed))
         return [work.take(*handles)]
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
@@ -263,8 +259,8 @@ class RankGroup:
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum over all ranks that the caller starts."""
         if self.size > 1 and tensor.is_sparse:
-            nbytes = private.indices(tensor).nbytes + private.values(tensor).nbytes
-            self.phase.sent((self.size - 1) * nbytes)
+            parts = private.indices(tensor), private.values(tensor)
+            self.phase.sent((self.size - 1) * sum(part.nbytes for part in parts))
         elif self.size > 1:
             self.phase.sent(sum_nbytes(tensor.nbytes, self.size))
 

@@ -94,9 +94,9 @@ class RowSum:
         if memory is not None:
             work = sending.begin_work(about, own.device)
             with work.starting():
-                work.take(memory.sum_rows(rows, self._total, _add))
-            sending.phase.sent(sum(row.nbytes for row in rows) - own.nbytes)
-            self._finish: Callable[[], object] = work.wait
+                call = memory.sum_rows(rows, self._total, _add)
+            sending.phase.sent(call.nbytes)
+            self._finish: Callable[[], object] = work.take(call).wait
             return
         counts = num_parts([row.numel() for row in rows], own.element_size())
         if max(counts) == 1:  # as on every rank

@@ -128,9 +128,9 @@ def spread_rows(
     sends = [(rank, row) for owner, row in octets if owner == group.rank for rank in others]
     if memory is not None:
         with work.starting():
-            work.take(memory.spread_rows(rows, tag))
-        group.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
-        return [work]
+            call = memory.spread_rows(rows, tag)
+        group.phase.sent(call.nbytes, len(rows))
+        return [work.take(call)]
     _count_as_one(group, lanes)
     with work.starting():
         receives = [pair for pair in octets if pair[0] != group.rank]

@@ -25,6 +25,7 @@ class HostWork:
         self.number = number
         self.began = time.monotonic()
         self.num_pending = 0  # messages to be sent, and steps to be done
+        self.nbytes = 0  # that it sends
         self.kept = list(kept)
         self.then: Callable[[str | None], None] | None = None  # called once with its failure, if any
 

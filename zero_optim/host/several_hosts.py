@@ -40,6 +40,7 @@ class HostsCall:
         self._hosts, self._then = hosts, then
         self._is_over = threading.Event()
         self._failure: str | None = None
+        self.nbytes = 0  # that it sends, inside and across
 
     def end(self, failure: str | None = None) -> None:
         """End it, once."""
@@ -114,7 +115,7 @@ class SeveralHosts:
     def spread_rows(self, rows: Sequence[tuple[int, Tensor]]) -> HostsCall:
         """Send each row from its owner to all others; contiguous, of equal lengths on every rank."""
         call, tag = self._begin(None)
-        crossing = self._cross_rows(rows, tag)
+        crossing = self._cross_rows(rows, tag, call)
 
         def finish() -> None:
             _wait_for(crossing)
@@ -126,7 +127,7 @@ class SeveralHosts:
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostsCall:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
         call, tag = self._begin(None)
-        add_up = self._start_sum(rows, total, add, tag)
+        add_up = self._start_sum(rows, total, add, tag, call)
 
         def finish() -> None:
             add_up()
@@ -143,12 +144,12 @@ class SeveralHosts:
         chunks = [
             flat[flat.numel() * rank // size : flat.numel() * (rank + 1) // size] for rank in range(size)
         ]
-        add_up = self._start_sum(chunks, chunks[self._rank_at(self._host)], add_as_gloo, tag)
+        rows = list(enumerate(chunks))
+        add_up = self._start_sum(chunks, chunks[self._rank_at(self._host)], add_as_gloo, tag, call)
 
         def finish() -> None:
             add_up()
-            rows = list(enumerate(chunks))
-            _wait_for(self._cross_rows(rows, tag + 1))
+            _wait_for(self._cross_rows(rows, tag + 1, call))
             self._spread(rows, call)
 
         self._then(call, finish)
@@ -169,7 +170,9 @@ class SeveralHosts:
     def _others(self) -> Iterable[int]:
         return (host for host in range(len(self._ranks)) if host != self._host)
 
-    def _start_sum(self, rows: Sequence[Tensor], total: Tensor, add: Add, tag: int) -> Callable[[], None]:
+    def _start_sum(
+        self, rows: Sequence[Tensor], total: Tensor, add: Add, tag: int, call: HostsCall
+    ) -> Callable[[], None]:
         """Start to add up inside, then across; returns a function that waits, and adds up the hosts' sums."""
         hosts = range(len(self._ranks))
         sums = [
@@ -201,10 +204,11 @@ class SeveralHosts:
             add(arrivals, self._host, total)
 
         inside = [[rows[here[number]] for here in self._ranks] for number in range(len(self._ranks[0]))]
-        self._up.sum_lists(inside, sums, add, cross)
+        call.nbytes += self._up.sum_lists(inside, sums, add, cross).nbytes
+        call.nbytes += sum(each.nbytes for each in sums if each is not total)
         return add_up
 
-    def _cross_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int) -> list[dist.Work]:
+    def _cross_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int, call: HostsCall) -> list[dist.Work]:
         """Start to send this rank's rows across, and to receive those of its number."""
         by_rank: dict[int, list[Tensor]] = {self._rank_at(host): [] for host in range(len(self._ranks))}
         for owner, row in rows:
@@ -212,6 +216,8 @@ class SeveralHosts:
                 by_rank[owner].append(row)
         own = by_rank[self._rank_at(self._host)]
         hosts = list(self._others())
+        spread = sum(row.nbytes for rows_of in by_rank.values() for row in rows_of)
+        call.nbytes += len(hosts) * sum(row.nbytes for row in own) + (len(self._ranks[0]) - 1) * spread
         return self._cross(tag, dict.fromkeys(hosts, own), {h: by_rank[self._rank_at(h)] for h in hosts})
 
     def _cross(

@@ -103,7 +103,9 @@ class SharedMemory:
     ) -> list[Message]:
         """Send bytes to a rank, a head first; ``parts`` are addresses and lengths."""
         parts = [part for part in parts if part[1]]
-        head = _HEAD(work.number, kind, sum(nbytes for _, nbytes in parts), tag)
+        nbytes = sum(nbytes for _, nbytes in parts)
+        work.nbytes += nbytes
+        head = _HEAD(work.number, kind, nbytes, tag)
         work.kept.append(head)
         messages = [Message(*part) for part in ((ctypes.addressof(head), LINE), *parts)]
         work.num_pending += len(messages)
