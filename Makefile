@@ -20,7 +20,7 @@ LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes ove
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
-EXTRAS := demo,optimizers,test,dev
+EXTRAS := demo,optimizers,test,dev,docs
 PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # make gpu PYTHON=/path/to/python3 takes that interpreter as it is, with the PyTorch that it has, and makes no
@@ -30,7 +30,7 @@ GPU_GIVEN := $(filter command,$(origin PYTHON))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all exhaustive late sockets integrations gpu bench lint style types imports format release clean
+.PHONY: help train test test-all exhaustive late sockets integrations gpu bench lint style types imports format docs release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -83,6 +83,10 @@ imports: $(STAMP)  ## import-linter: imports point down
 format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+# Warnings are errors: links and anchors that lead nowhere, pages that nobody finds, names without a docstring.
+docs: $(STAMP)  ## build the site from docs/, docstrings and notebooks into build/site; it needs no network
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet -f docs/site/mkdocs.yml
 
 release: $(STAMP)  ## build sdist and wheel in dist/, and run the quick tests on the wheel with the sources away
 	$(VENV)/bin/python tests/distribution.py dist build/release

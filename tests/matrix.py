@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from os import kill
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from zero_optim.run.host import use_loopback
 
 LIMIT = 120.0  # seconds that only a hang reaches
 SIDE_BY_SIDE = 8  # cells, most of whose time is a wait
+# Who starts a process polls all others. Of two threads that poll one that has ended, one gets exit code 255.
+_POLLING = Lock()
 
 # Where docs/failures.md has the table.
 BEGIN, END = "<!-- the matrix begins -->\n", "<!-- the matrix ends -->\n"
@@ -285,7 +288,8 @@ class _Process:
         context = fork_context()
         self._pipe, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=function, args=(theirs, *args))
-        self._process.start()
+        with _POLLING:
+            self._process.start()
         theirs.close()
         self.pid = self._process.pid or 0
 
@@ -299,13 +303,18 @@ class _Process:
     def ending(self, deadline: float) -> Ending:
         """Wait until it has ended by itself, threads and all, or the deadline has passed."""
         error, seconds = self.told(deadline) or (None, None)
-        self._process.join(max(0.1, deadline - time.monotonic()))
+        self._join(max(0.1, deadline - time.monotonic()))
         return Ending(error, seconds, self._process.exitcode)
+
+    def _join(self, seconds: float | None = None) -> None:
+        wait([self._process.sentinel], seconds)
+        with _POLLING:
+            self._process.join(0)
 
     def end(self) -> None:
         """Leave nothing of it behind."""
         self._process.kill()
-        self._process.join()
+        self._join()
         self._pipe.close()
 
 

@@ -1,9 +1,17 @@
-"""Links in the documents lead somewhere."""
+"""Links in the documents lead somewhere, their code fits this version, the reference is complete."""
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern))
@@ -11,6 +19,7 @@ LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 NOTES = re.compile(
     r"\bNotes? ((?:\[[^]]+\](?:, and | and |, )?)+)"
 )  # as they are named; a definition names itself
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -29,6 +38,79 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         target = page if not name else page.parent / name
         assert target.exists(), f"{page.name} links to {link}"
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def imported(tree: ast.Module) -> dict[str, Any]:
+    """What a block of code imports from this package, by name; nothing of adapters, which need frameworks."""
+    objects: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        module = getattr(node, "module", None) or (names[0] if names else "")
+        if "zero_optim.integrations" in module:
+            spec = find_spec(module)
+            assert spec is not None, module
+            assert spec.origin is not None
+            assert isinstance(node, ast.Import) or all(
+                name in Path(spec.origin).read_text() for name in names
+            )
+        elif module.split(".")[0] == "zero_optim":
+            package = import_module(module)
+            objects |= (
+                {} if isinstance(node, ast.Import) else {name: getattr(package, name) for name in names}
+            )
+    return objects
+
+
+def calls(tree: ast.Module, objects: dict[str, Any]) -> Iterator[tuple[Any, list[str]]]:
+    """The functions of this package that are called, with the keywords that they get."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
+        match node.func:
+            case ast.Name(name) if name in objects:
+                yield objects[name], keywords
+            case ast.Attribute(ast.Name(name), method) if name in objects:
+                yield getattr(objects[name], method), keywords
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_on_a_page_imports_and_calls_what_there_is(page: Path) -> None:
+    """Pages whose code is run: test_migrating, test_rebind_docs, tests/integrations."""
+    known = {"ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "checkpoint": checkpoint}
+    if page.name != "migrating.md":  # has optimizers of others
+        known["optimizer"] = ZeroRedundancyOptimizer
+    for code in CODE.findall(page.read_text()):
+        tree = ast.parse(code)
+        for function, keywords in calls(tree, {**known, **imported(tree)}):
+            parameters = inspect.signature(function).parameters
+            takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+            assert takes_any or set(keywords) <= parameters.keys(), (
+                f"{page.name}: {function} takes no {keywords}"
+            )
+
+
+def public_names(package: str) -> Iterator[str]:
+    """The paths of the public names as the site's reference has them."""
+    if package != "zero_optim.integrations":
+        for name in import_module(package).__all__:
+            path = f"{package}.{name}"
+            yield f"{path}.{name}" if find_spec(path) else path  # a function may lie in a module of its name
+        return
+    for module in ("accelerate", "lightning", "mmengine", "pytorch_lightning", "transformers"):
+        spec = find_spec(f"{package}.{module}")
+        assert spec is not None
+        assert spec.origin is not None
+        for node in ast.parse(Path(spec.origin).read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield f"{package}.{module}.{node.name}"
+
+
+@pytest.mark.parametrize("name", ["zero_optim", "checkpoint", "ddp", "hooks", "integrations"])
+def test_the_reference_has_every_public_name_once(name: str) -> None:
+    package = name if name == "zero_optim" else f"zero_optim.{name}"
+    text = (ROOT / "docs" / "site" / "pages" / "reference" / f"{name}.md").read_text()
+    assert sorted(re.findall(r"^::: (\S+)$", text, re.MULTILINE)) == sorted(public_names(package))
 
 
 def test_there_are_pages() -> None:

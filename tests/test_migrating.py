@@ -25,6 +25,7 @@ from torch.optim import AdamW
 from frameworks import as_torchrun_says
 from fully import Block, Tower, batch, whole
 from pool import on_ranks
+from training import TORCH
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import ShardedDataParallel, fully_shard
 
@@ -112,8 +113,10 @@ def test_both_scripts_of_a_pair_end_with_the_same_weights(name: str, clips: bool
     with as_torchrun_says():
         exec(code, theirs)
     for got, want in zip(weights(ours["model"]), weights(theirs["model"]), strict=True):
-        if clips and name in ("FSDP2", "FairScale"):  # they add up the norm in another order
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-7)
+        # They add up the norm in another order. FSDP2 of PyTorch 2.8 also rounds otherwise than its DDP.
+        rounds = TORCH == (2, 8) and name == "FSDP2"
+        if rounds or (clips and name in ("FSDP2", "FairScale")):
+            torch.testing.assert_close(got, want, rtol=2**-23 if rounds else 0, atol=1e-7)
         else:
             assert torch.equal(got, want)
     if name == "FairScale":

@@ -311,7 +311,7 @@ PHASES = {
     "clip": Phase(
         _clip, "zero_optim.step.clip._exchanged", before=_begin_step, after=_step, raises_alone=True
     ),
-    "consolidate": Phase(_consolidate, "zero_optim.state.moving.encode", reshape=_reshape_state),
+    "consolidate": Phase(_consolidate, "zero_optim.state.moving.CutState", reshape=_reshape_state),
     "load": Phase(lambda scene: scene.load("before"), "zero_optim.checkpoint.loading.place_own"),
     "load_state_dict": Phase(
         _load_state,

@@ -83,7 +83,8 @@ class ReplicaCheck:
         values.follow(self._optimizer.param_groups, ())
         if error is not None:
             is_remote = isinstance(error, RemoteRankError)
-            text = message_of(error) if is_remote else f"{type(error).__name__}: {error}"
+            name = f"rank {self._across.numbers[self._across.rank]} failed with {type(error).__name__}"
+            text = message_of(error) if is_remote else f"{name}: {error}"
         stamp = Stamp(0, error is not None, num_steps % 2**32, values.digest, text.encode())
         mine = stamp.packed(_NBYTES)
         row = to_device(bytes_to_tensor(mine), self._across.device)

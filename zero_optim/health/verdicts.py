@@ -116,10 +116,10 @@ class Verdicts:
             if verdict is None:
                 verdict, tells = self._first_of(works, _judge(works, reports, me, seconds), reports), True
             verdict = self.log.give_up(works.whole, verdict)
+            if tells:
+                self._tell(works.whole, verdict, reports)
         finally:
             self._deciding.discard(works.whole)
-        if tells:
-            self._tell(works.whole, verdict, reports)
         self._act(works.whole, verdict)
         return verdict
 
@@ -185,6 +185,8 @@ class Verdicts:
             time.sleep(0.05)
         if works.verdict is None:
             return None
+        while works.whole in self._deciding:  # another thread tells all ranks; this one may end the process
+            time.sleep(0.01)
         self._exit_if_due()
         return works.verdict.error()
 

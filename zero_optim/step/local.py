@@ -394,8 +394,7 @@ def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
 
 def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
     """Give ``target`` the options of ``source``; returns those that were other objects."""
-    known = target.get
-    changed = [key for key in source if known(key, _ABSENT) is not source[key] and key not in PARAM_KEYS]
+    changed = [key for key in source if target.get(key, _ABSENT) is not source[key] and key not in PARAM_KEYS]
     for key in changed:
         target[key] = source[key]
     if not target.keys() <= source.keys():
