@@ -60,7 +60,7 @@ sockets: $(STAMP)  ## run what sends tensors on ranks that do not share their ho
 
 integrations:  ## run the adapters with the real frameworks, and all optimizer classes of other packages, each in an environment
 	@$(MAKE) --no-print-directory test VENV=.venv-integrations EXTRAS=integrations ARGS='tests/integrations $(ARGS)'
-	@$(MAKE) --no-print-directory test VENV=.venv-classes EXTRAS=classes ARGS='tests/integrations/test_classes*.py tests/test_migrating.py $(ARGS)'
+	@$(MAKE) --no-print-directory test VENV=.venv-classes EXTRAS=classes ARGS='tests/integrations/test_c*.py tests/test_migrating.py $(ARGS)'
 
 gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
