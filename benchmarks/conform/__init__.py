@@ -1,0 +1,1 @@
+"""What `conformance.py` consists of: classes, loops, systems, ranks, verdicts, the page."""

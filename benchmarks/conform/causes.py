@@ -1,0 +1,117 @@
+"""Why cells are silently wrong. Each cause has a script that shows it without the benchmark."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conform.trials import TRIALS, Trial
+
+DDP_BASED = ("ddp", "zero", "oss")
+OWNING = ("zero", "oss", "sharded-ddp")
+DEEPSPEED = ("deepspeed1", "deepspeed2")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause.
+
+    Args:
+        title: what goes wrong.
+        text: why, and what the system's documentation says.
+        script: in benchmarks/reproducers.
+        systems: where.
+        loops: in which, all if empty.
+        holds: for which classes.
+        documented: whether the documentation of the system says so.
+    """
+
+    title: str
+    text: str
+    script: str
+    systems: tuple[str, ...]
+    loops: tuple[str, ...] = ()
+    holds: Callable[[Trial], bool] = lambda _: True
+    documented: bool = False
+
+
+def _joins_parameters(trial: Trial) -> bool:
+    return trial.kind == "all"
+
+
+CAUSES = (
+    Cause(
+        "Added up sparse embeddings",
+        "DDP divides sparse gradients in place. Autograd gives embeddings whose outputs are added up the"
+        " same tensor of values, so that it is divided once for each of them.",
+        "ddp_sparse_embeddings.py",
+        DDP_BASED,
+        holds=lambda trial: trial.feed == "added",
+    ),
+    Cause(
+        "Unfrozen after wrapping",
+        "DDP does not reduce the gradient of a parameter that was frozen when it was wrapped. Replicas "
+        "drift apart. Its page warns in general not to change parameters after wrapping.",
+        "ddp_unfrozen_later.py",
+        DDP_BASED,
+        ("unfreeze",),
+        documented=True,
+    ),
+    Cause(
+        "Unfrozen after `initialize()`",
+        "DeepSpeed leaves parameters out that were frozen at `initialize()`. They never train.",
+        "deepspeed_unfrozen_later.py",
+        DEEPSPEED,
+        ("unfreeze",),
+    ),
+    Cause(
+        "Frozen after `initialize()`",
+        "A parameter that DeepSpeed has taken into its flat tensor gets a gradient of zero when it is "
+        "frozen, not none. Momentum and weight decay still move it.",
+        "deepspeed_frozen_later.py",
+        DEEPSPEED,
+        ("freeze",),
+    ),
+    Cause(
+        "Flat pieces",
+        "DeepSpeed steps one flat piece of all parameters on each rank. Classes that need whole tensors,"
+        " or all of them, compute something else. It refuses all but some classes unless "
+        "`zero_allow_untested_optimizer` is set.",
+        "deepspeed_flat_pieces.py",
+        DEEPSPEED,
+        holds=lambda trial: trial.kind != "element",
+        documented=True,
+    ),
+    Cause(
+        "Uneven inputs",
+        "Under `Join` a rank without inputs steps the parameters that it owns with no gradient, or an "
+        "old one: DDP reduces there, and drops the result.",
+        "zero_uneven_inputs.py",
+        ("zero",),
+        ("uneven",),
+    ),
+    Cause(
+        "Steps that join parameters",
+        "Each rank builds the class for the parameters that it owns. What is measured over all of them, "
+        "as a norm, a distance or a step along a line, is that of one rank's part.",
+        "zero_lbfgs.py",
+        OWNING,
+        holds=_joins_parameters,
+    ),
+    Cause(
+        "Frozen later",
+        "ShardedDDP keeps small gradients in buckets, which it zeroes, also with `set_to_none=True`. A "
+        "parameter that is frozen later has a gradient of zero, not none. Momentum and weight decay "
+        "still move it.",
+        "sharded_ddp_frozen_later.py",
+        ("sharded-ddp",),
+        ("freeze",),
+    ),
+)
+
+
+def cause_of(name: str, loop: str, system: str) -> int | None:
+    """Return the number of the cause of a wrong cell, from 1; None if it has none yet."""
+    for number, cause in enumerate(CAUSES, 1):
+        in_loop = not cause.loops or loop in cause.loops
+        if system in cause.systems and in_loop and cause.holds(TRIALS[name]):
+            return number
+    return None
