@@ -22,24 +22,26 @@ _UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # in the notation of
 
 @dataclass(frozen=True)
 class Link:
-    """Namespaces that are connected; rank r is in namespace r.
+    """Namespaces that are connected; each has some ranks, in their order.
 
     Attributes:
         names: of the namespaces.
         interface: name of the network interface in each of them.
         rate: of each link and direction, in the notation of tc.
+        per_host: ranks in each.
     """
 
     names: tuple[str, ...]
     interface: str
     rate: str
+    per_host: int = 1
 
     def enter(self, rank: int) -> None:
         """Move this process, which must have one thread only, into its namespace."""
         libc = ctypes.CDLL(None, use_errno=True)
-        with Path("/run/netns", self.names[rank]).open("rb") as handle:
+        with Path("/run/netns", self.names[rank // self.per_host]).open("rb") as handle:
             if libc.setns(handle.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter the namespace {self.names[rank]}")
+                raise OSError(ctypes.get_errno(), f"cannot enter a namespace of rank {rank}")
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
     @property
@@ -78,9 +80,9 @@ def rate_of(options: argparse.Namespace) -> str | None:
     return str(options.rate)
 
 
-def linked(rate: str | None, size: int = 2) -> AbstractContextManager[Link | None]:
-    """Connect ranks by links of a rate, for the time of a ``with``; None: over loopback, without links."""
-    return nullcontext() if rate is None else emulated(rate, size)
+def linked(rate: str | None, size: int = 2, per_host: int = 1) -> AbstractContextManager[Link | None]:
+    """Connect hosts by links of a rate, for the time of a ``with``; None: over loopback, without links."""
+    return nullcontext() if rate is None else emulated(rate, size, per_host)
 
 
 def where(rate: str | None) -> str:
@@ -89,10 +91,10 @@ def where(rate: str | None) -> str:
 
 
 @contextmanager
-def emulated(rate: str, size: int) -> Iterator[Link]:
+def emulated(rate: str, size: int, per_host: int = 1) -> Iterator[Link]:
     """Connect new namespaces; each link has the rate in each direction."""
     names = tuple(f"zero-{os.getpid()}-{number}" for number in range(size))
-    switch, link = f"zero-{os.getpid()}-switch", Link(names, "veth-zero", rate)
+    switch, link = f"zero-{os.getpid()}-switch", Link(names, "veth-zero", rate, per_host)
     try:
         for name in names:
             _run("ip", "netns", "add", name)

@@ -11,8 +11,9 @@ the rank's thread was ready to run and had no core, as Linux counts it; *compute
 That is what a recipe does besides, and time that the system takes from the thread to move packets, or that
 colder caches cost.
 
-The bound is compute alone, then all bytes at the rate of the link: 2 (W-1)/W times the parameters' bytes
-from each rank. Bytes on the wire are those that the interfaces have sent, with headers and acknowledgements.
+The bound is compute alone, then all bytes at the rate of the link: 2 (H-1)/H times the parameters' bytes
+from each of H hosts, which have one rank each, or as many as `--per-host` says. Bytes on the wire are those
+that a host's interface has sent, with headers and acknowledgements.
 """
 
 from collections.abc import Callable
@@ -25,15 +26,12 @@ from harness import arguments, launch, medians, record, show, time_interleaved
 from link import Link, add_options, linked, rate_of, where
 from recipes import ALONE, COMPUTED, CONSECUTIVE, QUEUED, TORCH, Contender, chosen
 
-import zero_optim
-
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
 
 
-def worker(name: str, every: bool, memory: bool, rounds: int, link: Link | None) -> dict[str, Any]:
+def worker(name: str, every: bool, sockets: bool, rounds: int, link: Link | None) -> dict[str, Any]:
     """Time all recipes, and read the counters; runs on each rank, and gives figures of all ranks."""
-    zero_optim.share_host_memory(False)  # but in recipes "in memory"
-    contenders = {kind: make(name) for kind, make in chosen(every=every, memory=memory).items()}
+    contenders = {kind: make(name) for kind, make in chosen(every=every, sockets=sockets).items()}
     told: dict[str, list[dict[str, float]]] = {kind: [] for kind in contenders}
     times = time_interleaved(
         {kind: _noting(each, told[kind]) for kind, each in contenders.items()}, rounds, warmup=2
@@ -91,14 +89,16 @@ def _of_ranks(value: float) -> list[float]:
 
 
 def measure(
-    name: str, ranks: int, rounds: int, recipes: tuple[bool, bool], rate: str | None
+    name: str, ranks: int, rounds: int, recipes: tuple[bool, bool], rate: str | None, per_host: int
 ) -> dict[str, Any]:
-    with linked(rate, ranks) as link:
+    hosts = ranks // per_host
+    with linked(rate, hosts, per_host) as link:
         run: dict[str, Any] = launch(ranks, worker, name, *recipes, rounds, link, link=link)[0]
-    ideal = 2 * (ranks - 1) / ranks * run["param_nbytes"]  # from each rank
-    run |= {"model": name, "ranks": ranks, "rate": rate, "ideal_nbytes": ideal}
+    of_rank, of_host = (2 * (size - 1) / size * run["param_nbytes"] for size in (ranks, hosts))
+    run |= {"model": name, "ranks": ranks, "rate": rate, "per_host": per_host}
+    run |= {"ideal_nbytes": of_rank, "ideal_of_host": of_host}
     if link is not None:
-        run["bound_seconds"] = run["seconds"][ALONE] + ideal / link.nbytes_per_second
+        run["bound_seconds"] = run["seconds"][ALONE] + of_host / link.nbytes_per_second
     return run
 
 
@@ -108,13 +108,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gpt"], help="gpt, tiny, resnet (gpt)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--every", action="store_true", help="more recipes, such as zero_step everywhere")
-    parser.add_argument("--memory", action="store_true", help="ours also through memory that ranks share")
+    parser.add_argument(
+        "--sockets", action="store_true", help="ours also where ranks of a host share no memory"
+    )
+    parser.add_argument(
+        "--per-host", type=int, default=1, metavar="L", help="ranks on each host of a link (1)"
+    )
     add_options(parser)
     options = parser.parse_args()
     rate = rate_of(options)
     cases = [(name, ranks) for name in options.models for ranks in options.ranks]
-    recipes = options.every, options.memory
-    runs = [measure(name, ranks, options.rounds, recipes, rate) for name, ranks in cases]
+    recipes = options.every, options.sockets
+    runs = [measure(name, ranks, options.rounds, recipes, rate, options.per_host) for name, ranks in cases]
     for run in runs:
         tell(run)
     record("overlap", {"rate": rate, "runs": runs}, dry=options.dry)
@@ -139,14 +144,19 @@ def tell(run: dict[str, Any]) -> None:
                 f"{queued * 1e3:.1f}",
                 f"{computed * 1e3:.1f}",
                 f"{metrics[SENT] / ideal:.4f}" if is_ours and ideal else "",
-                "" if wire is None else f"{sum(wire) / len(wire) / ideal:.4f}",
-                "" if wire is None else f"{max(wire) / ideal:.4f}",
+                "" if wire is None else f"{sum(wire) / len(wire) / run['ideal_of_host']:.4f}",
+                "" if wire is None else f"{max(wire) / run['ideal_of_host']:.4f}",
             ]
         )
     columns = ["iteration", "ms", "/ torch's", "/ bound", "exposed, ms", "metrics(), ms"]
     columns += ["queued, ms", "computed, ms"]
-    bytes_sent = ("metrics() sent / ideal", "wire / ideal", "fullest rank's")
-    show(f"{run['model']}, {run['ranks']} ranks over {where(run['rate'])}", [*columns, *bytes_sent], rows)
+    bytes_sent = ("metrics() sent / ideal", "wire / ideal", "fullest host's")
+    on_hosts = f", {run['per_host']} on a host" if run["per_host"] > 1 else ""
+    show(
+        f"{run['model']}, {run['ranks']} ranks{on_hosts} over {where(run['rate'])}",
+        [*columns, *bytes_sent],
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -178,27 +178,27 @@ MORE: dict[str, Callable[[str], Contender]] = {
 }
 
 
-def chosen(*, every: bool, memory: bool) -> dict[str, Callable[[str], Contender]]:
-    """Give the recipes that are to be measured: some, or all; ours also where ranks share ``memory``."""
+def chosen(*, every: bool, sockets: bool) -> dict[str, Callable[[str], Contender]]:
+    """Give the recipes that are to be measured: some, or all; ours also without memory that ranks share."""
     recipes = RECIPES | MORE if every else RECIPES
-    shared = {f"{kind}, in memory": in_memory(make) for kind, make in recipes.items() if kind not in NOT_OURS}
-    return recipes | shared if memory else recipes
+    alone = {f"{kind}, sockets": over_sockets(make) for kind, make in recipes.items() if kind not in NOT_OURS}
+    return recipes | alone if sockets else recipes
 
 
-def in_memory(make: Callable[[str], Contender]) -> Callable[[str], Contender]:
-    """Have a recipe send through memory, and nobody else."""
+def over_sockets(make: Callable[[str], Contender]) -> Callable[[str], Contender]:
+    """Have a recipe send through sockets alone, and nobody else."""
 
     def made(name: str) -> Contender:
-        zero_optim.share_host_memory()
-        contender = make(name)
         zero_optim.share_host_memory(False)
+        contender = make(name)
+        zero_optim.share_host_memory(True)
 
         def turn() -> float:
-            zero_optim.share_host_memory()
+            zero_optim.share_host_memory(False)
             try:
                 return contender.turn()
             finally:
-                zero_optim.share_host_memory(False)
+                zero_optim.share_host_memory(True)
 
         return replace(contender, turn=turn)
 

@@ -14,8 +14,7 @@ from zero_optim.comm.work_log import noted_of
 from zero_optim.comm.works import explained
 from zero_optim.compat.streams import record_use
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
-from zero_optim.host.messages import can_sum, sum_all
-from zero_optim.host.shared_memory import SharedMemory
+from zero_optim.host.messages import can_sum
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -67,17 +66,6 @@ def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     memory = None if works is None else works.shared_memory
     if memory is None or not can_sum(tensor):
         return _start(group, tensor).then(summed)
-    return _start_in_memory(memory, tensor).then(summed)
-
-
-def _start(group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[Any]:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None  # async_op=True on a member of the group always returns a handle
-    future: torch.futures.Future[Any] = work.get_future()
-    return future
-
-
-def _start_in_memory(memory: SharedMemory, tensor: Tensor) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
 
     def end(failure: str | None) -> None:
@@ -86,7 +74,14 @@ def _start_in_memory(memory: SharedMemory, tensor: Tensor) -> torch.futures.Futu
         else:
             future.set_exception(dist.DistNetworkError(failure))
 
-    sum_all(memory, tensor, end)
+    memory.sum_all(tensor, end)
+    return future.then(summed)
+
+
+def _start(group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[Any]:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None  # async_op=True on a member of the group always returns a handle
+    future: torch.futures.Future[Any] = work.get_future()
     return future
 
 

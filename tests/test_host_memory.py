@@ -31,17 +31,17 @@ from zero_optim.compat.engine import default_store
 from zero_optim.hooks import allreduce_hook
 from zero_optim.host import messages
 from zero_optim.host.channel import PIECE, Sender
-from zero_optim.host.shared_memory import SharedMemory
+from zero_optim.host.messages import OneHost
 
 # In elements of 4 bytes: of one chunk or several, of a piece and more, more than a ring holds.
 LENGTHS = (1, 2, 7, 16, 100, 1000, PIECE // 4, PIECE // 4 + 3, 3 * 2**19 + 5)
 
 
-def shared() -> tuple[RankGroup, SharedMemory]:
+def shared() -> tuple[RankGroup, OneHost]:
     """The default group, whose ranks share memory, and its memory."""
     assert zero_optim.share_host_memory()
     group = RankGroup.of(None)
-    memory = group.shared_memory(torch.device("cpu"))
+    memory = group.one_host(torch.device("cpu"))
     assert memory is not None
     return group, memory
 
@@ -241,8 +241,8 @@ def rows_after_one_has_left() -> str:
         group.start_all_gather(row.view(torch.uint8))
         memory.let_go()
     if group.rank == 1:
-        looks = mock.Mock(side_effect=memory._look)
-        with mock.patch.object(memory, "_look", looks):
+        looks = mock.Mock(side_effect=memory._memory._look)
+        with mock.patch.object(memory._memory, "_look", looks):
             _, work = group.start_all_gather(row.view(torch.uint8))
             wait_until(lambda: looks.call_count > 1)  # by the thread
         default_store().set("looked", "")
@@ -259,7 +259,7 @@ def test_what_came_of_a_rank_before_it_left_is_enough() -> None:
 
 def fail_to_add() -> str:
     group, _ = shared()
-    broken = mock.patch.object(messages, "_add_as_gloo", side_effect=ValueError("planted"))
+    broken = mock.patch.object(messages, "add_as_gloo", side_effect=ValueError("planted"))
     with broken if group.rank == 0 else nullcontext():
         try:
             group.start_sum(torch.ones(1000))[1].wait()
@@ -402,8 +402,7 @@ def test_twenty_ranks_share_memory() -> None:
 @on_ranks(2)
 def test_nothing_is_left_that_others_could_open() -> None:
     """The memory has no name, and its descriptors are closed once all have mapped it."""
-    _, memory = shared()
-    assert memory.peers == (1 - dist.get_rank(),)
+    shared()
     open_now = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert not [name for name in open_now if "zero_optim" in name]
     assert not list(Path("/dev/shm").glob("*zero_optim*"))

@@ -133,6 +133,11 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
 
         with blamed_on(path):
             return of_dcp(path, names)
+    if path.is_dir() and ((path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))):
+        from zero_optim.checkpoint.formats.deepspeed import of_deepspeed
+
+        with blamed_on(path):
+            return of_deepspeed(path)
     if names is not None:
         raise ValueError(
             f"names go with a file or a folder of another library, and {path} is a checkpoint of this one"

@@ -44,8 +44,6 @@ from zero_optim.state.dicts import with_beside
 _ALIASES = {"optim": OPTIMIZER, "lr_scheduler": "scheduler"}
 EXACT = "zero_optim"  # in a folder of DCP: a tuple with the sections that no other library reads, as they are
 _KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler", RANDOM)
-# Of FairScale's FSDP: which flat parameter has which parameters. That belongs to the model's wrappers.
-_OF_WRAPPERS = ("param_id_map", "uncollected_local_ids")
 
 
 class Source(NamedTuple):
@@ -209,16 +207,11 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
     ]
     if twice:
         raise ValueError(f"several of the optimizer's parameters have the name {twice[0]}")
-    if whole.get("uncollected_local_ids"):
-        raise ValueError(
-            "of some of the state FairScale gathered what rank 0 has, and not what others have: "
-            "uncollected_local_ids should be empty"
-        )
     packed = content.packed_groups(groups)
     for key, name in known.items():
         if key in state:
             content.add(f"{STATE}/{key_of(name)}", state[key])
-    beside = {k: v for k, v in whole.items() if k not in ("state", "param_groups", *_OF_WRAPPERS)}
+    beside = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
     everywhere = {key: value for key, value in state.items() if key not in known}
     content.add(EVERYWHERE, everywhere | ({BESIDE: beside} if beside else {}))
     content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text
+from zero_optim.compat.engine import make_group, timeout_of
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,
@@ -232,15 +233,25 @@ def ranks_of(process_group: object, data: object = None) -> RankGroup:
 
 
 def find_memory(group: RankGroup) -> None:
-    """Find out whether all ranks share memory, unless that is off. All ranks call; communicates once."""
-    works = group.works
+    """Find out whether ranks share memory, unless that is off. All ranks call; communicates once."""
+    works, on_cpu = group.works, group.transport(torch.device("cpu"))
     if works.why_no_memory is not None or not works.log.shares_memory or group.size == 1:
         return
-    if group.transport(torch.device("cpu")).shares_host_memory:
-        met = meet(group.rank, group.size, works.limit, group.all_gather_json)
-        works.memory, works.why_no_memory = met
-    else:
+    if not on_cpu.shares_host_memory:
         works.why_no_memory = "the process group has another backend than gloo"
+        return
+
+    def connect(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        try:
+            process_group = make_group(
+                [works.ranks[rank] for rank in ranks], on_cpu.name, name, timeout_of(group.process_group)
+            )
+        except RuntimeError as error:
+            raise group.unanswered("no process group could be made across the hosts", error) from error
+        works.beside = RankGroup.of(process_group).works
+        return process_group
+
+    works.memory, works.why_no_memory = meet(group.rank, works.limit, group.all_gather_json, connect)
     if works.memory is None:
         logger.debug("ranks %s send through sockets: %s", ranks_text(works.ranks), works.why_no_memory)
 
@@ -248,11 +259,11 @@ def find_memory(group: RankGroup) -> None:
 def share_host_memory(shares: bool = True) -> bool:
     """Say whether ranks of one host send CPU tensors through memory, or with False through gloo's sockets.
 
-    Without a call they use memory where they can: on groups whose ranks are all on one host, of one user, and
-    see each other's processes, on Linux on x86-64, for the gloo backend. Sums, gathers and exchanges have the
-    same bits either way. Each rank takes 4 MiB for each of its process groups. Call it before building
-    optimizers, wrappers and hooks; it holds until the default group ends. All ranks of the default group
-    call; communicates.
+    Without a call they use memory where they can: on groups whose ranks are on one host, or as many on each
+    of several, of one user, and see each other's processes, on Linux on x86-64, for the gloo backend. Bits
+    are the same either way, but for sums over several hosts. Each rank takes 4 MiB, there 8, for each of its
+    process groups. Call it before building optimizers, wrappers and hooks; it holds until the default group
+    ends. All ranks of the default group call; communicates.
 
     Returns whether the default group's ranks share memory; warns if they were told to and cannot.
 

@@ -48,8 +48,8 @@ from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
-from zero_optim.host import messages
-from zero_optim.host.shared_memory import SharedMemory
+from zero_optim.host.messages import OneHost, can_sum
+from zero_optim.host.several_hosts import SeveralHosts
 
 LET_GO = (
     "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
@@ -187,9 +187,14 @@ class RankGroup:
         """Return a context that records a call, such as ``step()``."""
         return Doing(self.works.log.activity, name)
 
-    def shared_memory(self, device: torch.device) -> SharedMemory | None:
+    def shared_memory(self, device: torch.device) -> OneHost | SeveralHosts | None:
         """Return what sends tensors of a device through memory, if the ranks have met and share it."""
         return self.works.shared_memory if device.type == "cpu" else None
+
+    def one_host(self, device: torch.device) -> OneHost | None:
+        """Return `shared_memory` of ranks that are all on one host."""
+        memory = self.shared_memory(device)
+        return memory if isinstance(memory, OneHost) else None
 
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
@@ -217,7 +222,7 @@ class RankGroup:
         work = self.begin_work(about, device)
         with work.starting():
             if memory is not None:
-                handles: list[Any] = [messages.spread_rows(memory, listed)]
+                handles: list[Any] = [memory.spread_rows(listed)]
             elif len(listed) < 2 or not coalesces(self.process_group, device):
                 started = [self._broadcast(row, owner) for owner, row in listed]
                 handles = [handle for handle in started if handle is not None]
@@ -249,8 +254,8 @@ class RankGroup:
         work = self.begin_work(about, tensor.device)
         handle: Any
         with work.starting():
-            if memory is not None and messages.can_sum(tensor):
-                handle = messages.sum_all(memory, tensor)
+            if memory is not None and can_sum(tensor):
+                handle = memory.sum_all(tensor)
             else:
                 handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         return handle, work.take(handle)
@@ -328,13 +333,13 @@ class RankGroup:
         """Start `all_gather_rows` in a group of several; the handle's wait completes the rows."""
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
-        memory, work = self.shared_memory(mine.device), self.begin_work(about, mine.device)
+        memory, work = self.one_host(mine.device), self.begin_work(about, mine.device)
         rows = list(gathered.unbind())
         handle: Any
         with work.starting():
             if memory is not None:
                 rows[self.rank].copy_(mine)
-                handle = messages.spread_rows(memory, list(enumerate(rows)))
+                handle = memory.spread_rows(list(enumerate(rows)))
             else:
                 handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
         return gathered, work.take(handle)

@@ -26,7 +26,6 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.sending import exchange, start_parts
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import StreamBeside, record_use, recorded_event, wait_for_event
-from zero_optim.host import messages
 
 LEAST_PART_NBYTES = 2**16
 _ADDED_AT_ONCE = 2**20  # elements that are added in float32
@@ -95,7 +94,7 @@ class RowSum:
         if memory is not None:
             work = sending.begin_work(about, own.device)
             with work.starting():
-                work.take(messages.sum_rows(memory, rows, self._total, _add))
+                work.take(memory.sum_rows(rows, self._total, _add))
             sending.phase.sent(sum(row.nbytes for row in rows) - own.nbytes)
             self._finish: Callable[[], object] = work.wait
             return

@@ -25,7 +25,6 @@ from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.compat.engine import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy
-from zero_optim.host import messages
 
 Lanes = Sequence[RankGroup]
 Received = tuple[Waitable, list[Tensor]]
@@ -45,13 +44,13 @@ def exchange(
     if group.size == 1:
         return [], received
     lane = replace(lanes[0], phase=group.phase)  # it counts for whoever exchanges
-    memory = lane.shared_memory(mine.device)
+    memory = lane.one_host(mine.device)
     work = lane.begin_work(about, mine.device)
     how = lane.transport(mine.device).exchanges
     handle: Waitable
     with work.starting():
         if memory is not None:
-            handle = messages.exchange(memory, pieces, received)
+            handle = memory.exchange(pieces, received)
         elif how == "pairs":
             _count_as_one(group, lanes)
             others = [rank for rank in range(group.size) if rank != group.rank]
@@ -122,14 +121,14 @@ def spread_rows(
     """
     if group.size == 1 or not rows:
         return []
-    memory = group.shared_memory(rows[0][1].device)
+    memory = group.one_host(rows[0][1].device)
     work = group.begin_work(about, rows[0][1].device)
     octets = [(owner, row.view(torch.uint8)) for owner, row in rows]  # as broadcasts send them
     others = [rank for rank in range(group.size) if rank != group.rank]
     sends = [(rank, row) for owner, row in octets if owner == group.rank for rank in others]
     if memory is not None:
         with work.starting():
-            work.take(messages.spread_rows(memory, rows, tag))
+            work.take(memory.spread_rows(rows, tag))
         group.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
         return [work]
     _count_as_one(group, lanes)

@@ -33,7 +33,8 @@ from zero_optim.compat.threads import start_thread
 
 if TYPE_CHECKING:
     from zero_optim.comm.works import Work
-    from zero_optim.host.shared_memory import SharedMemory
+    from zero_optim.host.messages import OneHost
+    from zero_optim.host.several_hosts import SeveralHosts
 
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
 _FEW = 4  # works, among which it is not worth while to look for those that ended
@@ -68,8 +69,9 @@ class GroupWorks:
         self.pending = set["Work"]()
         self._drops_from = _FEW
         self.group = weakref.ref(process_group, self._let_go)
-        self.memory: SharedMemory | None = None  # that the ranks share
+        self.memory: OneHost | SeveralHosts | None = None  # that the ranks share
         self.why_no_memory: str | None = None  # None until they have met
+        self.beside: GroupWorks | None = None  # of ranks on several hosts, for what crosses
         self._can_cut = can_cut
 
     def _let_go(self, _group: object) -> None:
@@ -79,7 +81,7 @@ class GroupWorks:
             self.memory = None  # whose pages go back
 
     @property
-    def shared_memory(self) -> "SharedMemory | None":
+    def shared_memory(self) -> "OneHost | SeveralHosts | None":
         """What sends CPU tensors through memory, if the ranks have it and want it."""
         return self.memory if self.log.shares_memory else None
 
@@ -108,6 +110,8 @@ class GroupWorks:
             return
         if self.memory is not None:
             self.memory.close("Connection closed: the process group was given up")
+        if self.beside is not None:
+            self.beside.cut()
         for abort in aborts_of(group):  # each may take long
             start_thread(partial(_attempt, abort), "zero_optim abort")
         for other in range(len(self.ranks) if self._can_cut else 0):

@@ -7,62 +7,91 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from zero_optim.compat import futex
 from zero_optim.host.channel import padded
+from zero_optim.host.messages import OneHost
 from zero_optim.host.segment import Segment
+from zero_optim.host.several_hosts import SeveralHosts
 from zero_optim.host.shared_memory import SharedMemory, first_ring
 
 _MOST = 2**22  # bytes of a rank's rings
 _LEAST = 2**16  # bytes of one ring
 
 Tell = Callable[[Any], list[Any]]  # tells all ranks a JSON value, and returns what each of them told
+Connect = Callable[[Sequence[int], str], dist.ProcessGroup]  # makes a group of some of the ranks, with a name
 
 
-def meet(rank: int, size: int, limit: float, tell: Tell) -> tuple[SharedMemory | None, str]:
-    """Return this rank's memory, or None where any rank cannot share memory, and why; the same on every rank.
+def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost | SeveralHosts | None, str]:
+    """Return what sends through memory, or None where that cannot be, and why; the same on every rank.
 
-    Communicates twice by ``tell``. ``limit``: seconds that a call may take.
+    Communicates three times by ``tell``. ``limit``: seconds that a call may take.
     """
-    fd = -1
+    hosts, why = _hosts(tell([_host(), _why_not()]))
+    if why:
+        return None, why
+    here = next(host for host in hosts if rank in host)
+    own, fds, nbytes = list[Segment](), list[int](), _nbytes(len(here))
     try:
-        segment, fd, why = _own(size)
-        place = {"host": _host(), "pid": os.getpid(), "fd": fd, "why": why}
-        places = tell(place | {"token": "" if segment is None else segment.token})
-        why = next((each["why"] for each in places if each["why"]), "")
-        if not why and len({each["host"] for each in places}) > 1:
-            why = "the ranks are on several hosts"
-        memory: SharedMemory | None = None
+        try:
+            for _ in range(min(2, len(hosts))):  # of several hosts one for each way: see `SeveralHosts`
+                segment, fd = Segment.new(nbytes, 2 * len(here))
+                own.append(segment)
+                fds.append(fd)
+        except (OSError, RuntimeError) as error:
+            why = f"no {nbytes} bytes of shared memory: {error}"
+        tokens = [segment.token for segment in own]
+        everyone = tell({"pid": os.getpid(), "fds": fds, "tokens": tokens, "why": why})
+        why = next((place["why"] for place in everyone if place["why"]), "")
+        memories = list[SharedMemory]()
         if not why:
-            assert segment is not None  # else there is a reason
+            places = [everyone[other] for other in here]
             with suppress(OSError, RuntimeError):
-                memory = _built(rank, segment, places, limit)
-        if not all(tell(memory is not None)):
+                memories = [_mapped(here.index(rank), way, own, places, limit) for way in range(len(own))]
+        if not all(tell(bool(memories))):
             return None, why or "not every rank can map the memory of the others"
-        return memory, ""
     finally:
-        if fd >= 0:
+        for fd in fds:
             os.close(fd)  # the others have mapped it
+    messages = [OneHost(memory) for memory in memories]
+    if len(hosts) == 1:
+        return messages[0], ""
+    number, name = here.index(rank), f"zero_optim:{everyone[0]['tokens'][0]}"
+    across = connect([host[number] for host in hosts], f"{name}:{number}")
+    return SeveralHosts(messages[0], messages[1], across, hosts, rank), ""
 
 
-def _own(size: int) -> tuple[Segment | None, int, str]:
-    """Return a segment of this rank and its descriptor, or why there is none."""
+def _why_not() -> str:
     if not futex.has_futex() or not hasattr(os, "pidfd_open"):
-        return None, -1, "this system lacks what sharing memory needs: Linux on x86-64"
-    try:
-        return *Segment.new(_nbytes(size), 2 * size), ""
-    except (OSError, RuntimeError) as error:
-        return None, -1, f"no {_nbytes(size)} bytes of shared memory: {error}"
+        return "this system lacks what sharing memory needs: Linux on x86-64"
+    return ""
 
 
-def _built(rank: int, own: Segment, places: Sequence[dict[str, Any]], limit: float) -> SharedMemory | None:
-    """Map the others' segments; None if one has another token."""
-    nbytes, size = own.pages.numel(), len(places)
+def _hosts(said: Sequence[tuple[str, str]]) -> tuple[list[list[int]], str]:
+    """Return the ranks of each host, or why they share no memory."""
+    hosts = dict[str, list[int]]()
+    for rank, (host, _) in enumerate(said):
+        hosts.setdefault(host, []).append(rank)
+    why = next((why for _, why in said if why), "")
+    if len({len(ranks) for ranks in hosts.values()}) > 1:
+        why = why or "the ranks are on several hosts, and not as many on each"
+    elif len(hosts) == len(said):
+        why = why or "the ranks are on several hosts, one on each"
+    return list(hosts.values()), why
+
+
+def _mapped(
+    rank: int, way: int, own: Sequence[Segment], places: Sequence[dict[str, Any]], limit: float
+) -> SharedMemory:
+    """Map the others' segments; OSError if one has another token."""
+    nbytes, size = own[way].pages.numel(), len(places)
     segments = [
-        own if other == rank else Segment(nbytes, 2 * size, place["pid"], place["fd"])
+        own[way] if other == rank else Segment(nbytes, 2 * size, place["pid"], place["fds"][way])
         for other, place in enumerate(places)
     ]
-    if any(place["token"] != there.token for place, there in zip(places, segments, strict=True)):
-        return None
+    if any(place["tokens"][way] != there.token for place, there in zip(places, segments, strict=True)):
+        raise OSError("another process has taken the number of a rank")
     return SharedMemory(rank, segments, [place["pid"] for place in places], limit)
 
 

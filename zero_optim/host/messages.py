@@ -1,4 +1,4 @@
-"""Collectives through memory: rows from owners, pieces between all pairs, sums. Every rank calls.
+"""What ranks of one host send through memory: rows from owners, pieces between all pairs, sums.
 
 Note [Bits of a sum]
     gloo sums a tensor in one chunk a rank, and a chunk's terms one after the other: that of rank r begins
@@ -20,6 +20,7 @@ from zero_optim.host.shared_memory import SharedMemory
 
 # Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
 Add = Callable[[Sequence[Tensor], int, Tensor], None]
+Then = Callable[[str | None], None] | None
 
 _ROWS, _PIECES, _ADDENDS, _SUMS = range(1, 5)  # kinds of messages
 # Of which a sum has gloo's bits.
@@ -27,34 +28,106 @@ _SUMMED = frozenset({torch.float32, torch.float64, torch.complex64, torch.comple
 _GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
 
 
-def spread_rows(memory: SharedMemory, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostWork:
-    """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
+class OneHost:
+    """The messages of ranks that share ``memory``. All ranks call every method, in one order."""
 
-    With tags that differ between ranks nothing is written.
-    """
-    lists: list[list[Tensor]] = [[] for _ in range(memory.size)]
-    for owner, row in rows:
-        lists[owner].append(row)
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self.let_go, self.close = memory.let_go, memory.close
 
-    def begin(work: HostWork) -> None:
-        for peer in memory.peers:
-            memory.send(work, peer, _ROWS, _places(lists[memory.rank]), tag)
-        for peer in memory.peers:
-            memory.expect(work, (peer,), _ROWS, _copies(memory, peer, lists[peer]), tag)
+    @property
+    def num_started(self) -> int:
+        """The number of calls, equal on all ranks unless one has failed."""
+        return self._memory.num_started
 
-    return memory.start((lists,), begin)
+    @property
+    def failure(self) -> str | None:
+        """Why no call ends well any more."""
+        return self._memory.failure
 
+    def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0, then: Then = None) -> HostWork:
+        """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
 
-def exchange(memory: SharedMemory, pieces: Sequence[Tensor], arrivals: Sequence[Tensor]) -> HostWork:
-    """Send a piece to each rank and receive one of each; the own ones stay as they are."""
+        With tags that differ between ranks nothing is written. ``then`` as of `sum_all`.
+        """
+        memory = self._memory
+        lists: list[list[Tensor]] = [[] for _ in range(memory.size)]
+        for owner, row in rows:
+            lists[owner].append(row)
 
-    def begin(work: HostWork) -> None:
-        for peer in memory.peers:
-            memory.send(work, peer, _PIECES, _places([pieces[peer]]))
-        for peer in memory.peers:
-            memory.expect(work, (peer,), _PIECES, _copies(memory, peer, [arrivals[peer]]))
+        def begin(work: HostWork) -> None:
+            for peer in memory.peers:
+                memory.send(work, peer, _ROWS, _places(lists[memory.rank]), tag)
+            for peer in memory.peers:
+                memory.expect(work, (peer,), _ROWS, _copies(memory, peer, lists[peer]), tag)
 
-    return memory.start((*pieces, *arrivals), begin)
+        return memory.start((lists,), begin, then)
+
+    def exchange(self, pieces: Sequence[Tensor], arrivals: Sequence[Tensor]) -> HostWork:
+        """Send a piece to each rank and receive one of each; the own ones stay as they are."""
+        memory = self._memory
+
+        def begin(work: HostWork) -> None:
+            for peer in memory.peers:
+                memory.send(work, peer, _PIECES, _places([pieces[peer]]))
+            for peer in memory.peers:
+                memory.expect(work, (peer,), _PIECES, _copies(memory, peer, [arrivals[peer]]))
+
+        return memory.start((*pieces, *arrivals), begin)
+
+    def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
+        """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
+        return self.sum_lists([[row] for row in rows], [total], add)
+
+    def sum_lists(
+        self, rows: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], add: Add, then: Then = None
+    ) -> HostWork:
+        """As `sum_rows`, with several rows for each rank."""
+        memory = self._memory
+        own = rows[memory.rank]
+
+        def begin(work: HostWork) -> None:
+            for peer in memory.peers:
+                memory.send(work, peer, _ADDENDS, _places(rows[peer]))
+            sums = zip(own, totals, strict=True)
+            parts = [(mine.nbytes, _adding(memory, mine, total, add)) for mine, total in sums]
+            memory.expect(work, memory.peers, _ADDENDS, parts)
+
+        return memory.start((rows, totals), begin, then)
+
+    def sum_all(self, tensor: Tensor, then: Then = None) -> HostWork:
+        """Sum a tensor over all ranks in place: Note [Bits of a sum].
+
+        As gloo, it sums elements in the order in which they lie, whatever their strides on a rank. ``then``
+        is called at its end, with the failure if it has one.
+        """
+        memory = self._memory
+        flat = flattened(tensor)
+        size = flat.element_size()
+        edges = chunk_edges(flat.nbytes, memory.size, size)
+        chunks = [flat[start // size : stop // size] for start, stop in pairwise(edges)]
+        own = chunks[memory.rank]
+
+        def begin(work: HostWork) -> None:
+            for peer in memory.peers:
+                memory.send(work, peer, _ADDENDS, _places([chunks[peer]]))
+            sums = list[Message]()
+            for peer in memory.peers:
+                sums += memory.send(work, peer, _SUMS, _places([own]))
+            for message in sums:
+                message.ready = 0
+            adding = _adding(memory, own, own, add_as_gloo)
+
+            def act(start: int, count: int) -> None:
+                adding(start, count)
+                for message in sums:
+                    message.ready = start + count
+
+            memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, act)])
+            for peer in memory.peers:
+                memory.expect(work, (peer,), _SUMS, _copies(memory, peer, [chunks[peer]]))
+
+        return memory.start((flat,), begin, then)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -70,18 +143,6 @@ def _copy(receiver: Receiver, address: int) -> Act:
         ctypes.memmove(address + start, receiver.address, count)
 
     return act
-
-
-def sum_rows(memory: SharedMemory, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
-    """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
-    own = rows[memory.rank]
-
-    def begin(work: HostWork) -> None:
-        for peer in memory.peers:
-            memory.send(work, peer, _ADDENDS, _places([rows[peer]]))
-        memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, _adding(memory, own, total, add))])
-
-    return memory.start((*rows, total), begin)
 
 
 def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
@@ -105,42 +166,10 @@ def can_sum(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in _SUMMED
 
 
-def sum_all(
-    memory: SharedMemory, tensor: Tensor, then: Callable[[str | None], None] | None = None
-) -> HostWork:
-    """Sum a tensor over all ranks in place: Note [Bits of a sum].
-
-    As gloo, it sums elements in the order in which they lie, whatever their strides on a rank. ``then`` is
-    called at its end, with the failure if it has one.
-    """
+def flattened(tensor: Tensor) -> Tensor:
+    """View a tensor's elements as real ones, in the order in which they lie."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    size = flat.element_size()
-    edges = chunk_edges(flat.nbytes, memory.size, size)
-    chunks = [flat[start // size : stop // size] for start, stop in pairwise(edges)]
-    own = chunks[memory.rank]
-
-    def begin(work: HostWork) -> None:
-        for peer in memory.peers:
-            memory.send(work, peer, _ADDENDS, _places([chunks[peer]]))
-        sums = list[Message]()
-        for peer in memory.peers:
-            sums += memory.send(work, peer, _SUMS, _places([own]))
-        for message in sums:
-            message.ready = 0
-        adding = _adding(memory, own, own, _add_as_gloo)
-
-        def act(start: int, count: int) -> None:
-            adding(start, count)
-            for message in sums:
-                message.ready = start + count
-
-        memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, act)])
-        for peer in memory.peers:
-            memory.expect(work, (peer,), _SUMS, _copies(memory, peer, [chunks[peer]]))
-
-    return memory.start((flat,), begin, then)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def chunk_edges(nbytes: int, size: int, itemsize: int) -> list[int]:
@@ -150,7 +179,8 @@ def chunk_edges(nbytes: int, size: int, itemsize: int) -> list[int]:
     return [min(nbytes, chunk * (num_segments // size) * segment) for chunk in range(size + 1)]
 
 
-def _add_as_gloo(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> None:
+def add_as_gloo(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> None:
+    """Add pieces up as gloo does, by rank; ``total`` may be this rank's piece."""
     size = len(arrivals)
     others = [arrivals[(rank - back) % size] for back in range(1, size)]
     sum_of_others = others[0] if size == 2 else torch.add(others[0], others[1])

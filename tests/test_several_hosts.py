@@ -1,0 +1,242 @@
+"""Ranks of several hosts add up inside a host, and a row crosses once from each. Here hosts are emulated.
+
+On one machine ranks only say that they are on several hosts; benchmarks/overlap.py has hosts with a link.
+"""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_optim
+from pool import on_ranks
+from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
+from training import assert_same_bits
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import lanes_beside
+from zero_optim.comm.row_sum import RowSum
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
+from zero_optim.host.several_hosts import SeveralHosts
+
+CPU = torch.device("cpu")
+
+
+def places(kind: str) -> list[list[int]]:
+    """The ranks of each host: `2 x 3` are two hosts of three ranks; `turns`: ranks take turns."""
+    if kind == "turns":
+        return [[0, 2], [1, 3]]
+    hosts, ranks = map(int, kind.split(" x "))
+    return [list(range(host * ranks, (host + 1) * ranks)) for host in range(hosts)]
+
+
+@contextmanager
+def on_hosts(kind: str) -> Iterator[RankGroup]:
+    """The default group, whose ranks are on several hosts."""
+    host = next(number for number, ranks in enumerate(places(kind)) if dist.get_rank() in ranks)
+    with mock.patch("zero_optim.host.meeting._host", return_value=f"host {host}"):
+        assert zero_optim.share_host_memory()
+        group = RankGroup.of(None)
+        assert isinstance(group.shared_memory(CPU), SeveralHosts)
+        yield group
+
+
+def rows_of(rank: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    lengths = [(1000, 0, 300_000, 1, 33)[number % 5] for number in range(size)]
+    return [torch.randn(length, generator=generator).mul_(100).to(dtype) for length in lengths]
+
+
+def added(rows: Sequence[Tensor]) -> Tensor:
+    """Rows added one by one; more than two of 16 bits are rounded once."""
+    if len(rows) > 2 and rows[0].dtype is torch.bfloat16:
+        return added([row.float() for row in rows]).bfloat16()
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def check_sums_to_owners(kind: str, dtype: torch.dtype) -> None:
+    with on_hosts(kind) as group:
+        everyone = [rows_of(rank, group.size, dtype) for rank in range(group.size)]
+        expected = added([added([everyone[rank][group.rank] for rank in here]) for here in places(kind)])
+        for in_place in (False, True):
+            mine = rows_of(group.rank, group.size, dtype)
+            lanes = lanes_beside(group)
+            sums = [RowSum(group, lanes.groups, mine) for _ in range(2)]
+            assert all(torch.equal(each.wait(), expected) for each in sums), (kind, dtype)
+            assert torch.equal(RowSum(group, lanes.groups, mine, in_place=in_place).wait(), expected)
+            others = [row for rank, row in enumerate(mine) if rank != group.rank]
+            assert_same_bits(
+                others, [row for rank, row in enumerate(everyone[group.rank]) if rank != group.rank]
+            )
+
+
+def check_rows_and_sums(kind: str) -> None:
+    with on_hosts(kind) as group:
+        everyone = [rows_of(rank, group.size, torch.float32) for rank in range(group.size)]
+        rows = [(owner, everyone[owner][place]) for place in (0, 2, 3) for owner in range(group.size)]
+        arrivals = [
+            (owner, row.clone() if owner == group.rank else torch.zeros_like(row)) for owner, row in rows
+        ]
+        works = [*group.broadcast_rows(arrivals[:3]), *group.broadcast_rows(arrivals[3:])]
+        for dtype in (torch.float32, torch.float64, torch.complex64):
+            for shape in ((1,), (3,), (10, 100), (300_001,)):
+                total = torch.full(shape, 1 + group.rank, dtype=dtype)
+                total = total.T if total.dim() > 1 and group.rank else total
+                group.start_sum(total)[1].wait()
+                assert torch.equal(total, torch.full_like(total, sum(range(1, group.size + 1))))
+        for work in works:
+            work.wait()
+        assert_same_bits([row for _, row in arrivals], [row for _, row in rows], kind)
+
+
+KINDS = ["2 x 2", "turns"]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_to_owners_adds_up_inside_then_across(kind: str, dtype: torch.dtype) -> None:
+    check_sums_to_owners(kind, dtype)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_owners_reach_all_and_a_sum_is_equal_on_all(kind: str) -> None:
+    check_rows_and_sums(kind)
+
+
+@pytest.mark.slow
+@on_ranks(6)
+@pytest.mark.parametrize("kind", ["2 x 3", "3 x 2"])
+def test_sums_and_rows_of_more_ranks_a_host_or_more_hosts(kind: str) -> None:
+    check_rows_and_sums(kind)
+
+
+@pytest.mark.slow
+@on_ranks(6)
+@pytest.mark.parametrize("kind", ["2 x 3", "3 x 2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_to_owners_of_more_ranks_a_host_or_more_hosts(kind: str, dtype: torch.dtype) -> None:
+    check_sums_to_owners(kind, dtype)
+
+
+@on_ranks(4)
+def test_a_row_crosses_once_from_each_host() -> None:
+    with on_hosts("2 x 2") as group:
+        lanes = lanes_beside(group).groups  # made before, as that crosses too
+        with mock.patch("torch.distributed.isend", side_effect=dist.isend) as sends:
+            rows = [torch.ones(1000) for _ in range(4)]
+            RowSum(group, lanes, rows).wait()
+            for work in group.broadcast_rows(list(enumerate(rows))):
+                work.wait()
+        assert [each.args[0].nbytes for each in sends.call_args_list] == [4000, 4000]  # of this rank
+
+
+def built(recipe: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 3)).double()
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1, bucket_cap_mb=0.005)
+    if recipe == "gradients sharded":
+        wrapped: nn.Module = ShardedDataParallel(net, optimizer)
+    elif recipe == "parameters sharded":
+        return FullyShardedDataParallel(net, optimizer, units=[net[0], net[2]]), optimizer
+    else:
+        wrapped = ours = DistributedDataParallel(net, bucket_cap_mb=0.005)
+        if recipe == "owners":
+            ours.register_comm_hook(None, reduce_to_owners(optimizer))
+        elif recipe == "zero_step":
+            ours.register_comm_hook(None, zero_step(optimizer, gradients="owners", ddp=ours))
+        elif recipe == "hook":
+            ours.register_comm_hook(None, allreduce_hook)
+    if recipe in ("gradients sharded", "owners"):
+        optimizer.gather_lazily(wrapped)
+    return wrapped, optimizer
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "recipe", ["plain", "hook", "owners", "zero_step", "gradients sharded", "parameters sharded"]
+)
+def test_every_recipe_trains_as_on_one_rank(recipe: str) -> None:
+    """In float64 with a tolerance: on one rank the terms of a sum have another order."""
+    with on_hosts("2 x 2") as group:
+        model, optimizer = built(recipe)
+        batches = torch.randn(5, group.size, 6, 7, generator=torch.Generator().manual_seed(1)).double()
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 3))
+        alone.double()
+        reference = torch.optim.AdamW(alone.parameters(), lr=0.1)
+        for batch in batches:
+            model(batch[group.rank]).square().mean().backward()
+            alone(batch.flatten(0, 1)).square().mean().backward()
+            if recipe != "zero_step":
+                norm = optimizer.clip_grad_norm_(0.1)
+                expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+                torch.testing.assert_close(norm.cpu().double(), expected, rtol=1e-9, atol=0)
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.step()
+            reference.zero_grad()
+        if isinstance(model, FullyShardedDataParallel):
+            state = model.state_dict()
+        else:
+            optimizer.wait_for_gathers()
+            state = getattr(model, "module", model).state_dict()
+        got = [value.clone() for value in state.values()]
+        for mine, wanted in zip(got, alone.state_dict().values(), strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
+        rows = group.all_gather_rows(torch.cat([each.flatten() for each in got]).view(torch.uint8))
+        assert all(torch.equal(row, rows[0]) for row in rows)
+
+
+@on_ranks(3)
+def test_hosts_with_other_numbers_of_ranks_go_through_sockets() -> None:
+    host = f"host {dist.get_rank() // 2}"
+    with (
+        mock.patch("zero_optim.host.meeting._host", return_value=host),
+        pytest.warns(UserWarning, match="the ranks are on several hosts, and not as many on each"),
+    ):
+        assert not zero_optim.share_host_memory()
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def step_without_one(how: str) -> str:
+    with on_hosts("2 x 2"):
+        model = with_gradients(linear())
+        optimizer = sharded(model)
+        optimizer.step()
+        if dist.get_rank() == 3:
+            about_to_stall()
+            if how == "away":
+                stay_away()
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        optimizer.step()
+        return "stepped"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("killed", "rank 3 has ended"),
+        ("stopped", "rank 3 does not answer"),
+        ("away", "rank 3 has not called step()"),
+    ],
+)
+def test_who_is_missing_is_named_on_every_host(how: str, reason: str) -> None:
+    ended = outcomes(4, step_without_one, how)
+    for rank, outcome in enumerate(ended[:3]):
+        assert str(outcome.said).startswith("StalledError: stalled"), (rank, ended)
+        assert reason in str(outcome.said), (rank, ended)

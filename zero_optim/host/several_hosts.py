@@ -1,0 +1,271 @@
+"""What ranks of several hosts, as many on each, send: through memory inside a host, and across once.
+
+Of H hosts with L ranks each, rank j of a host adds up there the rows of the ranks j of all hosts. Then the
+ranks j send each other their sums. Rows of owners go the other way: to the ranks j of the other hosts, which
+spread them inside. So of P bytes a host sends (H-1)/H * P for a sum to owners, and as much for a gather,
+whatever L is; between pairs of ranks it would be L times that.
+
+Note [Bits across hosts]
+    Terms are added inside each host, in the order of its ranks, then across, in the order of hosts. So bits
+    are not those of sockets, but equal in all recipes and runs. 16 bits are rounded once inside, once across.
+
+Note [Order across hosts]
+    Messages across have the number of their call as a tag, so they start as soon as a host's sum is there.
+    A thread takes calls in their order, waits for what crosses, and starts what goes down: calls through
+    memory need one order, and those that go down have a memory of their own.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.compat.threads import start_thread
+from zero_optim.errors import message_of
+from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo, flattened
+
+_LOOK = 0.1  # seconds until a waiting thread looks whether the calls have failed
+_TAGS = 2**29  # of calls; each has two
+
+
+class HostsCall:
+    """A pending call, as a handle of the backend."""
+
+    def __init__(self, hosts: "SeveralHosts", then: Then) -> None:
+        self._hosts, self._then = hosts, then
+        self._is_over = threading.Event()
+        self._failure: str | None = None
+
+    def end(self, failure: str | None = None) -> None:
+        """End it, once."""
+        if self._is_over.is_set():
+            return
+        self._failure = failure
+        self._is_over.set()
+        if self._then is not None:
+            self._then(failure)
+
+    @property
+    def failure(self) -> str | None:
+        """Why it will never end well, if so."""
+        return self._failure if self._is_over.is_set() else self._hosts.failure
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it has ended, or so long; RuntimeError if it does not, or failed."""
+        began = time.monotonic()
+        left = seconds = float("inf") if timeout is None else timeout.total_seconds()
+        while not self._is_over.wait(min(left, _LOOK)) and self.failure is None:
+            left = began + seconds - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(f"Timed out waiting {seconds} s for a call across hosts")
+        failure = self.exception()
+        if failure is not None:
+            raise failure
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, or failed."""
+        return self._is_over.is_set() or self.failure is not None
+
+    def exception(self) -> Exception | None:
+        """Return its failure."""
+        failure = self.failure
+        return None if failure is None else dist.DistNetworkError(failure)
+
+
+class SeveralHosts:
+    """The messages of ranks of several hosts. All ranks call every method, in one order.
+
+    ``up``, ``down``: of this host's ranks. ``across``: of this rank and those with its number on the other
+    hosts. ``ranks``: by host, then by number.
+    """
+
+    def __init__(
+        self, up: OneHost, down: OneHost, across: dist.ProcessGroup, ranks: Sequence[Sequence[int]], rank: int
+    ) -> None:
+        self._up, self._down, self.across, self._ranks = up, down, across, ranks
+        self._host = next(host for host, here in enumerate(ranks) if rank in here)
+        self._number = ranks[self._host].index(rank)
+        self.num_started = 0
+        self._jobs = deque[Callable[[], None]]()
+        self._is_served = False
+        self._lock = threading.Lock()
+
+    @property
+    def failure(self) -> str | None:
+        """Why no call ends well any more."""
+        return self._up.failure or self._down.failure
+
+    def close(self, why: str) -> None:
+        """Give up: all pending calls fail, on this host."""
+        self._up.close(why)
+        self._down.close(why)
+
+    def let_go(self) -> None:
+        """Take part no more, with nothing that failed."""
+        self._up.let_go()
+        self._down.let_go()
+
+    def spread_rows(self, rows: Sequence[tuple[int, Tensor]]) -> HostsCall:
+        """Send each row from its owner to all others; contiguous, of equal lengths on every rank."""
+        call, tag = self._begin(None)
+        crossing = self._cross_rows(rows, tag)
+
+        def finish() -> None:
+            _wait_for(crossing)
+            self._spread(rows, call)
+
+        self._then(call, finish)
+        return call
+
+    def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostsCall:
+        """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
+        call, tag = self._begin(None)
+        add_up = self._start_sum(rows, total, add, tag)
+
+        def finish() -> None:
+            add_up()
+            call.end()
+
+        self._then(call, finish)
+        return call
+
+    def sum_all(self, tensor: Tensor, then: Then = None) -> HostsCall:
+        """Sum a tensor over all ranks in place; ``then`` is called at its end, with the failure if any."""
+        call, tag = self._begin(then)
+        flat = flattened(tensor)
+        size = sum(map(len, self._ranks))
+        chunks = [
+            flat[flat.numel() * rank // size : flat.numel() * (rank + 1) // size] for rank in range(size)
+        ]
+        add_up = self._start_sum(chunks, chunks[self._rank_at(self._host)], add_as_gloo, tag)
+
+        def finish() -> None:
+            add_up()
+            rows = list(enumerate(chunks))
+            _wait_for(self._cross_rows(rows, tag + 1))
+            self._spread(rows, call)
+
+        self._then(call, finish)
+        return call
+
+    # ------------------------------------------------------------------ the ways
+
+    def _begin(self, then: Then) -> tuple[HostsCall, int]:
+        if self.failure is not None:
+            raise dist.DistNetworkError(self.failure)
+        self.num_started += 1
+        return HostsCall(self, then), 2 * (self.num_started % _TAGS)
+
+    def _rank_at(self, host: int) -> int:
+        """Return the rank with this one's number on a host."""
+        return self._ranks[host][self._number]
+
+    def _others(self) -> Iterable[int]:
+        return (host for host in range(len(self._ranks)) if host != self._host)
+
+    def _start_sum(self, rows: Sequence[Tensor], total: Tensor, add: Add, tag: int) -> Callable[[], None]:
+        """Start to add up inside, then across; returns a function that waits, and adds up the hosts' sums."""
+        hosts = range(len(self._ranks))
+        sums = [
+            total if host == self._host else torch.empty_like(rows[self._rank_at(host)]) for host in hosts
+        ]
+        arrivals = [total if host == self._host else torch.empty_like(total) for host in hosts]
+        crossing = list[dist.Work]()
+        is_summed, failures = threading.Event(), list[str]()
+
+        def cross(failure: str | None) -> None:
+            try:
+                if failure is None:
+                    crossing.extend(
+                        self._cross(tag, {h: [sums[h]] for h in hosts}, {h: [arrivals[h]] for h in hosts})
+                    )
+                else:
+                    failures.append(failure)
+            except RuntimeError as error:  # of the backend
+                failures.append(message_of(error))
+            finally:
+                is_summed.set()
+
+        @torch.inference_mode()  # as on sockets, whatever mode a thread has
+        def add_up() -> None:
+            is_summed.wait()
+            if failures:
+                raise dist.DistNetworkError(failures[0])
+            _wait_for(crossing)
+            add(arrivals, self._host, total)
+
+        inside = [[rows[here[number]] for here in self._ranks] for number in range(len(self._ranks[0]))]
+        self._up.sum_lists(inside, sums, add, cross)
+        return add_up
+
+    def _cross_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int) -> list[dist.Work]:
+        """Start to send this rank's rows across, and to receive those of its number."""
+        by_rank: dict[int, list[Tensor]] = {self._rank_at(host): [] for host in range(len(self._ranks))}
+        for owner, row in rows:
+            if owner in by_rank:
+                by_rank[owner].append(row)
+        own = by_rank[self._rank_at(self._host)]
+        hosts = list(self._others())
+        return self._cross(tag, dict.fromkeys(hosts, own), {h: by_rank[self._rank_at(h)] for h in hosts})
+
+    def _cross(
+        self, tag: int, sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]]
+    ) -> list[dist.Work]:
+        """Start to send tensors to hosts and to receive from them; as bytes, since gloo lacks some dtypes."""
+        works = list[dist.Work | None]()
+        for host in self._others():
+            works += [
+                dist.irecv(row.view(torch.uint8), group=self.across, tag=tag, group_src=host)
+                for row in receives[host]
+                if row.numel()
+            ]
+        for host in self._others():
+            works += [
+                dist.isend(row.view(torch.uint8), group=self.across, tag=tag, group_dst=host)
+                for row in sends[host]
+                if row.numel()
+            ]
+        return [work for work in works if work is not None]
+
+    def _spread(self, rows: Sequence[tuple[int, Tensor]], call: HostsCall) -> None:
+        """Start to spread inside what has crossed; the call ends then."""
+        numbers = {rank: number for here in self._ranks for number, rank in enumerate(here)}
+        self._down.spread_rows([(numbers[owner], row) for owner, row in rows], then=call.end)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _then(self, call: HostsCall, finish: Callable[[], None]) -> None:
+        """Finish a call on the thread, after those before it."""
+
+        def job() -> None:
+            try:
+                finish()
+            except Exception as error:  # noqa: BLE001 - every wait raises it
+                self.close(f"Connection closed: a call across hosts failed: {message_of(error)}")
+                call.end(self.failure)
+
+        with self._lock:
+            self._jobs.append(job)
+            is_new, self._is_served = not self._is_served, True
+        if is_new:
+            start_thread(self._serve, "zero_optim hosts")
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._is_served = False
+                    return
+                job = self._jobs.popleft()
+            job()
+
+
+def _wait_for(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
