@@ -200,14 +200,16 @@ def test_all_forms_of_an_optimizers_state_dict_come_in(tmp_path: Path, form: str
 
     def come_in() -> None:
         (tmp_path / "names.txt").write_text("\n".join(of_names(model)) + "\n")
-        torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "theirs.pt")
+        parts = {"model_state_dict": model.state_dict(), "optimizer_state_dict": state}
+        torch.save({**parts, "epoch": 3, "random": {"seed": 4}}, tmp_path / "theirs.pt")
         more = ["--names", str(tmp_path / "names.txt")] if form == "names apart" else []
         command = ["reshard", str(tmp_path / "theirs.pt"), str(tmp_path / "ours"), "--world-size", "2", *more]
         assert cli.main(command) == 0
 
     once(come_in)
     other, own = ours()
-    checkpoint.load(tmp_path / "ours", model=other, optimizer=own)
+    extra = checkpoint.load(tmp_path / "ours", model=other, optimizer=own)
+    assert extra == {"epoch": 3, "random": {"seed": 4}}
     assert_same_bits(train(other, own, range(2, 4)), train(model, theirs, range(2, 4)))
 
 

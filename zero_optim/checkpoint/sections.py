@@ -41,7 +41,10 @@ from zero_optim.plan.groups import PARAM_KEYS
 from zero_optim.probe.saved import BESIDE
 from zero_optim.state.dicts import with_beside
 
-_ALIASES = {"optim": OPTIMIZER, "lr_scheduler": "scheduler"}
+_ALIASES = {
+    "optim": OPTIMIZER, "optimizer_state_dict": OPTIMIZER,
+    "model_state_dict": MODEL, "lr_scheduler": "scheduler",
+}  # fmt: skip
 EXACT = "zero_optim"  # in a folder of DCP: a tuple with the sections that no other library reads, as they are
 _KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler", RANDOM)
 
@@ -122,8 +125,10 @@ def source_of(
             _add_optimizer(content, optimizer, names)
     if not content.values:
         raise ValueError(f"{origin} holds neither an optimizer's state dict nor a model's")
-    for rank, state in parts.pop(RANDOM, {}).items():
-        content.add(key_of(RANDOM, str(rank)), state)
+    random = parts.get(RANDOM)
+    if isinstance(random, Mapping) and all(str(rank).isdecimal() for rank in random):
+        for rank, state in parts.pop(RANDOM).items():
+            content.add(key_of(RANDOM, str(rank)), state)
     for name in ("scheduler", "scaler"):
         if parts.get(name) is not None:
             content.add(name, parts.pop(name))
