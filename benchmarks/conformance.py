@@ -3,6 +3,7 @@
     python benchmarks/conformance.py                                  # all cells, then the page
     python benchmarks/conformance.py --classes AdamW Lamb --loops plain clip --systems zero fsdp2
     python benchmarks/conformance.py --page                           # the page alone, from the record
+    python benchmarks/conformance.py --reproduce                      # the scripts of the causes
 
 Two ranks on this machine, over gloo. The record is results/conformance.json; a run of some cells replaces
 these alone. The page is docs/conformance.md. Packages that are not installed are left out.
@@ -10,6 +11,7 @@ these alone. The page is docs/conformance.md. Packages that are not installed ar
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 import warnings
@@ -25,6 +27,7 @@ sys.path[:0] = [
 ]
 
 import torch  # noqa: E402
+from conform.causes import CAUSES  # noqa: E402
 from conform.cells import Outcome, Unsharded, run_cell, unsharded  # noqa: E402
 from conform.loops import LOOPS  # noqa: E402
 from conform.our_systems import SYSTEMS  # noqa: E402
@@ -49,6 +52,9 @@ Record = dict[str, Any]
 
 def main() -> None:
     options = _arguments()
+    if options.reproduce:
+        reproduce()
+        return
     record: Record = json.loads(RECORD.read_text()) if RECORD.exists() else {"versions": {}, "cells": {}}
     if not options.page:
         warnings.simplefilter("ignore")
@@ -65,13 +71,29 @@ def main() -> None:
             of_class[loop] = [outcome.status, outcome.note]
             counts[outcome.status] += 1
             if not options.dry:
-                RECORD.write_text(json.dumps(record, indent=1) + "\n")
+                _keep(record)
             if options.verbose or outcome.status in ("wrong", "hung", "dead"):
                 print(f"{name:34} {loop:11} {system:12} {outcome.status:8} {outcome.note[:120]}", flush=True)
         print(f"{sum(counts.values())} cells in {time.monotonic() - start:.0f} s: {dict(counts)}")
     if not options.dry:
         write_page(record)
         print(PAGE)
+
+
+def _keep(record: Record) -> None:
+    """Write the record, a class a line."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(cells)}" for name, cells in record["cells"].items())
+    RECORD.write_text(f'{{"versions": {json.dumps(record["versions"])},\n"cells": {{\n{lines}\n}}}}\n')
+
+
+def reproduce() -> None:
+    """Run every script that shows a cause, and print what it says."""
+    for cause in CAUSES:
+        script = Path(__file__).parent / "reproducers" / cause.script
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        answers = [line for line in done.stdout.splitlines() if line.startswith(("WRONG", "equal"))]
+        print(f"{cause.script:32} {answers[-1] if answers else 'failed'}", flush=True)
 
 
 def run(
@@ -138,6 +160,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--loops", nargs="+", choices=LOOPS, help="some loops")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="some systems")
     parser.add_argument("--page", action="store_true", help="run no cell, write the page from the record")
+    parser.add_argument("--reproduce", action="store_true", help="run the script of every cause instead")
     parser.add_argument("--missing", action="store_true", help="run only what the record lacks")
     parser.add_argument("--dry", action="store_true", help="keep no record, write no page")
     parser.add_argument("--verbose", action="store_true", help="print every cell, not the bad ones alone")

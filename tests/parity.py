@@ -49,6 +49,12 @@ def refusal(row: Row) -> str:
         "Adafactor, instead of Muon, takes its epsilon from the first dtype": not HAS_MUON
         and row.model == "dtypes"
         and option.kind == "classes",
+        "PyTorch 2.8 broadcasts buffers of an evaluation before a backward pass needs them": TORCH == (2, 8)
+        and row.model == "convolutions"
+        and name == "ordinary",
+        "PyTorch adds sparse gradients of several passes up in an order of its own": is_sparse
+        and loop.skips_syncs
+        and summed_by_hand(row),
         "several dtypes": row.model in ("dtypes", "complex")
         and ("master_dtype" in of_optimizer or row.option == "mixed precision"),
         "PyTorch does not fuse, clamp or unscale complex numbers": row.model == "complex"

@@ -20,7 +20,7 @@ from training import (
     twin,
 )
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.comm.agreement import agree, agreeing, answering_together, failing_together
+from zero_optim.comm.agreement import agree, agreeing, answering_together, failing_together, find_memory
 from zero_optim.comm.collectives import RankGroup
 
 AdamW = torch.optim.AdamW
@@ -152,6 +152,7 @@ class StrangeError(Exception):
 @on_ranks(2)
 def test_ranks_fail_and_agree_in_one_collective() -> None:
     group, odd, counts = RankGroup.of(None), dist.get_rank() == 1, list[int]()
+    find_memory(group)  # as each group does once
     real = RankGroup.all_gather_fixed
 
     def counted(self: RankGroup, payload: bytes) -> list[bytes]:

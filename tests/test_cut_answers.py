@@ -15,6 +15,7 @@ from own_classes import NormedBy, Quantized
 from pool import on_ranks
 from training import assert_same_bits, make_params, params_of, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.comm.agreement import find_memory
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.probe.cut_rows import why_not_cut
 from zero_optim.state.options import GroupOptions
@@ -57,6 +58,7 @@ def test_a_parameter_is_cut_only_if_all_ranks_say_that_it_may_be() -> None:
 def test_classes_are_tried_and_answers_exchanged_only_where_a_plan_would_cut() -> None:
     asked: list[int] = []
     exchanged: list[int] = []
+    find_memory(RankGroup.of(None))  # as each group does once
     ask, exchange = GroupOptions.why_whole, RankGroup.all_gather_fixed
 
     def asking_counted(*args: Any, **kwargs: Any) -> list[str | None]:

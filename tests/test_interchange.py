@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,14 +200,16 @@ def test_all_forms_of_an_optimizers_state_dict_come_in(tmp_path: Path, form: str
 
     def come_in() -> None:
         (tmp_path / "names.txt").write_text("\n".join(of_names(model)) + "\n")
-        torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "theirs.pt")
+        parts = {"model_state_dict": model.state_dict(), "optimizer_state_dict": state}
+        torch.save({**parts, "epoch": 3, "random": {"seed": 4}}, tmp_path / "theirs.pt")
         more = ["--names", str(tmp_path / "names.txt")] if form == "names apart" else []
         command = ["reshard", str(tmp_path / "theirs.pt"), str(tmp_path / "ours"), "--world-size", "2", *more]
         assert cli.main(command) == 0
 
     once(come_in)
     other, own = ours()
-    checkpoint.load(tmp_path / "ours", model=other, optimizer=own)
+    extra = checkpoint.load(tmp_path / "ours", model=other, optimizer=own)
+    assert extra == {"epoch": 3, "random": {"seed": 4}}
     assert_same_bits(train(other, own, range(2, 4)), train(model, theirs, range(2, 4)))
 
 
@@ -247,6 +250,18 @@ def test_what_cannot_be_carried_is_refused_in_one_line_and_nothing_is_left(
         "param_groups": [{"params": [0], "param_names": "w"}],
     }
     torch.save(state, tmp_path / "keys")
+    for name, more in (("lost", {}), ("tensor parallel", {}), ("object", {"args": Namespace(lr=1)})):
+        (tmp_path / name).mkdir()
+        shapes = {"param_shapes": [{"weight": torch.Size([2, 2])}], "frozen_param_shapes": None}
+        model = {**shapes, "module": {"weight": torch.ones(2, 2)}, "dp_world_size": 1, **more}
+        torch.save(model, tmp_path / name / "mp_rank_00_model_states.pt")
+        flat: dict[str, Any] = {"single_partition_of_fp32_groups": [torch.ones(4)]}
+        flat["param_slice_mappings"] = [{"weight": Namespace(start=0, numel=4)}]
+        flat["base_optimizer_state"] = {"state": {}, "param_groups": [{"params": [0]}]}
+        path = tmp_path / name / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": flat}, path)
+    (tmp_path / "lost" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    torch.save({}, tmp_path / "tensor parallel" / "mp_rank_01_model_states.pt")
     (tmp_path / "names").write_text("weight\n")
     (tmp_path / "twice").write_text("weight\nweight\n")
     before = sorted(tmp_path.iterdir())
@@ -277,6 +292,9 @@ def test_what_cannot_be_carried_is_refused_in_one_line_and_nothing_is_left(
         ("empty", ("--to", "torch"), "it has no manifest, so it was never completed"),
         ("torn", ("--to", "torch"), "is damaged or foreign"),
         ("keys", ("--to", "dcp"), "has the key 1, and DCP keeps those that are text"),
+        ("lost", ("--to", "dcp"), "it has 0 files of optimizer state, not 1"),
+        ("tensor parallel", ("--to", "dcp"), "is of tensor, pipeline or expert parallelism"),
+        ("object", ("--to", "dcp"), "holds a Namespace"),
         ("nowhere", ("--to", "dcp"), "there is no such folder"),
     ):
         assert cli.main(["convert", str(tmp_path / source), str(tmp_path / "out"), *more]) == 2

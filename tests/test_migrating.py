@@ -116,7 +116,7 @@ def test_both_scripts_of_a_pair_end_with_the_same_weights(name: str, clips: bool
         # They add up the norm in another order. FSDP2 of PyTorch 2.8 also rounds otherwise than its DDP.
         rounds = TORCH == (2, 8) and name == "FSDP2"
         if rounds or (clips and name in ("FSDP2", "FairScale")):
-            torch.testing.assert_close(got, want, rtol=2**-23 if rounds else 0, atol=1e-7)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if rounds else 1e-7)
         else:
             assert torch.equal(got, want)
     if name == "FairScale":

@@ -213,6 +213,7 @@ def test_a_store_with_addresses_of_former_processes_is_told_of_once() -> None:
             del _optimizer
             wait_until(lambda: watchdogs() == 0)
         warning.assert_not_called()  # these are its own
+        dist.barrier()  # the other rank has read it
         default_store().set(f"zero_optim/watchdog/{dist.get_rank()}", "[]")
         dist.barrier()
         world = dist.group.WORLD

@@ -166,7 +166,7 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
         command.set_defaults(command=partial(_run_tool, name))
         return command
 
-    source = "a checkpoint, a folder of torch.distributed.checkpoint, or a torch.save file with a state dict"
+    source = "a checkpoint, a folder of torch.distributed.checkpoint or DeepSpeed, or a torch.save file"
     names = "a line with a name for each of the optimizer's parameters, if SRC has none"
     command = add(
         "consolidate",

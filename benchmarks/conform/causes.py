@@ -105,6 +105,15 @@ CAUSES = (
         ("sharded-ddp",),
         ("freeze",),
     ),
+    Cause(
+        "Gradients that became None",
+        "ShardedDDP does not reduce a small gradient that is no longer the view into its bucket. That is so "
+        "after a class has dropped gradients in its step, and after `optimizer.zero_grad()`, which sets them "
+        "to None since PyTorch 2.0. The table uses `model.zero_grad()`, as FairScale's tutorial does.",
+        "sharded_ddp_none_gradients.py",
+        ("sharded-ddp",),
+        holds=lambda trial: trial.package == "heavyball",
+    ),
 )
 
 

@@ -21,6 +21,8 @@ Made by `python benchmarks/conformance.py`. Do not edit. Every cell is one class
 trained for 8 updates on two ranks (CPU, gloo), each with its own inputs, and compared with the unsharded
 class on the mean of the same gradients. {versions}
 
+{extent}
+
 {counts}
 
 - *equal*: the same parameters on both ranks up to rounding, most of them bit for bit. What counts as
@@ -49,7 +51,13 @@ def write_page(record: dict[str, Any]) -> None:
     """Write the page; a wrong cell without a cause is marked with "?"."""
     cells: Cells = record["cells"]
     names = [name for name in TRIALS if name in cells]
-    lines = [HEAD.format(versions=_versions(record["versions"]), counts=_counts(cells, names))]
+    lines = [
+        HEAD.format(
+            extent=_extent(cells, names),
+            versions=_versions(record["versions"]),
+            counts=_counts(cells, names),
+        )
+    ]
     lines += ["## By loop", "", *_by_loop(cells, names), "", "## By class", "", *_by_class(cells, names)]
     lines += ["", "## Causes", "", *_causes(cells, names), ""]
     PAGE.write_text("\n".join(lines))
@@ -58,6 +66,13 @@ def write_page(record: dict[str, Any]) -> None:
 def _versions(versions: dict[str, str]) -> str:
     known = [f"{name} {value}" for name, value in sorted(versions.items()) if name != "zero_optim"]
     return f"Versions: {', '.join(known)}."
+
+
+def _extent(cells: Cells, names: list[str]) -> str:
+    run = sum(len(of_class) for name in names for of_class in cells[name].values())
+    every = len(TRIALS) * len(SYSTEMS) * len(LOOPS)
+    rest = "" if run == every else " `--missing` runs the others."
+    return f"{run:,} of {every:,} cells were run.{rest}"
 
 
 def _counts(cells: Cells, names: list[str]) -> str:

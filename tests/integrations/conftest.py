@@ -10,6 +10,7 @@ CLASSES = ("bitsandbytes", "heavyball", "pytorch_optimizer", "torchao")
 collect_ignore_glob = [] if all(map(find_spec, FRAMEWORKS)) else ["test_[!c]*.py"]
 collect_ignore = [] if all(map(find_spec, CLASSES)) else ["test_classes.py", "test_classes_timm.py"]
 collect_ignore += [] if find_spec("ray") else ["test_ray.py"]
+collect_ignore += [] if all(map(find_spec, ("deepspeed", "fairscale"))) else ["test_checkpoints_of_others.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

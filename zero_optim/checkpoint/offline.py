@@ -133,6 +133,11 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
 
         with blamed_on(path):
             return of_dcp(path, names)
+    if path.is_dir() and ((path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))):
+        from zero_optim.checkpoint.formats.deepspeed import of_deepspeed
+
+        with blamed_on(path):
+            return of_deepspeed(path)
     if names is not None:
         raise ValueError(
             f"names go with a file or a folder of another library, and {path} is a checkpoint of this one"
@@ -143,19 +148,13 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
 def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> None:
     """Write a checkpoint in the format of another library, for which ``out`` must not exist yet.
 
-    The source is a checkpoint of `save` or of ``dcp.save``, or a file of ``torch.save`` with a state dict of
-    an optimizer, of a model, or sections such as "model" and "optimizer".
+    The source is a checkpoint of `save`, of ``dcp.save`` or of DeepSpeed, or a file of ``torch.save`` with a
+    state dict of an optimizer, of a model, or sections such as "model" and "optimizer". ``to`` is "torch", a
+    file with state by index, "torch-names", with state by name, or "dcp", a folder. ``names`` are those of
+    the optimizer's parameters, if the source lacks them.
 
-    Args:
-        source: a file or a folder.
-        out: is complete or absent, also if the process is killed.
-        to: "torch", a file with state by index; "torch-names", with state by name; "dcp", a folder.
-        names: of the optimizer's parameters in its order, if the source lacks them.
-
-    Raises:
-        CheckpointError: the source is incomplete or damaged, or ``out`` cannot be written.
-        StateMismatchError: the format cannot carry all of the source, with the reason.
-        ValueError: ``out`` exists, or the source is no state dict.
+    CheckpointError if the source is incomplete or damaged, or ``out`` cannot be written; StateMismatchError
+    if the format cannot carry all of it; ValueError if ``out`` exists, or the source is no state dict.
     """
     if to not in FORMATS:
         raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")

@@ -41,11 +41,12 @@ from zero_optim.plan.groups import PARAM_KEYS
 from zero_optim.probe.saved import BESIDE
 from zero_optim.state.dicts import with_beside
 
-_ALIASES = {"optim": OPTIMIZER, "lr_scheduler": "scheduler"}
+_ALIASES = {
+    "optim": OPTIMIZER, "optimizer_state_dict": OPTIMIZER,
+    "model_state_dict": MODEL, "lr_scheduler": "scheduler",
+}  # fmt: skip
 EXACT = "zero_optim"  # in a folder of DCP: a tuple with the sections that no other library reads, as they are
 _KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler", RANDOM)
-# Of FairScale's FSDP: which flat parameter has which parameters. That belongs to the model's wrappers.
-_OF_WRAPPERS = ("param_id_map", "uncollected_local_ids")
 
 
 class Source(NamedTuple):
@@ -124,8 +125,10 @@ def source_of(
             _add_optimizer(content, optimizer, names)
     if not content.values:
         raise ValueError(f"{origin} holds neither an optimizer's state dict nor a model's")
-    for rank, state in parts.pop(RANDOM, {}).items():
-        content.add(key_of(RANDOM, str(rank)), state)
+    random = parts.get(RANDOM)
+    if isinstance(random, Mapping) and all(str(rank).isdecimal() for rank in random):
+        for rank, state in parts.pop(RANDOM).items():
+            content.add(key_of(RANDOM, str(rank)), state)
     for name in ("scheduler", "scaler"):
         if parts.get(name) is not None:
             content.add(name, parts.pop(name))
@@ -209,16 +212,11 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
     ]
     if twice:
         raise ValueError(f"several of the optimizer's parameters have the name {twice[0]}")
-    if whole.get("uncollected_local_ids"):
-        raise ValueError(
-            "of some of the state FairScale gathered what rank 0 has, and not what others have: "
-            "uncollected_local_ids should be empty"
-        )
     packed = content.packed_groups(groups)
     for key, name in known.items():
         if key in state:
             content.add(f"{STATE}/{key_of(name)}", state[key])
-    beside = {k: v for k, v in whole.items() if k not in ("state", "param_groups", *_OF_WRAPPERS)}
+    beside = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
     everywhere = {key: value for key, value in state.items() if key not in known}
     content.add(EVERYWHERE, everywhere | ({BESIDE: beside} if beside else {}))
     content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}

@@ -11,6 +11,7 @@ import torch
 _HARMLESS = {
     ("collections", "OrderedDict"), ("torch", "Size"), ("torch", "device"),
     ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter"),
+    ("torch._tensor", "_rebuild_from_type_v2"), ("torch", "Tensor"),
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
