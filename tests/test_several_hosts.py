@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zero_optim
 from pool import on_ranks
 from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
+from test_stalled import let_go_on
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
@@ -241,7 +242,8 @@ def step_without_one(how: str) -> str:
     ],
 )
 def test_who_is_missing_is_named_on_every_host(how: str, reason: str) -> None:
-    ended = outcomes(4, step_without_one, how)
+    meanwhile = let_go_on if how == "stopped" else None
+    ended = outcomes(4, step_without_one, how, meanwhile=meanwhile)
     for rank, outcome in enumerate(ended[:3]):
         assert str(outcome.said).startswith("StalledError: stalled"), (rank, ended)
         assert reason in str(outcome.said), (rank, ended)
