@@ -358,3 +358,30 @@ def test_the_average_of_a_complex_parameter_is_loaded_whole() -> None:
         held, again = ([e[EMA] for e in one.state.values()] for one in (saved, loaded))
         assert all(average.is_complex() for average in held)
         assert_same_bits(again, held, "loaded")
+
+
+@on_ranks(2)
+def test_a_class_that_joins_parameters_of_several_dtypes_is_refused_in_one_group() -> None:
+    def params() -> list[nn.Parameter]:
+        return low_precision(torch.bfloat16)
+
+    match = "expected parameters of one dtype in each group, as Adafactor gives other results"
+    with pytest.raises(ValueError, match=match):
+        ZeroRedundancyOptimizer(params(), torch.optim.Adafactor)
+    optimizer = ZeroRedundancyOptimizer(make_params(MIXED), torch.optim.Adafactor)
+    with pytest.raises(ValueError, match=match):
+        optimizer.add_param_group({"params": params()})
+    assert len(optimizer.param_groups) == 1
+    ZeroRedundancyOptimizer(params(), torch.optim.Adafactor, master_dtype=torch.float32)
+    sharded, plain = params(), params()
+    of_dtypes = [[{"params": each[:-1]}, {"params": each[-1:]}] for each in (sharded, plain)]
+    ours, theirs = (
+        ZeroRedundancyOptimizer(of_dtypes[0], torch.optim.Adafactor),
+        torch.optim.Adafactor(of_dtypes[1]),
+    )
+    for step in range(3):
+        for each in (sharded, plain):
+            set_grads(each, step, 1e-6)
+        ours.step()
+        theirs.step()
+        assert_same_bits(sharded, plain, step)

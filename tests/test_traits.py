@@ -29,7 +29,7 @@ from zero_optim.plan.groups import changed_in_kind
 from zero_optim.probe.comparison import same
 from zero_optim.probe.cut_rows import CutRows, like_rows, why_not_cut, why_rows_not_cut
 from zero_optim.probe.feeds import Feed
-from zero_optim.probe.probe import probe, state_entries
+from zero_optim.probe.probe import probe, state_entries, why_dtypes_couple
 from zero_optim.probe.traits import Traits, refusal, refusal_in_half
 from zero_optim.probe.trials import by_rows
 
@@ -177,6 +177,18 @@ def test_half_precision_is_tried_apart(build: Builder, options: dict[str, Any], 
     message = refusal_in_half(build, traits)
     assert (words or "") in message
     assert "master_dtype=torch.float32" in message
+
+
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64])
+def test_several_dtypes_in_a_group_are_tried_apart(other: torch.dtype) -> None:
+    """Adafactor of PyTorch takes its ``eps`` from the dtype of a step's first parameter."""
+    dtypes = {torch.float32, other}
+    reason = why_dtypes_couple(torch.optim.Adafactor, {}, [], dtypes)
+    assert reason is not None
+    assert "in a group, stepped alone, the parameter of shape" in reason
+    assert why_dtypes_couple(torch.optim.Adafactor, {"eps": (1e-8, 1e-3)}, [], dtypes) is None
+    for name in ("AdamW", "SGD", "Adagrad", "Muon", "RMSprop"):
+        assert why_dtypes_couple(getattr(torch.optim, name), {}, [], dtypes) is None, name
 
 
 def test_entries_that_a_class_writes_and_does_not_use_are_known() -> None:

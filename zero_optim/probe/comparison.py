@@ -95,7 +95,7 @@ def _first_difference(
             got, expected = run.bits(index), record.values[step + 1][index]
             if got != expected:
                 a, b = (
-                    torch.frombuffer(bytearray(bits), dtype=record.feed.dtype).double().numpy()
+                    torch.frombuffer(bytearray(bits), dtype=record.feed.dtype_of(index)).double().numpy()
                     for bits in (got, expected)
                 )
                 with np.errstate(all="ignore"):

@@ -41,6 +41,7 @@ class Feed:
     num_in_group: int = 2  # at least
     num_steps: int = 9
     dtype: torch.dtype = torch.float32
+    second: torch.dtype | None = None  # of every other parameter of a group
     huge: float = _HUGE
 
     def with_groups(self, subject: OptimizerUnderTest) -> "Feed":
@@ -62,6 +63,11 @@ class Feed:
         """Return a parameter's shape."""
         return self.shapes[index % len(self.shapes)]
 
+    def dtype_of(self, index: int) -> torch.dtype:
+        """Return a parameter's dtype."""
+        is_second = self.second is not None and index // self.num_groups % 2
+        return self.second if is_second and self.second is not None else self.dtype
+
     def noise(self) -> list[Tensor]:
         """Return fixed normal numbers: a row for each step of a parameter, the last for its start."""
         num_params = max(len(self.shapes), self.num_in_group * self.num_groups)
@@ -76,7 +82,7 @@ class Feed:
         for index, of_param in enumerate(noise):
             row = of_param[-1]
             value = (row, row * 0, row * 1e-3, row, row.clamp(min=0), row)[index % 6]
-            values[index] = value.reshape(self.shape(index)).to(self.dtype)
+            values[index] = value.reshape(self.shape(index)).to(self.dtype_of(index))
         return values
 
     def gradient(self, index: int, step: int, noise: Tensor, weights: Tensor) -> Tensor | None:
@@ -85,7 +91,7 @@ class Feed:
             return None
         if self.sparse == "many entries":
             return self._entries(index, step)
-        dense = self._dense(index % 6, step, noise, weights).reshape(weights.shape).to(self.dtype)
+        dense = self._dense(index % 6, step, noise, weights).reshape(weights.shape).to(weights.dtype)
         if not self.sparse:
             return dense
         rows = torch.zeros_like(dense)  # one row: more rows start threads, which costs a millisecond

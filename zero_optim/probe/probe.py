@@ -5,8 +5,9 @@ what gives equal bits.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -110,6 +111,37 @@ def state_entries(
             shapes[1:] = [_LARGE_VECTOR] if differs else []
         tried += [entries for shape in shapes if (entries := entries_of(shape, group))]
     return {name: all(entries.get(name) for entries in tried) for entries in tried for name in entries}
+
+
+def why_dtypes_couple(
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    dtypes: Collection[torch.dtype],
+) -> str | None:
+    """Return why a group cannot have parameters of several dtypes; None if it can.
+
+    Adafactor of PyTorch, say, takes its ``eps`` from the dtype of a step's first parameter. Cached.
+    """
+    subject = OptimizerUnderTest.of(optimizer_class, options, groups)
+    return _try_dtypes(subject, tuple(sorted(dtypes, key=str)))
+
+
+@remembered
+def _try_dtypes(subject: OptimizerUnderTest, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    answer = trial_of(subject)
+    if answer.subject is None or answer.feed is None or not answer.traits.separable:
+        return None  # the class is refused, or not tried
+    with isolated():
+        trial = recorded(answer.subject, answer.feed)
+        if trial is None:
+            return None
+        for (one, other), shapes in product(combinations(dtypes, 2), (answer.feed.shapes, _MATRICES)):
+            feed = replace(answer.feed, shapes=shapes, dtype=one, second=other, num_steps=3)
+            reason = _why_coupled_with(feed, trial)
+            if reason is not None:
+                return f"with parameters of {one} and {other} in a group, {reason}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

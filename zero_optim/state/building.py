@@ -60,6 +60,7 @@ def build(
             own = GroupOptions.taken_from(groups, default, options)
             about = [f"optimizer {default.describe()}", *options.describe(), *own.describe()]
             about.append(f"gather_lazily={'None' if read_by is None else 'a model'}")
+            own.check_dtypes(groups, leaves.stepped_dtype)
             check_reader(read_by, every)
         why_whole = partial(own.why_whole, (), groups, leaves.cut_rows)
         plan = sharding.plan(groups, own.costs, 0, about, why_whole if any(own.may_cut) else None)
@@ -160,6 +161,7 @@ def _plan_and_add(core: Core, group: dict[str, Any], before: int) -> None:
         (group,) = new
         core.group.check_serves(group)
         own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
+        own.check_dtypes(new, owned.leaves.stepped_dtype)
         why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
     about = own.describe()
     plan = sharding.plan(core.groups, own.costs, before, about, why_whole if any(own.may_cut) else None)

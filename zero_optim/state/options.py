@@ -16,6 +16,7 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows
+from zero_optim.probe.probe import why_dtypes_couple
 from zero_optim.shard.store import Store
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.spec import GroupSpec, OptimizerSpec, why_not_cut
@@ -148,6 +149,21 @@ class GroupOptions:
         """Describe them for comparison by ranks."""
         own = [each.spec for each in self.specs if each.spec is not self.default]
         return [*(f"optimizer {spec.describe()}" for spec in own), f"cuts of groups {self.may_cut}"]
+
+    def check_dtypes(
+        self, groups: Sequence[ParamGroup], stepped_dtype: Callable[[Tensor], torch.dtype]
+    ) -> None:
+        """Raise ValueError if a class joins parameters of the dtypes that a group has."""
+        for each, group in zip(self.specs, groups, strict=True):
+            spec, dtypes = each.spec, set(map(stepped_dtype, group["params"]))
+            if len(dtypes) < 2 or self.options.assume_separable:
+                continue
+            reason = why_dtypes_couple(spec.optimizer_class, spec.arguments, [each.options], dtypes)
+            if reason is not None:
+                raise ValueError(
+                    f"expected parameters of one dtype in each group, as {spec.name} gives other results "
+                    f"when each rank steps only its own: {reason}. Give each dtype a group"
+                )
 
     def local_over(self, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         """Build the groups' classes over this rank's leaves."""
