@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -34,6 +36,24 @@ def ended(program: str, *args: str) -> tuple[int, list[str]]:
         [sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=100, check=False
     )
     return found.returncode, found.stdout.split("\n")[:-1]
+
+
+class Last:
+    """What a thread is the last to refer to; tells whether the end of the process waits for that thread."""
+
+    told: ClassVar[list[bool]] = []
+
+    def __del__(self) -> None:
+        self.told.append(threading.current_thread() in threads._RUNNING)
+
+    def work(self) -> None:
+        """Do nothing."""
+
+
+def test_what_a_thread_is_the_last_to_refer_to_goes_while_it_is_waited_for() -> None:
+    Last.told.clear()
+    start_thread(Last().work, "beside").join()
+    assert Last.told == [True]
 
 
 def test_the_end_of_the_process_waits_for_a_thread() -> None:

@@ -19,9 +19,11 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
     """
 
     def run() -> None:
+        nonlocal work
         try:
             work()
         finally:
+            del work  # perhaps the last to refer to tensors, which PyTorch frees
             _RUNNING.discard(thread)
 
     thread = threading.Thread(target=run, name=name, daemon=True)

@@ -17,9 +17,17 @@ FORWARD, BACKWARD = "forward", "backward"  # ranges that the trainer marks
 # How the profiler's names of events begin. Sends are left out, since each has a receive.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "compute": (FORWARD, BACKWARD),
-    "reduce": ("gloo:all_reduce", "gloo:recv", "gloo:all_gather", "nccl:all_reduce", "nccl:all_to_all"),
+    "reduce": (
+        "gloo:all_reduce",
+        "gloo:recv",
+        "gloo:all_gather",
+        "nccl:all_reduce",
+        "nccl:all_to_all",
+        "memory:sum",
+        "memory:pieces",
+    ),
     "step": ("Optimizer.step#",),
-    "gather": ("gloo:broadcast", "nccl:broadcast"),
+    "gather": ("gloo:broadcast", "nccl:broadcast", "memory:rows"),
 }
 _COLOURS = dict(zip(_NAMES, ("#4477aa", "#cc6677", "#228833", "#ddaa33"), strict=True))
 _GATHER = "zero_optim.gather"  # what the library marks where it starts or awaits a gather

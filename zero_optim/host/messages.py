@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from zero_optim.compat.engine import is_profiling
 from zero_optim.host.channel import Message, Receiver
 from zero_optim.host.pending_calls import Act, HostWork
 from zero_optim.host.shared_memory import SharedMemory
@@ -59,7 +60,7 @@ class OneHost:
             for peer in memory.peers:
                 memory.send(work, peer, _ROWS, _places(lists[memory.rank]), tag)
             for peer in memory.peers:
-                memory.expect(work, (peer,), _ROWS, _copies(memory, peer, lists[peer]), tag)
+                memory.expect(work, (peer,), _ROWS, _copies(memory, peer, lists[peer], "rows"), tag)
 
         return memory.start((lists,), begin, then)
 
@@ -71,7 +72,7 @@ class OneHost:
             for peer in memory.peers:
                 memory.send(work, peer, _PIECES, _places([pieces[peer]]))
             for peer in memory.peers:
-                memory.expect(work, (peer,), _PIECES, _copies(memory, peer, [arrivals[peer]]))
+                memory.expect(work, (peer,), _PIECES, _copies(memory, peer, [arrivals[peer]], "pieces"))
 
         return memory.start((*pieces, *arrivals), begin)
 
@@ -90,7 +91,7 @@ class OneHost:
             for peer in memory.peers:
                 memory.send(work, peer, _ADDENDS, _places(rows[peer]))
             sums = zip(own, totals, strict=True)
-            parts = [(mine.nbytes, _adding(memory, mine, total, add)) for mine, total in sums]
+            parts = [(mine.nbytes, _seen("sum", _adding(memory, mine, total, add))) for mine, total in sums]
             memory.expect(work, memory.peers, _ADDENDS, parts)
 
         return memory.start((rows, totals), begin, then)
@@ -123,9 +124,9 @@ class OneHost:
                 for message in sums:
                     message.ready = start + count
 
-            memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, act)])
+            memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, _seen("sum", act))])
             for peer in memory.peers:
-                memory.expect(work, (peer,), _SUMS, _copies(memory, peer, [chunks[peer]]))
+                memory.expect(work, (peer,), _SUMS, _copies(memory, peer, [chunks[peer]], "sum"))
 
         return memory.start((flat,), begin, then)
 
@@ -134,8 +135,21 @@ def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
-def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor]) -> list[tuple[int, Act]]:
-    return [(target.nbytes, _copy(memory.receiver(peer), target.data_ptr())) for target in targets]
+def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor], name: str) -> list[tuple[int, Act]]:
+    receiver = memory.receiver(peer)
+    return [(target.nbytes, _seen(name, _copy(receiver, target.data_ptr()))) for target in targets]
+
+
+def _seen(name: str, act: Act) -> Act:
+    """Have a profiler see what is done, if there is one."""
+    if not is_profiling():
+        return act
+
+    def seen(start: int, count: int) -> bool | None:
+        with torch.profiler.record_function(f"memory:{name}"):
+            return act(start, count)
+
+    return seen
 
 
 def _copy(receiver: Receiver, address: int) -> Act:
