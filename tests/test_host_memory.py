@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -307,7 +307,8 @@ def sum_without_one(how: str) -> str:
         optimizer.step()
     finally:
         if how == "stopped":
-            os.kill(pids[-1], signal.SIGKILL)  # the test waits for its end
+            with suppress(ProcessLookupError):  # another rank has
+                os.kill(pids[-1], signal.SIGKILL)  # the test waits for its end
     return "stepped"
 
 
@@ -376,8 +377,7 @@ def test_what_a_group_takes_comes_back(tmp_path: Path) -> None:
     use_sub_groups()  # the first ones leave something of gloo's
     before = taken()
     use_sub_groups()
-    wait_until(lambda: taken() == before)
-    assert taken() == before
+    wait_until(lambda: all(now <= then for now, then in zip(taken(), before, strict=True)))
     leave()
     for number in range(5):
         with world(tmp_path, str(number), rank, everyone):
