@@ -109,4 +109,4 @@ def make_release(dist: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_release(*map(Path, sys.argv[1:]))
+    make_release(*(Path(name).resolve() for name in sys.argv[1:]))

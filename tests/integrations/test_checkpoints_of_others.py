@@ -86,7 +86,7 @@ def checksums(path: Path) -> dict[str, list[int]]:
     return {key: [chunk.crc32 for chunk in entry.chunks] for key, entry in entries.items()}
 
 
-@on_ranks(2, timeout=500)
+@on_ranks(2, forked=True, timeout=500)  # processes of its own, as DeepSpeed keeps groups of former ones
 def test_checkpoints_of_deepspeed_come_in(tmp_path: Path) -> None:
     with as_torchrun_says():  # in one process group, which DeepSpeed keeps
         for stage in (1, 2, 3):
