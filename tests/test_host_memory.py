@@ -355,7 +355,7 @@ def taken() -> tuple[int, int, int]:
     return maps, len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, forked=True)  # other tests leave threads and descriptors in their processes
 def test_what_a_group_takes_comes_back(tmp_path: Path) -> None:
     """Of sub-groups, then of default groups."""
     everyone, rank = range(dist.get_world_size()), dist.get_rank()

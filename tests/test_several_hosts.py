@@ -228,7 +228,8 @@ def step_without_one(how: str) -> str:
             about_to_stall()
             if how == "away":
                 stay_away()
-            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         optimizer.step()
         return "stepped"
 
