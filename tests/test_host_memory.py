@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_optim
+from forked import fork_context
 from overlap import Setting, plain_step
-from pool import on_ranks
+from pool import Pool, on_ranks
 from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
 from training import assert_same_bits
 from waiting import wait_until
@@ -355,9 +356,8 @@ def taken() -> tuple[int, int, int]:
     return maps, len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
 
-@on_ranks(2, 3, forked=True)  # other tests leave threads and descriptors in their processes
-def test_what_a_group_takes_comes_back(tmp_path: Path) -> None:
-    """Of sub-groups, then of default groups."""
+def use_groups_and_count(tmp_path: Path) -> None:
+    """Use sub-groups, then default groups."""
     everyone, rank = range(dist.get_world_size()), dist.get_rank()
 
     def use(group: dist.ProcessGroup | None) -> None:
@@ -385,6 +385,12 @@ def test_what_a_group_takes_comes_back(tmp_path: Path) -> None:
         wait_until(lambda: taken()[0] == 0)
         assert taken()[0] == 0
     assert taken()[1] <= before[1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_a_group_takes_comes_back(tmp_path: Path, size: int) -> None:
+    with Pool(fork_context()) as pool:  # new processes: other tests leave threads and descriptors in theirs
+        pool.run(size, use_groups_and_count, tmp_path)
 
 
 def sum_of_many() -> float:
