@@ -1,7 +1,9 @@
 """How much memory the system counts for this process, in bytes. Linux alone tells."""
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 
 def resident_nbytes() -> int:
@@ -30,3 +32,33 @@ def trim() -> None:
 def _status(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def least_growth(tour: Callable[[str, str], list[float]], small: str, large: str) -> float:
+    """Return the MiB that the largest of a tour's calls adds; the tour takes a source, and names of results.
+
+    What the allocator keeps varies from run to run and only adds: the least of three counts. The tour of the
+    small source loads the code.
+    """
+    tour(small, f"{small}-small")
+    return min(max(tour(large, f"{large}-large-{number}")) for number in range(3))
+
+
+def growth(tool: Callable[..., object], *args: object) -> float:
+    """Return the MiB of memory that is mapped from no file, at most, during a call."""
+    trim()
+    before, done = anonymous_nbytes(), Event()
+    marks = [before]
+
+    def watch() -> None:  # the kernel keeps no mark of the peak of these
+        while not done.wait(0.002):
+            marks.append(anonymous_nbytes())
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        tool(*args)
+    finally:
+        done.set()
+        watcher.join()
+    return (max(marks) - before) / 2**20

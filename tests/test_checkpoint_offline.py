@@ -225,30 +225,11 @@ def test_what_is_no_checkpoint_gets_one_line_and_status_2(
 
 
 GROWTH = """
-import ctypes, sys, threading
+import sys
 from pathlib import Path
+sys.path.insert(0, {tests!r})
+from process_memory import growth, least_growth
 from zero_optim.checkpoint import offline
-
-def anonymous():
-    # Pages of mapped files are not counted: the system drops them when anybody needs memory.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
-
-def growth(tool, *args):
-    ctypes.CDLL(None).malloc_trim(0)
-    before, done = anonymous(), threading.Event()
-    marks = [before]
-    def watch():  # the kernel keeps no mark of the peak of these
-        while not done.wait(0.002):
-            marks.append(anonymous())
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        tool(*args)
-    finally:
-        done.set()
-        watcher.join()
-    return max(marks) - before
 
 def tour(source, out):
     return [
@@ -259,9 +240,7 @@ def tour(source, out):
         growth(offline.inspect, Path(out + "-i")),
     ]
 
-tour(sys.argv[1], sys.argv[1] + "-small")  # loads the code
-# What the allocator keeps varies from run to run and only adds: the least of three counts.
-print(min(max(tour(sys.argv[2], sys.argv[2] + f"-large-{number}")) for number in range(3)))
+print(least_growth(tour, sys.argv[1], sys.argv[2]))
 """
 
 
@@ -271,7 +250,8 @@ def test_tools_hold_one_tensor_at_a_time(ranks2: Ranks, tmp_path: Path) -> None:
         pytest.skip("memory is measured as Linux tells it")
     ranks2.run(save_large, tmp_path / "small", 16)
     ranks2.run(save_large, tmp_path / "large", 2048)  # 30 tensors of 8 MiB
-    command = [sys.executable, "-c", GROWTH, str(tmp_path / "small"), str(tmp_path / "large")]
+    script = GROWTH.format(tests=str(Path(__file__).parent))
+    command = [sys.executable, "-c", script, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     # MiB: two pieces of a file, and what the heap likes to keep; far from the 120 of one rank's file.

@@ -310,24 +310,7 @@ GROWTH = """
 import sys
 sys.path.insert(0, {tests!r})
 from test_interchange import *
-from process_memory import anonymous_nbytes, trim
-from threading import Event, Thread
-
-def growth(tool, *args):
-    trim()
-    before, done = anonymous_nbytes(), Event()
-    marks = [before]
-    def watch():  # the kernel keeps no mark of the peak of these
-        while not done.wait(0.002):
-            marks.append(anonymous_nbytes())
-    watcher = Thread(target=watch)
-    watcher.start()
-    try:
-        tool(*args)
-    finally:
-        done.set()
-        watcher.join()
-    return (max(marks) - before) / 2**20
+from process_memory import growth, least_growth
 
 def tour(source, out):
     return [
@@ -338,9 +321,7 @@ def tour(source, out):
         growth(offline.reshard, Path(out + "-dcp2"), Path(out + "-ours"), 2),
     ]
 
-tour(sys.argv[1], sys.argv[1] + "-small")  # loads the code
-# What the allocator keeps varies from run to run and only adds: the least of three counts.
-print(min(max(tour(sys.argv[2], sys.argv[2] + f"-large-{{number}}")) for number in range(3)))
+print(least_growth(tour, sys.argv[1], sys.argv[2]))
 """
 
 

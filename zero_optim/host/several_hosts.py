@@ -91,7 +91,8 @@ class SeveralHosts:
     ) -> None:
         self._up, self._down, self.across, self._ranks = up, down, across, ranks
         self._host = next(host for host, here in enumerate(ranks) if rank in here)
-        self._number = ranks[self._host].index(rank)
+        self._numbers = {rank: number for here in ranks for number, rank in enumerate(here)}
+        self._number = self._numbers[rank]
         self.num_started = 0
         self._jobs = deque[Callable[[], None]]()
         self._is_served = False
@@ -241,8 +242,7 @@ class SeveralHosts:
 
     def _spread(self, rows: Sequence[tuple[int, Tensor]], call: HostsCall) -> None:
         """Start to spread inside what has crossed; the call ends then."""
-        numbers = {rank: number for here in self._ranks for number, rank in enumerate(here)}
-        self._down.spread_rows([(numbers[owner], row) for owner, row in rows], then=call.end)
+        self._down.spread_rows([(self._numbers[owner], row) for owner, row in rows], then=call.end)
 
     # ------------------------------------------------------------------ the thread
 
