@@ -35,6 +35,7 @@ from zero_optim.checkpoint.sections import (
     mapping,
     of_checkpoint,
     of_file,
+    of_reader,
     placeholders_of,
     sections_of,
     state_dict_of,
@@ -86,7 +87,7 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
                 if out.suffix == ".safetensors":
                     _write_safetensors(file, reader, advance)
                 else:
-                    get = mapping(of_checkpoint(source), out, advance)
+                    get = mapping(of_reader(reader), out, advance)
                     if wanted == MODEL:
                         whole = {name: unpack(part, get) for name, part in model_parts(values).items()}
                     else:
@@ -105,7 +106,7 @@ def _save(whole: object, file: FileIO) -> None:
 def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable[[int], object]) -> None:
     keys, entries = dict[str, str](), reader.manifest.entries
     for name, (kind, body) in model_parts(reader.manifest.values).items():
-        if kind in ("sparse", "subclass", "wrapper"):
+        if kind in _SUBCLASSES:
             raise CheckpointError(f"{name} is no plain tensor, as safetensors needs them: write a .pt file")
         if kind == "tensor":  # other values are extra state of a module
             keys[name] = body[0]

@@ -90,6 +90,11 @@ def of_checkpoint(folder: Path) -> Source:
         raise StateMismatchError(
             f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
         )
+    return of_reader(reader)
+
+
+def of_reader(reader: CheckpointReader) -> Source:
+    """Take a checkpoint of `save` that is open."""
     boxes = {key: box_of(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
     return Source(reader.manifest.values, boxes, reader.read_tensor, reader.map_tensor)
 
