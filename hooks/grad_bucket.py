@@ -12,7 +12,7 @@ from zero_optim.plan.strides import consecutive_views
 TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
-__all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "gradients_in", "name_of", "real_buffer"]
+__all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "gradients_in", "name_of", "real_buffer", "views_of"]
 
 
 def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
@@ -41,6 +41,11 @@ def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     if dtype.is_complex and not flat.is_complex():  # PyTorch's DDP has real numbers in the bucket
         flat = torch.view_as_complex(flat.to(dtype.to_real()).view(-1, 2))
     return consecutive_views(flat.to(dtype), params)
+
+
+def views_of(bucket: GradBucket) -> list[Tensor] | None:
+    """Return each parameter's gradient where they are made once: in our DDP's buckets."""
+    return list(bucket.gradients()) if hasattr(bucket, "all_used") else None
 
 
 def name_of(hook: Hook) -> str:
