@@ -298,6 +298,11 @@ def mapping(
     return mapped
 
 
+def of_own_storage(tensor: Tensor) -> Tensor:
+    """Copy a part of a larger storage, which ``torch.save`` would write whole."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
 def placeholders_of(
     source: Source, advance: Callable[[int], object]
 ) -> tuple[Placeholders, Callable[..., Tensor]]:
