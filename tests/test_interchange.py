@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from argparse import Namespace
@@ -34,6 +35,7 @@ from training import assert_same_bits, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
 from zero_optim.comm.encoding import map_tensors
+from zero_optim.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:::zero_optim")  # DCP imports what PyTorch deprecates
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -344,6 +346,24 @@ def test_what_cannot_be_carried_is_refused_in_one_line_and_nothing_is_left(
     for there in ("file.pt", "empty", "unnamed"):
         assert cli.main(["convert", str(tmp_path / "torn"), str(tmp_path / there), "--to", "torch"]) == 2
         assert "is not overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", offline.FORMATS)
+def test_a_disk_that_is_full_is_not_blamed_on_the_source(form: str, tmp_path: Path) -> None:
+    layer = nn.Linear(128, 128)
+    optimizer = AdamW(layer.named_parameters())
+    layer(torch.ones(128)).sum().backward()
+    optimizer.step()
+    torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, 1000, 2**16):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(CheckpointError, match=r"^cannot write .*: File too large"):
+                offline.convert(tmp_path / "file.pt", tmp_path / "out", form)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in tmp_path.iterdir()] == ["file.pt"]
 
 
 GROWTH = """

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import torch
-
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, STATE, model_parts
 from zero_optim.checkpoint.data import (
     DTYPES,
@@ -39,6 +37,7 @@ from zero_optim.checkpoint.sections import (
     placeholders_of,
     sections_of,
     state_dict_of,
+    torch_save,
 )
 from zero_optim.checkpoint.values import kinds_in, tensors_in, unpack, without_arrays
 from zero_optim.errors import CheckpointError, StateMismatchError
@@ -99,7 +98,7 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
 
 def _save(whole: object, file: FileIO) -> None:
     buffered = BufferedRandom(file)  # a write writes everything
-    torch.save(whole, buffered)
+    torch_save(whole, buffered)
     buffered.detach()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_optim.checkpoint.content import EXTRA, MODEL, OPTIMIZER
 from zero_optim.checkpoint.formats.unpickling import tolerant
-from zero_optim.checkpoint.sections import Placeholders, Source, of_own_storage, source_of
+from zero_optim.checkpoint.sections import Placeholders, Source, of_own_storage, source_of, torch_save
 from zero_optim.comm.encoding import map_tensors
 from zero_optim.errors import StateMismatchError
 from zero_optim.step.leaves import MASTER
@@ -224,5 +224,5 @@ def _universal_entries(name: str, weight: Tensor, state: Mapping[str, Any]) -> d
 
 
 def _save(value: object, path: Path) -> None:
-    with path.open("xb") as file:  # errors of which are an OSError
-        torch.save(value, file)
+    with path.open("xb") as file:
+        torch_save(value, file)
