@@ -67,8 +67,10 @@ def test_a_sum_has_the_bits_of_gloo() -> None:
             dist.all_reduce(expected)
             assert messages.can_sum(mine)
             number = memory.num_started
-            group.start_sum(mine)[1].wait()
+            call, work = group.start_sum(mine)
+            work.wait()
             assert memory.num_started == number + 1
+            assert call.nbytes == memory.sum_nbytes(mine)
             assert torch.equal(mine, expected), (dtype, length)
 
 
