@@ -158,7 +158,7 @@ class Pool:
             self._kill(ranks)
             raise
         self._kill(ranks)
-        name = f"{function.__module__}.{function.__qualname__}"
+        name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
         if failures:
             raise RankError(f"{name} failed on rank {_listed(failures)} of {world_size}", failures | stacks)
         raise RankTimeoutError(

@@ -1,16 +1,19 @@
 """Checkpoints are whole or not there: kills at every moment, full disks, damage, and hostile files."""
 
+import gc
 import json
 import os
 import pickle
 import resource
 import signal
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -179,6 +182,20 @@ def test_a_full_disk_raises_on_every_rank_and_leaves_the_checkpoint_before(
     assert checkpoint.load(path, model=model, optimizer=optimizer) == 0
     checkpoint.save(path, model=model, optimizer=optimizer, extra=2)
     assert checkpoint.load(path) == 2
+
+
+@on_ranks(2)
+def test_a_save_that_failed_in_the_background_keeps_nothing_once_it_was_waited_for(tmp_path: Path) -> None:
+    model, optimizer = training()
+    with mock.patch.object(saving, "write_tensors", side_effect=OSError("planted")):
+        pending = checkpoint.save_async(tmp_path / "one", model=model, optimizer=optimizer)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="planted"):
+                pending.wait()
+    kept = weakref.ref(optimizer)
+    del model, optimizer, pending
+    gc.collect()
+    assert kept() is None
 
 
 # ---------------------------------------------------------------------- damage

@@ -76,7 +76,7 @@ def calls(tree: ast.Module, objects: dict[str, Any]) -> Iterator[tuple[Any, list
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_code_on_a_page_imports_and_calls_what_there_is(page: Path) -> None:
-    """Pages whose code is run: test_migrating, test_rebind_docs, tests/integrations."""
+    """Also where it needs frameworks; all else is run by test_code_blocks."""
     known = {"ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "checkpoint": checkpoint}
     if page.name != "migrating.md":  # has optimizers of others
         known["optimizer"] = ZeroRedundancyOptimizer

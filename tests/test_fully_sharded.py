@@ -1,5 +1,6 @@
 """With parameters on their owners alone, a loop trains as with whole ones."""
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
@@ -248,13 +249,13 @@ class Live:
 
     def __init__(self, wrapped: FullyShardedDataParallel) -> None:
         self.most = 0
-        self._units = wrapped.units.units[1:]
+        self._units = weakref.proxy(wrapped.units)  # such hooks keep for ever what they refer to
         for param in wrapped.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._look)
 
     def _look(self, _: Tensor) -> None:
-        live = (any(bucket.is_whole for bucket in unit.buckets) for unit in self._units)
+        live = (any(bucket.is_whole for bucket in unit.buckets) for unit in self._units.units[1:])
         self.most = max(self.most, sum(live))
 
 

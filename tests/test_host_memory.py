@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_optim
-from forked import fork_context
 from overlap import Setting, plain_step
-from pool import Pool, on_ranks
+from pool import on_ranks
+from processes import stat
 from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
 from training import assert_same_bits
 from waiting import wait_until
@@ -67,8 +67,10 @@ def test_a_sum_has_the_bits_of_gloo() -> None:
             dist.all_reduce(expected)
             assert messages.can_sum(mine)
             number = memory.num_started
-            group.start_sum(mine)[1].wait()
+            call, work = group.start_sum(mine)
+            work.wait()
             assert memory.num_started == number + 1
+            assert call.nbytes == memory.sum_nbytes(mine)
             assert torch.equal(mine, expected), (dtype, length)
 
 
@@ -329,6 +331,52 @@ def test_every_other_rank_names_one_that_is_lost(how: str, said: str) -> None:
         assert said in outcome.said, ended
 
 
+def fill_a_ring(how: str) -> str:
+    """Rank 0 sends more than a ring holds to rank 1, which does not read it until the ring is full."""
+    group, memory = shared()
+    sender = memory._memory._ends[1 - group.rank][0]
+    count = 3 * sender._size // 4 + 5  # elements of 4 bytes
+    row = torch.arange(count, dtype=torch.float32) if group.rank == 0 else torch.zeros(count)
+    pids = group.all_gather_json(os.getpid())
+    store = default_store()
+    if group.rank == 1:
+        if how == "slow":
+            store.wait(["full"])
+        (work,) = group.broadcast_rows([(0, row)])
+        store.set("begun", "")
+        work.wait()
+        return f"{torch.equal(row, torch.arange(count, dtype=torch.float32))}"
+    if how != "slow":
+        store.wait(["begun"])
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_until(lambda: stat(pids[1])[0] == "T")
+    (work,) = group.broadcast_rows([(0, row)])
+
+    def is_full() -> bool:
+        return bool(sender._at - sender._words[sender._read] == sender._size)
+
+    wait_until(is_full)
+    assert is_full()
+    if how == "slow":
+        store.set("full", "")
+    else:
+        os.kill(pids[1], signal.SIGCONT if how == "stopped" else signal.SIGKILL)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return "sent"
+
+
+@pytest.mark.parametrize("how", ["slow", "stopped", "killed"])
+def test_a_full_ring_waits_for_its_reader_as_long_as_that_lives(how: str) -> None:
+    said = [outcome.said for outcome in outcomes(2, fill_a_ring, how)]
+    if how == "killed":
+        assert said == ["Connection closed by peer: rank 1 of the group has ended", None]
+    else:
+        assert said == ["sent", "True"]
+
+
 def fork_and_sum() -> str:
     group, memory = shared()
     child = os.fork()
@@ -349,48 +397,87 @@ def test_a_forked_child_cannot_take_part_and_its_end_ends_nothing() -> None:
     assert [outcome.said for outcome in outcomes(2, fork_and_sum)] == ["[2.0, 2.0, 2.0]"] * 2
 
 
-def taken() -> tuple[int, int, int]:
-    """Mapped memory of ranks, descriptors and threads of this process."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text().count("memfd:zero_optim")
-    return maps, len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+def taken() -> list[str]:
+    """What groups have taken: maps of memory, and threads."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    threads = [thread.name for thread in threading.enumerate()]
+    return [each for each in maps + threads if "memfd:zero_optim" in each or each == "zero_optim host memory"]
 
 
-def use_groups_and_count(tmp_path: Path) -> None:
-    """Use sub-groups, then default groups."""
+def num_open() -> int:
+    """Return the number of descriptors, once all that groups have taken has come back."""
+
+    def is_back() -> bool:
+        gc.collect()
+        return not taken()
+
+    wait_until(is_back)
+    assert not taken()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def use(group: dist.ProcessGroup | None, number: int) -> None:
+    """Sum in memory; of every second group rank 0 then starts a call in which no other takes part."""
+    ranks = RankGroup.of(group)
+    find_memory(ranks)
+    total = torch.ones(2**20)
+    ranks.start_sum(total)[1].wait()
+    assert taken()
+    if number % 2 and ranks.rank == 0:
+        ranks.start_sum(total)
+
+
+@on_ranks(2, 3)
+def test_what_a_group_takes_comes_back(tmp_path: Path) -> None:
+    """Of sub-groups, then of default groups, whatever ran before in this process."""
     everyone, rank = range(dist.get_world_size()), dist.get_rank()
-
-    def use(group: dist.ProcessGroup | None) -> None:
-        ranks = RankGroup.of(group)
-        find_memory(ranks)
-        total = torch.ones(2**20)
-        ranks.start_sum(total)[1].wait()
-        assert taken()[0] > 0
+    RankGroup.of(None)  # now a default group lets go that was destroyed, and that somebody keeps
 
     def use_sub_groups() -> None:
-        for _ in range(5):
+        for number in range(5):
             group = dist.new_group()
-            use(group)
+            use(group, number)
             dist.barrier()
             dist.destroy_process_group(group)
 
     use_sub_groups()  # the first ones leave something of gloo's
-    before = taken()
+    before = num_open()
     use_sub_groups()
-    wait_until(lambda: all(now <= then for now, then in zip(taken(), before, strict=True)))
+    assert num_open() <= before
     leave()
     for number in range(5):
         with world(tmp_path, str(number), rank, everyone):
-            use(None)
-        wait_until(lambda: taken()[0] == 0)
-        assert taken()[0] == 0
-    assert taken()[1] <= before[1]
+            use(None, number)
+        assert num_open() <= before
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_a_group_takes_comes_back(tmp_path: Path, size: int) -> None:
-    with Pool(fork_context()) as pool:  # new processes: other tests leave threads and descriptors in theirs
-        pool.run(size, use_groups_and_count, tmp_path)
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["default", "sub"])
+def test_a_group_that_somebody_keeps_lets_go_when_there_is_another_default_group(
+    which: str, tmp_path: Path
+) -> None:
+    rank = leave()
+    with world(tmp_path, "first", rank, range(2)):
+        group = dist.group.WORLD if which == "default" else dist.new_group()
+        use(group, 1)
+    with world(tmp_path, "second", rank, range(2)):
+        RankGroup.of(None)
+        assert num_open() > 0
+        assert group is not dist.group.WORLD
+
+
+@on_ranks(2)
+def test_what_a_pending_call_has_taken_comes_back_without_the_garbage_collector(tmp_path: Path) -> None:
+    rank = leave()
+    num_open()
+    gc.disable()
+    try:
+        with world(tmp_path, "first", rank, range(2)):
+            use(None, 1)
+        wait_until(lambda: not taken())
+        assert not taken()
+    finally:
+        gc.enable()
 
 
 def sum_of_many() -> float:

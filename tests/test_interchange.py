@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from argparse import Namespace
@@ -34,6 +35,7 @@ from training import assert_same_bits, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
 from zero_optim.comm.encoding import map_tensors
+from zero_optim.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:::zero_optim")  # DCP imports what PyTorch deprecates
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -143,6 +145,8 @@ def test_a_file_of_torch_optim_by_index_and_by_name_goes_out_and_comes_back(tmp_
             offline.convert(tmp_path / "ours", tmp_path / f"{form}.pt", form)
             offline.reshard(tmp_path / f"{form}.pt", tmp_path / form, 2)
         offline.convert(tmp_path / "torch.pt", tmp_path / "dcp", "dcp")
+        offline.convert(tmp_path / "dcp", tmp_path / "deepspeed", "deepspeed-universal")
+        offline.reshard(tmp_path / "deepspeed", tmp_path / "of-deepspeed", 2)
         offline.convert(tmp_path / "dcp", tmp_path / "last.pt", "torch-names")
         offline.reshard(tmp_path / "last.pt", tmp_path / "last", 1)
         first, last = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("torch-names", "last"))
@@ -154,7 +158,7 @@ def test_a_file_of_torch_optim_by_index_and_by_name_goes_out_and_comes_back(tmp_
 
     once(there_and_back)
     run.train(5)
-    for folder in ("torch", "torch-names", "last"):
+    for folder in ("torch", "torch-names", "of-deepspeed", "last"):
         again = Run()
         again.load(tmp_path / folder)
         assert torch.equal(torch.rand(3), drawn)  # random states too
@@ -168,8 +172,17 @@ def test_plain_optimizers_load_what_is_converted(tmp_path: Path) -> None:
     train(model, optimizer, range(2))
     checkpoint.save(tmp_path / "ours", model=model, optimizer=optimizer)
     results = []
+
+    def convert() -> None:
+        offline.convert(tmp_path / "ours", tmp_path / "torch", "torch")
+        offline.convert(tmp_path / "ours", tmp_path / "deepspeed", "deepspeed-universal")
+        offline.convert(tmp_path / "deepspeed", tmp_path / "torch-names", "torch-names")
+        offline.reshard(tmp_path / "deepspeed", tmp_path / "back", 2)
+        first, back = (checkpoint.Reader(tmp_path / name).manifest.values for name in ("ours", "back"))
+        assert sorted(first) == sorted(back)
+
+    once(convert)
     for form in ("torch", "torch-names"):
-        once(lambda form=form: offline.convert(tmp_path / "ours", tmp_path / form, form))  # type: ignore[misc]
         plain = Model()
         theirs = AdamW(groups_of(plain), lr=0.5)
         content = torch.load(tmp_path / form, weights_only=True)
@@ -224,6 +237,31 @@ def save_sparse(path: Path) -> None:
     checkpoint.save(path, model=model, extra={"array": np.zeros(2)})
 
 
+def save_as_deepspeed(path: Path, ranks: int, params: int, numel: int, **more: Any) -> None:
+    """Write what DeepSpeed saves of parameters at stage 2: one group, cut into equal flat partitions."""
+    path.mkdir()
+    names, rows = [f"weight{index}" for index in range(params)], params * numel // ranks
+    shapes = {"param_shapes": [{name: torch.Size([numel]) for name in names}], "frozen_param_shapes": None}
+    weights = {name: torch.full([numel], float(index)) for index, name in enumerate(names)}
+    torch.save(
+        {**shapes, "module": weights, "dp_world_size": ranks, **more}, path / "mp_rank_00_model_states.pt"
+    )
+    for rank in range(ranks):
+        places = {}
+        for index, name in enumerate(names):
+            start, stop = max(rank * rows, index * numel), min((rank + 1) * rows, (index + 1) * numel)
+            if start < stop:
+                places[name] = Namespace(start=start - rank * rows, numel=stop - start)
+        flats = [torch.cat(list(weights.values()))[rank * rows :][:rows].clone() for _ in range(3)]
+        state = {"step": torch.tensor(3.0), "exp_avg": flats[0], "exp_avg_sq": flats[1]}
+        flat: dict[str, Any] = {
+            "single_partition_of_fp32_groups": [flats[2]],
+            "param_slice_mappings": [places],
+        }
+        flat["base_optimizer_state"] = {"state": {0: state}, "param_groups": [{"params": [0]}]}
+        torch.save({"optimizer_state_dict": flat}, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
 def save_unnamed(path: Path) -> None:
     optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), AdamW)
     checkpoint.save(path, optimizer=optimizer)
@@ -251,15 +289,22 @@ def test_what_cannot_be_carried_is_refused_in_one_line_and_nothing_is_left(
     }
     torch.save(state, tmp_path / "keys")
     for name, more in (("lost", {}), ("tensor parallel", {}), ("object", {"args": Namespace(lr=1)})):
-        (tmp_path / name).mkdir()
-        shapes = {"param_shapes": [{"weight": torch.Size([2, 2])}], "frozen_param_shapes": None}
-        model = {**shapes, "module": {"weight": torch.ones(2, 2)}, "dp_world_size": 1, **more}
-        torch.save(model, tmp_path / name / "mp_rank_00_model_states.pt")
-        flat: dict[str, Any] = {"single_partition_of_fp32_groups": [torch.ones(4)]}
-        flat["param_slice_mappings"] = [{"weight": Namespace(start=0, numel=4)}]
-        flat["base_optimizer_state"] = {"state": {}, "param_groups": [{"params": [0]}]}
-        path = tmp_path / name / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": flat}, path)
+        save_as_deepspeed(tmp_path / name, 1, 1, 4, **more)
+    two = torch.ones(2)
+    for name, weight, states in (
+        ("short", two, [{"row": two[:1]}]),
+        ("steps", two, [{"step": torch.tensor(1.0)}, {"step": torch.tensor(2.0)}]),
+        ("half", two.bfloat16(), [{}]),
+        ("a/b", two, [{"c/d": two}]),
+        ("keyless", two, [{}, {"step": 1}]),
+    ):
+        known = [f"{name} {index}" for index in range(len(states))]
+        groups: list[Any] = [{"params": list(range(len(known))), "param_names": known}]
+        if name == "keyless":
+            groups[0] = {"params": [0], "param_names": known[:1]}
+        parts: dict[str, Any] = {"model": dict.fromkeys(known, weight)}
+        parts["optimizer"] = {"state": dict(enumerate(states)), "param_groups": groups}
+        torch.save(parts, tmp_path / name.replace("/", ""))
     (tmp_path / "lost" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     torch.save({}, tmp_path / "tensor parallel" / "mp_rank_01_model_states.pt")
     (tmp_path / "names").write_text("weight\n")
@@ -295,6 +340,12 @@ def test_what_cannot_be_carried_is_refused_in_one_line_and_nothing_is_left(
         ("lost", ("--to", "dcp"), "it has 0 files of optimizer state, not 1"),
         ("tensor parallel", ("--to", "dcp"), "is of tensor, pipeline or expert parallelism"),
         ("object", ("--to", "dcp"), "holds a Namespace"),
+        ("keys", ("--to", "deepspeed-universal"), "an optimizer's state and its model's weights"),
+        ("short", ("--to", "deepspeed-universal"), "row of short 0 has not the shape of its parameter"),
+        ("steps", ("--to", "deepspeed-universal"), "parameters have the steps [1.0, 2.0]"),
+        ("half", ("--to", "deepspeed-universal"), "is of torch.bfloat16, and DeepSpeed steps float32"),
+        ("ab", ("--to", "deepspeed-universal"), "a/b 0 cannot be the name of a file"),
+        ("keyless", ("--to", "deepspeed-universal"), "which is no parameter of the model"),
         ("nowhere", ("--to", "dcp"), "there is no such folder"),
     ):
         assert cli.main(["convert", str(tmp_path / source), str(tmp_path / "out"), *more]) == 2
@@ -304,6 +355,24 @@ def test_what_cannot_be_carried_is_refused_in_one_line_and_nothing_is_left(
     for there in ("file.pt", "empty", "unnamed"):
         assert cli.main(["convert", str(tmp_path / "torn"), str(tmp_path / there), "--to", "torch"]) == 2
         assert "is not overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", offline.FORMATS)
+def test_a_disk_that_is_full_is_not_blamed_on_the_source(form: str, tmp_path: Path) -> None:
+    layer = nn.Linear(128, 128)
+    optimizer = AdamW(layer.named_parameters())
+    layer(torch.ones(128)).sum().backward()
+    optimizer.step()
+    torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, 1000, 2**16):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(CheckpointError, match=r"^cannot write .*: File too large"):
+                offline.convert(tmp_path / "file.pt", tmp_path / "out", form)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in tmp_path.iterdir()] == ["file.pt"]
 
 
 GROWTH = """
@@ -319,6 +388,9 @@ def tour(source, out):
         growth(offline.convert, Path(out + ".pt"), Path(out + "-dcp2"), "dcp"),
         growth(offline.convert, Path(out + "-dcp"), Path(out + "2.pt"), "torch"),
         growth(offline.reshard, Path(out + "-dcp2"), Path(out + "-ours"), 2),
+        growth(offline.convert, Path(source), Path(out + "-deepspeed"), "deepspeed-universal"),
+        growth(offline.reshard, Path(out + "-deepspeed"), Path(out + "-ours2"), 2),
+        growth(offline.reshard, Path(source + "-of-deepspeed"), Path(out + "-ours3"), 2),
     ]
 
 print(least_growth(tour, sys.argv[1], sys.argv[2]))
@@ -331,6 +403,8 @@ def test_a_conversion_holds_a_shard_and_a_tensor(ranks2: Ranks, tmp_path: Path) 
         pytest.skip("memory is measured as Linux tells it")
     ranks2.run(save_large, tmp_path / "small", 16)
     ranks2.run(save_large, tmp_path / "large", 2048)  # 30 tensors of 8 MiB
+    save_as_deepspeed(tmp_path / "small-of-deepspeed", 2, 5, 2**14)
+    save_as_deepspeed(tmp_path / "large-of-deepspeed", 2, 5, 2**21)  # 20 tensors of 8 MiB
     script = GROWTH.format(tests=str(Path(__file__).parent))
     command = [sys.executable, "-c", script, str(tmp_path / "small"), str(tmp_path / "large")]
     # A large tensor that is freed goes back to the system, and not into holes of the heap.

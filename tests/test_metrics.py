@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from pool import on_ranks
 from training import set_grads
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Phase, Traffic, broadcast_nbytes
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -161,7 +162,8 @@ def test_our_ddp_counts_its_own_reductions(find_unused: bool) -> None:
         whole = sum(param.numel() for param in params) * 4
         figures = model.metrics(reset=False)
         buckets = model.get_ddp_logging_data()["num_buckets_reduced"]
-        assert abs(figures["sent_bytes/reduce"] - 2 * (size - 1) / size * whole) <= int(buckets)
+        of_all = sum(RankGroup.of(None).all_gather_json(figures["sent_bytes/reduce"]))  # chunks may differ
+        assert abs(of_all - 2 * (size - 1) * whole) <= size * int(buckets)
         assert figures["collectives/reduce"] == buckets
         assert figures["passes"] == 1
         assert figures["exposed_seconds/reduce"] > 0

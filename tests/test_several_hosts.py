@@ -95,8 +95,10 @@ def check_rows_and_sums(kind: str) -> None:
             for shape in ((1,), (3,), (10, 100), (300_001,)):
                 total = torch.full(shape, 1 + group.rank, dtype=dtype)
                 total = total.T if total.dim() > 1 and group.rank else total
-                group.start_sum(total)[1].wait()
+                call, work = group.start_sum(total)
+                work.wait()
                 assert torch.equal(total, torch.full_like(total, sum(range(1, group.size + 1))))
+                assert call.nbytes == call._hosts.sum_nbytes(total)
         for work in works:
             work.wait()
         assert_same_bits([row for _, row in arrivals], [row for _, row in rows], kind)
@@ -144,9 +146,10 @@ def test_a_row_crosses_once_from_each_host() -> None:
             RowSum(counted, [counted], rows).wait()
             for work in counted.broadcast_rows(list(enumerate(rows))):
                 work.wait()
-        assert [each.args[0].nbytes for each in sends.call_args_list] == [4000, 4000]  # of this rank
-        # Two rows to the other rank of this host, and one across; and so back.
-        assert sum(each.nbytes for each in counted.phase.traffic._counts.values()) == 24_000
+            counted.start_sum(torch.ones(4000))[1].wait()
+        assert [each.args[0].nbytes for each in sends.call_args_list] == [4000] * 4  # of this rank
+        # Two rows to the other rank of this host, and one across; and so back. A sum is both.
+        assert sum(each.nbytes for each in counted.phase.traffic._counts.values()) == 2 * 24_000
 
 
 def built(recipe: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:

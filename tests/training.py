@@ -6,6 +6,7 @@ without communication.
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -72,9 +73,11 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
 def agreeing_scaler(device: str = "cpu", **options: Any) -> torch.amp.GradScaler:
     """PyTorch's scaler for shards, which hears of infinities on other ranks.
 
-    The default of its ``process_group`` is the group that there is when its module is imported.
+    The default of its ``process_group`` is the group that there is when its module is imported, which would
+    never end: so that is none.
     """
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # slow, hence here
+    with mock.patch.object(type(dist.group), "WORLD", None):
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # slow, hence here
 
     return ShardedGradScaler(device, process_group=dist.group.WORLD, **options)
 

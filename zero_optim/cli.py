@@ -160,21 +160,26 @@ def _parser() -> argparse.ArgumentParser:
 def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public name for it
     """Add the commands for checkpoints, which need one process and no process group."""
 
-    def add(name: str, text: str, description: str, source: str = "a checkpoint") -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
-        command.add_argument("source", metavar="DIR", type=Path, help=source)
+    def add(name: str, text: str, description: str, out: str = "", foreign: bool = False) -> Any:  # noqa: ANN401
+        command = commands.add_parser(name, help=text, description=description)
+        source = "a checkpoint"
+        if foreign:
+            source += ", a folder of torch.distributed.checkpoint or DeepSpeed, or a torch.save file"
+            names = "a line with a name for each of the optimizer's parameters, if SRC has none"
+            command.add_argument("--names", type=Path, metavar="FILE", help=names)
+        command.add_argument("source", metavar="SRC" if foreign else "DIR", type=Path, help=source)
+        if out:
+            command.add_argument("out", metavar="OUT", type=Path, help=out)
         command.set_defaults(command=partial(_run_tool, name))
         return command
 
-    source = "a checkpoint, a folder of torch.distributed.checkpoint or DeepSpeed, or a torch.save file"
-    names = "a line with a name for each of the optimizer's parameters, if SRC has none"
     command = add(
         "consolidate",
         "write a checkpoint's optimizer state, or its weights, to one file",
         "Write the whole optimizer state of a checkpoint to OUT, in the format of torch.optim. "
         "With --weights, write the model's state dict instead. One tensor at a time is in memory.",
+        "a .pt file, or .safetensors for weights",
     )
-    command.add_argument("out", metavar="OUT", type=Path, help="a .pt file, or .safetensors for weights")
     command.add_argument("--weights", action="store_true", help="write the model's state dict")
     command = add(
         "reshard",
@@ -182,21 +187,20 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
         "Write a checkpoint as N ranks without cuts would have written it: each rank then finds "
         "the parameters that it owns whole in one file; rows of a cut parameter may lie in another rank's. "
         "This is never necessary, since a checkpoint loads on any number of ranks.",
-        source,
+        "folder of the new checkpoint",
+        foreign=True,
     )
-    command.add_argument("out", metavar="OUT", type=Path, help="folder of the new checkpoint")
     command.add_argument("--world-size", required=True, help="number of ranks", type=int, metavar="N")
-    command.add_argument("--names", type=Path, metavar="FILE", help=names)
     command = add(
         "convert",
         "write a checkpoint in the format of another library",
-        "Write a checkpoint of any format that reshard reads as torch.save or torch.distributed.checkpoint "
-        "would have written it. Nothing that exists is overwritten.",
-        source,
+        "Write a checkpoint of any format that reshard reads as torch.save, torch.distributed.checkpoint or "
+        "DeepSpeed would have written it. Nothing that exists is overwritten.",
+        "the new file or folder",
+        foreign=True,
     )
-    command.add_argument("out", metavar="OUT", type=Path, help="the new file or folder")
-    command.add_argument("--to", required=True, metavar="FORMAT", help="torch, torch-names, or dcp")
-    command.add_argument("--names", type=Path, metavar="FILE", help=names)
+    formats = "torch, torch-names, dcp, or deepspeed-universal"
+    command.add_argument("--to", required=True, metavar="FORMAT", help=formats)
     command = add(
         "inspect",
         "show what a checkpoint holds and whether it is complete",

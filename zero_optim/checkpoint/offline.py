@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import torch
-
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, STATE, model_parts
 from zero_optim.checkpoint.data import (
     DTYPES,
@@ -39,13 +37,14 @@ from zero_optim.checkpoint.sections import (
     placeholders_of,
     sections_of,
     state_dict_of,
+    torch_save,
 )
 from zero_optim.checkpoint.values import kinds_in, tensors_in, unpack, without_arrays
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.partition import assign_owners
 from zero_optim.run.progress import progress
 
-FORMATS = ("torch", "torch-names", "dcp")
+FORMATS = ("torch", "torch-names", "dcp", "deepspeed-universal")
 _OBJECTS = {"array", "class", "deque", "enum", "object"}  # kinds of values that are read by running code
 _SUBCLASSES = {"sparse", "subclass", "wrapper"}
 
@@ -99,7 +98,7 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
 
 def _save(whole: object, file: FileIO) -> None:
     buffered = BufferedRandom(file)  # a write writes everything
-    torch.save(whole, buffered)
+    torch_save(whole, buffered)
     buffered.detach()
 
 
@@ -151,8 +150,8 @@ def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None
 
     The source is a checkpoint of `save`, of ``dcp.save`` or of DeepSpeed, or a file of ``torch.save`` with a
     state dict of an optimizer, of a model, or sections such as "model" and "optimizer". ``to`` is "torch", a
-    file with state by index, "torch-names", with state by name, or "dcp", a folder. ``names`` are those of
-    the optimizer's parameters, if the source lacks them.
+    file with state by index, "torch-names", with state by name, or "dcp" or "deepspeed-universal", a folder.
+    ``names`` are those of the optimizer's parameters, if the source lacks them.
 
     CheckpointError if the source is incomplete or damaged, or ``out`` cannot be written; StateMismatchError
     if the format cannot carry all of it; ValueError if ``out`` exists, or the source is no state dict.
@@ -168,18 +167,26 @@ def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None
     with progress("converting", content.nbytes) as advance, blamed_on(source):
         try:
             remove_stale_parts(out)
+            get = mapping(content, out, advance)
             if to.startswith("torch"):
-                get = mapping(content, out, advance)
                 whole = sections_of(content.values, get, by_name=to == "torch-names")
                 with replacing(out) as file:
                     _save(whole, file)
-            else:
-                from zero_optim.checkpoint.formats.dcp_folder import write_dcp
+                return
+            places, placed = placeholders_of(content, advance)
+            if to == "dcp":
+                from zero_optim.checkpoint.formats.dcp_folder import write_dcp as write
 
-                places, get = placeholders_of(content, advance)
-                sections = sections_of(content.values, get, by_name=True)
-                with new_folder(out) as folder:
-                    write_dcp(sections, places, folder)
+                get = placed
+            else:
+                from zero_optim.checkpoint.formats.deepspeed import write_universal as write
+            sections = sections_of(
+                content.values,
+                lambda key, strides: (placed if key.startswith(STATE) else get)(key, strides),
+                by_name=True,
+            )
+            with new_folder(out) as folder:
+                write(sections, places, folder)
         except OSError as error:
             raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 

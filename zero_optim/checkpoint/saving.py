@@ -121,7 +121,6 @@ class PendingSave:
     def __init__(self, save: "_Save", began: float) -> None:
         self.path = save.folder
         self._error: Exception | None = None
-        self._was_raised = False
         self._thread = Thread(target=self._run, args=(save,), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
@@ -142,17 +141,14 @@ class PendingSave:
         """Wait until the checkpoint is complete; CheckpointError if it could not be written."""
         self._thread.join()
         if self._error is not None:
-            self._was_raised = True
+            for group, last in list(_LAST.items()):
+                if last is self:  # its traceback will have the caller's frames, and with them the group
+                    del _LAST[group]
             raise self._error
 
-    def wait_unless_raised(self) -> None:
-        """Wait, and raise the error unless `wait` has already raised it."""
-        self._thread.join()
-        if not self._was_raised:
-            self.wait()
 
-
-# For each process group, as long as it lives, the lane of saves in the background, and the last save.
+# For each process group, as long as it lives, the lane of saves in the background, and the last save, unless
+# that has raised its error.
 _LANES: WeakKeyDictionary[dist.ProcessGroup, Lease] = WeakKeyDictionary()
 _LAST: WeakKeyDictionary[dist.ProcessGroup, PendingSave] = WeakKeyDictionary()
 
@@ -183,7 +179,7 @@ def _agreed(
             check_group(process_group)
             folder, objects = folders.own_folder(path), Objects(*parts)
             if members.group.process_group in _LAST:
-                _LAST[members.group.process_group].wait_unless_raised()
+                _LAST[members.group.process_group].wait()
         with failing_together(members.everyone):
             if keep is not None and (type(keep) is not int or keep < 1):
                 raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")

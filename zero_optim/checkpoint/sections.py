@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -296,6 +296,19 @@ def mapping(
             path.unlink(missing_ok=True)
 
     return mapped
+
+
+def torch_save(value: object, file: IO[bytes]) -> None:
+    """Call ``torch.save``; where its RuntimeError hides that a write failed, raise the OSError."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def of_own_storage(tensor: Tensor) -> Tensor:
+    """Copy a part of a larger storage, which ``torch.save`` would write whole."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def placeholders_of(

@@ -258,7 +258,10 @@ class RankGroup:
 
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum over all ranks that the caller starts."""
-        if self.size > 1 and tensor.is_sparse:
+        memory = self.shared_memory(tensor.device)
+        if memory is not None and can_sum(tensor):
+            self.phase.sent(memory.sum_nbytes(tensor))
+        elif self.size > 1 and tensor.is_sparse:
             parts = private.indices(tensor), private.values(tensor)
             self.phase.sent((self.size - 1) * sum(part.nbytes for part in parts))
         elif self.size > 1:

@@ -9,7 +9,8 @@ Note [Bytes sent]
     - A gather of small tensors goes round a ring: W-1 times the tensor.
     - A sum of n bytes goes round twice: ``2 * (W-1) / W * n``; a sparse tensor's indices and values once.
 
-    Through memory a rank copies as much into its rings; of a broadcast the owner W-1 copies.
+    Through memory what a rank copies into its rings: of a broadcast the owner W-1 copies, of a sum each rank
+    its chunk W-1 times, and the others' once. Over several hosts also what it sends across.
 
 Note [Exposed seconds]
     Time is exposed while a caller waits, or its CPU packs, starts or adds. The library's threads are not

@@ -74,11 +74,19 @@ class GroupWorks:
         self.beside: GroupWorks | None = None  # of ranks on several hosts, for what crosses
         self._can_cut = can_cut
 
+    def __del__(self) -> None:
+        self.let_memory_go()  # a thread refers to it while calls are pending
+
     def _let_go(self, _group: object) -> None:
         self.pending.clear()  # the works keep connections
-        if self.memory is not None:
-            self.memory.let_go()
-            self.memory = None  # whose pages go back
+        self.let_memory_go()
+
+    def let_memory_go(self) -> None:
+        """Take part in calls through memory no more; its pages go back."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.let_go()
+            self._drop_ended()  # calls through it keep it
 
     @property
     def shared_memory(self) -> "OneHost | SeveralHosts | None":
@@ -92,12 +100,16 @@ class GroupWorks:
 
     def drop_ended(self) -> None:
         """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
-        if len(self.pending) < self._drops_from or self.has_failed or self.verdict is not None:
+        if len(self.pending) >= self._drops_from:
+            self._drop_ended()
+            self._drops_from = max(_FEW, 2 * len(self.pending))
+
+    def _drop_ended(self) -> None:
+        if self.has_failed or self.verdict is not None:
             return
         for work in list(self.pending):
             if work.waiting_since is None and work.handles and work.is_completed():
                 self.pending.discard(work)
-        self._drops_from = max(_FEW, 2 * len(self.pending))
 
     def cut(self) -> None:
         """Break the group's connections, on any thread: Note [Waits that end].
@@ -211,7 +223,13 @@ _LOGS: WeakKeyDictionary[dist.ProcessGroup, WorkLog] = WeakKeyDictionary()
 def log_of(world: dist.ProcessGroup) -> WorkLog:
     """Return the log of this process, by the default group."""
     known = _LOGS.get(world)
-    return _LOGS.setdefault(world, WorkLog()) if known is None else known
+    if known is not None:
+        return known
+    for other, log in list(_LOGS.items()):
+        if other is not world:  # destroyed, but somebody refers to it, such as PyTorch's caches of meshes
+            for works in list(log.groups.values()):
+                works.let_memory_go()
+    return _LOGS.setdefault(world, WorkLog())
 
 
 def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:

@@ -130,6 +130,12 @@ class OneHost:
 
         return memory.start((flat,), begin, then)
 
+    def sum_nbytes(self, tensor: Tensor) -> int:
+        """Return how many bytes this rank sends in `sum_all`."""
+        rank, size = self._memory.rank, self._memory.size
+        start, stop = chunk_edges(tensor.nbytes, size, flattened(tensor).element_size())[rank : rank + 2]
+        return tensor.nbytes + (size - 2) * (stop - start)
+
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -140,11 +141,7 @@ class SeveralHosts:
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostsCall:
         """Sum a tensor over all ranks in place; ``then`` is called at its end, with the failure if any."""
         call, tag = self._begin(then)
-        flat = flattened(tensor)
-        size = sum(map(len, self._ranks))
-        chunks = [
-            flat[flat.numel() * rank // size : flat.numel() * (rank + 1) // size] for rank in range(size)
-        ]
+        chunks = self._chunks(tensor)
         rows = list(enumerate(chunks))
         add_up = self._start_sum(chunks, chunks[self._rank_at(self._host)], add_as_gloo, tag, call)
 
@@ -156,7 +153,20 @@ class SeveralHosts:
         self._then(call, finish)
         return call
 
+    def sum_nbytes(self, tensor: Tensor) -> int:
+        """Return how many bytes this rank sends in `sum_all`, inside and across."""
+        chunks, num_hosts = self._chunks(tensor), len(self._ranks)
+        of_hosts = [chunks[self._rank_at(host)].nbytes for host in range(num_hosts)]
+        inside, across = (len(self._ranks[0]) - 1) * sum(of_hosts), (num_hosts - 2) * of_hosts[self._host]
+        return tensor.nbytes + inside + across
+
     # ------------------------------------------------------------------ the ways
+
+    def _chunks(self, tensor: Tensor) -> list[Tensor]:
+        """Return the part of a tensor that each rank adds up."""
+        flat, size = flattened(tensor), sum(map(len, self._ranks))
+        edges = [flat.numel() * rank // size for rank in range(size + 1)]
+        return [flat[start:stop] for start, stop in pairwise(edges)]
 
     def _begin(self, then: Then) -> tuple[HostsCall, int]:
         if self.failure is not None:

@@ -288,6 +288,9 @@ class SharedMemory:
             time.sleep(_GRACE)
         with self._lock:
             works, self._works = self._works, []
+            for sender, receiver in self._ends.values():  # else they would refer to this memory
+                sender.queue.clear()
+                receiver.steps.clear()
         for work in works:
             work.end(self.failure)
 

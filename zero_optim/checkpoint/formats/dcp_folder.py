@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata as meta
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER
 from zero_optim.checkpoint.files import open_regular
 from zero_optim.checkpoint.formats.unpickling import SafeUnpickler
-from zero_optim.checkpoint.sections import EXACT, Placeholders, Source, source_of
+from zero_optim.checkpoint.sections import EXACT, Placeholders, Source, of_own_storage, source_of, torch_save
 from zero_optim.comm.encoding import map_tensors
 from zero_optim.compat import private
 from zero_optim.errors import StateMismatchError
@@ -112,14 +112,13 @@ def write_dcp(sections: dict[str, Any], places: Placeholders, folder: Path) -> N
             key, start = ".".join(map(str, path)), file.tell()
             value, index = map_tensors(part, places.read), meta.MetadataIndex(key)
             entry: Any = meta.BytesStorageMetadata()
-            is_part = False
             if isinstance(value, Tensor):
+                value = of_own_storage(value)
                 chunk = meta.ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
                 properties = meta.TensorProperties.create_from_tensor(value)
                 index = meta.MetadataIndex(key, chunk.offsets, 0)
                 entry = meta.TensorStorageMetadata(properties, value.shape, [chunk])
-                is_part = value.untyped_storage().nbytes() > value.nbytes
-            torch.save(value.clone() if is_part else value, file)
+            torch_save(value, file)
             if key in metadata.state_dict_metadata:
                 raise StateMismatchError(f"two values have the name {key} in a folder of DCP")
             metadata.state_dict_metadata[key], metadata.planner_data[key] = entry, path
