@@ -12,7 +12,16 @@ from zero_optim.plan.strides import consecutive_views
 TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
-__all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "gradients_in", "name_of", "real_buffer", "views_of"]
+__all__ = [
+    "GradBucket",
+    "Hook",
+    "TensorFuture",
+    "dense_buffer",
+    "gradients_in",
+    "name_of",
+    "real_buffer",
+    "views_of",
+]
 
 
 def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
