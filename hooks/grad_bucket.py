@@ -53,8 +53,9 @@ def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def views_of(bucket: GradBucket) -> list[Tensor] | None:
-    """Return each parameter's gradient where they are made once: in our DDP's buckets."""
-    return list(bucket.gradients()) if hasattr(bucket, "all_used") else None
+    """Return views of each gradient, where a bucket has them in the parameters' dtype: our DDP's."""
+    is_ours = hasattr(bucket, "all_used") and bucket.buffer().dtype == bucket.parameters()[0].dtype
+    return list(bucket.gradients()) if is_ours else None
 
 
 def name_of(hook: Hook) -> str:
