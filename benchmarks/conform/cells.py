@@ -38,7 +38,8 @@ class Unsharded:
     """The unsharded run of a class and loop.
 
     Args:
-        ends: its parameters; after a resumed loop those of a run without a break too.
+        ends: its parameters; after a resumed loop those of a run without a break too, and after accumulating
+            those of the other order of sums.
         way: the largest change of a parameter.
         tolerance: what counts as rounding, in parts of the way.
         noisy: what may be rounding.
@@ -94,6 +95,10 @@ def _unsharded(name: str, loop: str, dtype: torch.dtype) -> Unsharded:
     accepted = [ends[0]]
     if LOOPS[loop].resumes_at is not None:  # loading may cast a state, and then the bits differ
         run = train(Reference, 0, trial, LOOPS["plain"], dtype, Path())
+        accepted.append([weight.numpy() for weight in run.weights()])
+    if LOOPS[loop].passes > 1:  # ranks may add up in each pass, or after the last one
+        make = partial(Reference, by_pass=True)
+        run = train(make, 0, trial, LOOPS[loop], dtype, Path())
         accepted.append([weight.numpy() for weight in run.weights()])
     noisy = SURE * apart
     tolerance = noisy if trial.is_half else max(FLOOR[dtype], min(CAP, MARGIN * apart))
