@@ -155,14 +155,15 @@ def verdict(reports: list[Report], expected: Unsharded) -> Outcome:
         return Outcome("refused", _first(raised))
     if errors or any(report.kind == "silent" for report in reports):
         return Outcome("hung", _first(raised or errors))
-    off = min(max(distance(report.value, end) for report in reports) for end in expected.ends) / expected.way
+    offs = [max(distance(report.value, end) for report in reports) / expected.way for end in expected.ends]
+    off = min(offs)
     apart = distance(reports[0].value, reports[1].value) / expected.way
     note = f"off by {off:.1g} of the way" + (f", replicas apart by {apart:.1g}" if apart > 0 else "")
     if off == 0:
         return Outcome("bits")
     if off <= expected.tolerance:
         return Outcome("equal", note)
-    return Outcome("unclear" if off <= expected.noisy else "wrong", note)
+    return Outcome("unclear" if offs[0] <= expected.noisy else "wrong", note)
 
 
 def _first(errors: Mapping[int, Report]) -> str:
