@@ -93,7 +93,7 @@ CAUSES = (
         "State after uneven inputs",
         "At the end of `Join` DDP gives every rank the parameters of one that made the last step. The "
         "optimizer's state stays as it was at each rank's own last step. Schedule-free classes compute "
-        "parameters from it in `eval()`. Any class with state goes on with it, for example in the next epoch.",
+        "parameters from it in `eval()`. Any class with state goes on with it, as in the next epoch.",
         "ddp_uneven_state.py",
         ("ddp",),
         ("uneven",),
