@@ -12,7 +12,16 @@ from zero_optim.plan.strides import consecutive_views
 TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
-__all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "gradients_in", "name_of", "real_buffer"]
+__all__ = [
+    "GradBucket",
+    "Hook",
+    "TensorFuture",
+    "dense_buffer",
+    "gradients_in",
+    "name_of",
+    "real_buffer",
+    "views_of",
+]
 
 
 def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
@@ -41,6 +50,12 @@ def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     if dtype.is_complex and not flat.is_complex():  # PyTorch's DDP has real numbers in the bucket
         flat = torch.view_as_complex(flat.to(dtype.to_real()).view(-1, 2))
     return consecutive_views(flat.to(dtype), params)
+
+
+def views_of(bucket: GradBucket) -> list[Tensor] | None:
+    """Return views of each gradient, where a bucket has them in the parameters' dtype: our DDP's."""
+    is_ours = hasattr(bucket, "all_used") and bucket.buffer().dtype == bucket.parameters()[0].dtype
+    return list(bucket.gradients()) if is_ours else None
 
 
 def name_of(hook: Hook) -> str:

@@ -30,7 +30,7 @@ from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, gradients_in, real_buffer
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, gradients_in, real_buffer, views_of
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.layout import spans_of
@@ -93,7 +93,7 @@ class OwnerReduction:
     ) -> None:
         self._group = group
         self._ownership = ownership
-        self._buffer = bucket.buffer()
+        self._buffer, self._views = bucket.buffer(), views_of(bucket)
         self._flat = real_buffer(bucket, "reduction to owners").div_(group.size)
         sent = [self._packed(rank) for rank in range(group.size)]
         self._total = RowSum(group, lanes, sent, in_place=True)  # nobody else reads the own part
@@ -124,13 +124,17 @@ class OwnerReduction:
         record_use(self._flat)  # made on the stream of the hook
         return self._buffer
 
-    def used(self) -> set[int]:
-        """After `wait`, return the places of own parameters that any rank used; the CPU may wait."""
+    def gradients(self) -> list[Tensor | None]:
+        """After `wait`, return the gradients that this rank owns and any rank used; the CPU may wait."""
+        views = gradients_in(self._buffer, self._ownership.params) if self._views is None else self._views
         slots = self._ownership.slots[self._group.rank]
-        if self._used is None:
-            return set(slots)
-        counts = self._group.read(HostCopy(torch.stack(self._used).sum(0))).tolist()
-        return {slot for slot, count in zip(slots, counts, strict=True) if count}
+        counts = [1] * len(slots)
+        if self._used is not None:
+            counts = self._group.read(HostCopy(torch.stack(self._used).sum(0))).tolist()
+        gradients: list[Tensor | None] = [None] * len(views)
+        for slot, count in zip(slots, counts, strict=True):
+            gradients[slot] = views[slot] if count else None
+        return gradients
 
 
 class OwnerGradients:
@@ -158,13 +162,14 @@ class OwnerGradients:
         self._agree = agree
         self._known: dict[int, BucketOwnership] = {}  # by number of DDP's bucket
         self._names: dict[Tensor, str] = {}
+        self._elsewhere: dict[Tensor, PartialGradient] = {}  # of parameters that this rank has no rows of
         self._num_buckets = 0  # of the optimizer, when owners were looked at
 
     def begin(self, *, joined: bool) -> None:
         """Begin a pass; RuntimeError, on every rank, if gradients of the last one are left."""
         core, self.reduced = self._optimizer.core, []
         if self._num_buckets != len(core.sharding.buckets):
-            self._num_buckets = len(core.sharding.buckets)
+            self._num_buckets, self._elsewhere = len(core.sharding.buckets), {}
             self._names = dict(zip(core.params, param_names(core.groups), strict=True))
             owners = {piece.owner for pieces in core.piece_list() for piece in pieces}
             self.has_one_owner = core.ranks.size > 1 and len(owners) == 1
@@ -205,16 +210,25 @@ class OwnerGradients:
         reduced, self.reduced = self.reduced, []
         for param, buffer in ((param, buffer) for params, buffer in reduced for param in params):
             grad, of_param = param.grad, pieces[param]
-            piece = piece_of(of_param, rank)
             if grad is None or isinstance(grad, PartialGradient):
                 continue
-            if piece is not None and len(of_param) == 1:
+            piece = piece_of(of_param, rank)
+            if piece is None:
+                elsewhere = self._elsewhere.get(param)
+                if elsewhere is None:
+                    elsewhere = self._elsewhere[param] = self._partial(param, None)
+                param.grad = elsewhere
+            elif len(of_param) == 1:
                 owned(grad, self._agree)
-                continue
-            rows = None if piece is None else rows_of(grad, piece)
-            if rows is not None and not _is_in(rows, buffer):
-                rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
-            param.grad = PartialGradient(param, of_param, rows, self._names[param], agree=self._agree)
+            else:
+                rows = rows_of(grad, piece)
+                if not _is_in(rows, buffer):
+                    rows = rows.clone()  # a view would keep the whole; DDP keeps its bucket in any case
+                param.grad = self._partial(param, rows)
+
+    def _partial(self, param: Tensor, rows: Tensor | None) -> PartialGradient:
+        pieces = self._optimizer.pieces()[param]
+        return PartialGradient(param, pieces, rows, self._names[param], agree=self._agree)
 
     # ------------------------------------------------------------------ the optimizer's buckets
 

@@ -94,11 +94,12 @@ class SteppedPass:
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
         """Store reduced gradients, and step the optimizer's full buckets."""
         self.unsure.update(params[place] for place in unsure)
-        touched: dict[int, Gradients] = {}
+        number_of, touched = self.overlap.core.sharding.number_of, dict[int, Gradients]()
         for param, gradient in zip(params, gradients, strict=True):
-            number = self.overlap.core.sharding.number_of(param)
+            number = number_of(param)
             if number is not None:
-                touched[number] = self.reduced.setdefault(number, {})
+                if number not in touched:
+                    touched[number] = self.reduced.setdefault(number, {})
                 touched[number][param] = gradient
         for number, members in touched.items():
             if self.overlap.trained(number) <= members.keys() and self.unsure.isdisjoint(members):
@@ -144,8 +145,8 @@ class Task:
     reduced: Work | OwnerReduction
     all_used: bool
     done: TensorFuture
-    _gradients: Sequence[Tensor] | None = field(default=None, init=False)  # None if the reduction failed
-    result: Tensor | None = field(default=None, init=False)
+    _gradients: Sequence[Tensor] = field(default=(), init=False)
+    result: Tensor | None = field(default=None, init=False)  # None if the reduction failed
 
     @torch.no_grad()
     def begin(self) -> "Task":
@@ -161,7 +162,8 @@ class Task:
         """Take what the reduction has summed."""
         reduced = _tensor(self.reduced.wait())
         record_use(reduced)  # made on another stream
-        self._gradients = _gradients(reduced, self.params)
+        if not isinstance(self.reduced, OwnerReduction):  # which has views of its own
+            self._gradients = _gradients(reduced, self.params)
         self.result = reduced
 
     @torch.no_grad()
@@ -170,12 +172,9 @@ class Task:
         known: list[Tensor | None] = [None] * len(self.params)
         unsure: set[int] = set()
         with self.of.storing_errors():
-            if self._gradients is not None and isinstance(self.reduced, OwnerReduction):
-                used = self.reduced.used()
-                known = [
-                    gradient if place in used else None for place, gradient in enumerate(self._gradients)
-                ]
-            elif self._gradients is not None:
+            if self.result is not None and isinstance(self.reduced, OwnerReduction):
+                known = self.reduced.gradients()
+            elif self.result is not None:
                 unsure = set() if self.all_used else _all_zero(self._gradients)
                 known = list(self._gradients)
         with self.of.storing_errors():

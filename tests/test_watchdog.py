@@ -271,6 +271,16 @@ def test_who_asks_himself_has_answered_what_came_before(listener: Listener) -> N
     assert answered == [{"verdict": "why"}, {"ranks": []}]
 
 
+def test_who_tells_a_verdict_asks_no_store_why_a_rank_has_ended(listener: Listener) -> None:
+    """The store may lie on a rank that is stopped, and never answer."""
+    directory = Directory.__new__(Directory)
+    directory.rank, directory._addresses, directory._unsure = 1, {0: listener.address}, set()
+    listener.close()
+    with mock.patch.object(directory, "_look_up", return_value=Presence.LEFT):
+        assert directory.ask_all([0], {"ranks": [0, 1]}) == {0: Presence.LEFT}
+        assert directory.ask_all([0], {"ranks": [0, 1], "verdict": ["why", [0]]}) == {0: Presence.ENDED}
+
+
 def stopped_rank_is_told() -> list[Any]:
     """Tell a verdict to a rank whose process is stopped; what its watchdog finds later."""
     listener, found = Listener("127.0.0.1"), []

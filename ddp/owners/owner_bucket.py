@@ -25,6 +25,7 @@ Note [Gradients set by hand]
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from zero_optim.compat import private, streams
 from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.schedule import ZERO2
-from zero_optim.plan.layout import Extent, rows_apart, spans_of
+from zero_optim.plan.layout import Extent, Row, rows_apart, spans_of
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
@@ -53,6 +54,15 @@ class BucketOwners:
     dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
     keeping: RowKeeping = field(default_factory=RowKeeping)  # of the rows of this rank
     agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
+
+
+class _Cell(NamedTuple):
+    """Elements of a gradient in a portion of a row."""
+
+    owner: int
+    number: int  # of the portion
+    place: int  # among the gradients there
+    extent: Extent  # at an offset of the portion
 
 
 @dataclass(slots=True, eq=False)
@@ -96,21 +106,31 @@ class OwnerBucket(ReducerBucket):
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
         spans = [spans_of(pieces, param.numel()) for pieces, param in zip(owners.pieces, params, strict=True)]
         rows = rows_apart(spans, owners.size, max(1, nbytes // self.dtype.itemsize))
-        self._own = rows[owners.rank]
+        self._mine = list(self._places_of_own(rows[owners.rank]))
         self._edges = [
             [*(row.stop * number // num_portions for number in range(num_portions)), row.stop + carries_word]
             for row in rows
         ]
         self._numel = sum(edges[-1] for edges in self._edges)
         self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
-        # By slot: owner, number of the portion, and the elements there, at an offset of the portion.
-        self._cells: list[list[tuple[int, int, Extent]]] = [[] for _ in params]
+        self._cells: list[list[_Cell]] = [[] for _ in params]  # by slot
         for row, edges in zip(rows, self._edges, strict=True):
             for number, (start, stop) in enumerate(pairwise(edges)):
-                for extent in row.within(start, stop):
-                    cell = row.owner, number, extent._replace(offset=extent.offset - start)
+                for place, extent in enumerate(row.within(start, stop)):
+                    cell = _Cell(row.owner, number, place, extent._replace(offset=extent.offset - start))
                     self._cells[extent.param].append(cell)
+        self._elsewhere: dict[int, PartialGradient] = {}  # by slot, without rows: the same in every pass
         self._filling = _Filling()
+
+    def _places_of_own(self, row: Row) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
+        """Yield slot, shape, strides and offset of each gradient in this rank's row."""
+        for slot, _, _, offset in row.extents:
+            shape, strides = self._forms[slot]
+            piece = piece_of(self._owners.pieces[slot], self._owners.rank)
+            assert piece is not None  # it has an extent
+            if not is_whole(piece, shape):
+                shape = (piece.stop - piece.start, *shape[1:])
+            yield slot, shape, strides, offset
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         """Rows are made in each pass."""
@@ -168,36 +188,57 @@ class OwnerBucket(ReducerBucket):
         rows = filling.rows = filling.rows or self._new_rows(zeros=self._has_gaps)
         rows.join()
         targets, sources = [], []
-        for slot in slots:
-            for target, source in self._places(rows, slot, self._gradient(slot)):
-                if source is None:
-                    target.zero_()
-                else:
-                    targets.append(target)
-                    sources.append(source)
+        for target, source in self._places(rows, slots):
+            if source is None:
+                target.zero_()
+            else:
+                targets.append(target)
+                sources.append(source)
         if len(slots) == 1 and targets and divisor != 1 and targets[0].dtype == sources[0].dtype:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, 1 / divisor, out=target)
         elif targets:
             private.foreach_copy_(targets, sources)
             if divisor != 1:
-                private.foreach_mul_(targets, 1 / divisor)
+                for run in self._runs(rows, slots):
+                    run.mul_(1 / divisor)
+
+    def _runs(self, rows: OwnerRows, slots: Sequence[int]) -> list[Tensor]:
+        """View neighbours among some gradients together."""
+        ends: dict[tuple[int, int], list[list[_Cell]]] = {}  # of each run the first cell and the last
+        for slot in sorted(slots):
+            for cell in self._cells[slot]:
+                runs = ends.setdefault((cell.owner, cell.number), [])
+                if runs and runs[-1][1].place + 1 == cell.place:
+                    runs[-1][1] = cell
+                else:
+                    runs.append([cell, cell])
+        return [
+            rows.portion(*key)[first.extent.offset : last.extent.end]
+            for key, runs in ends.items()
+            for first, last in runs
+        ]
 
     def _new_rows(self, *, zeros: bool) -> OwnerRows:
         return OwnerRows(self._edges, self._owners.rank, self.flat, zeros=zeros)
 
-    def _places(
-        self, rows: OwnerRows, slot: int, gradient: Tensor | None
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        cells, (shape, strides) = self._cells[slot], self._forms[slot]
-        if len(cells) == 1:
-            owner, number, extent = cells[0]
-            yield _view(rows.portion(owner, number), shape, strides, extent.offset), gradient
-            return
-        flat = None if gradient is None else in_order_of_memory(gradient, strides)
-        for owner, number, (_, start, stop, offset) in cells:
-            place = rows.portion(owner, number)[offset : offset + stop - start]
-            yield place, None if flat is None else flat[start:stop]
+    def _places(self, rows: OwnerRows, slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield each place in the rows, and what belongs there; gradients leave their parameters."""
+        portions: dict[tuple[int, int], tuple[Tensor, int]] = {}  # with their first elements
+        for slot in slots:
+            gradient, (shape, strides), cells = self._gradient(slot), self._forms[slot], self._cells[slot]
+            flat = None if gradient is None or len(cells) == 1 else in_order_of_memory(gradient, strides)
+            for owner, number, _, extent in cells:
+                known = portions.get((owner, number))
+                if known is None:
+                    portion = rows.portion(owner, number)
+                    known = portions[owner, number] = portion, int(portion.storage_offset())
+                portion, first = known
+                if len(cells) == 1:
+                    yield portion.as_strided(shape, strides, first + extent.offset), gradient
+                else:
+                    part = None if flat is None else flat[extent.start : extent.stop]
+                    yield portion[extent.offset : extent.end], part
 
     def _gradient(self, slot: int) -> Tensor | None:
         if not self._filling.is_open:  # the pass broke off: what is there now is not of it
@@ -225,21 +266,19 @@ class OwnerBucket(ReducerBucket):
 
     def take_over(self, total: Tensor) -> Tensor:
         """Keep the sum of this rank's row; return the word of a failure, or nothing."""
-        filling, owners = self._filling, self._owners
+        filling, dtype = self._filling, self._owners.dtype
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
-        for slot, _, _, offset in self._own.extents:
-            (shape, strides), param, earlier = self._forms[slot], self.params[slot], filling.earlier.get(slot)
-            piece = piece_of(owners.pieces[slot], owners.rank)
-            assert piece is not None  # it has an extent
-            if not is_whole(piece, shape):
-                shape = (piece.stop - piece.start, *shape[1:])
-            reduced = _view(total, shape, strides, offset)
+        start = int(total.storage_offset())
+        for slot, shape, strides, offset in self._mine:
+            reduced = total.as_strided(shape, strides, start + offset)
+            earlier = filling.earlier.get(slot)
             if earlier is not None and filling.adds_at_once:
                 filling.earlier[slot] = self._shown(slot, earlier, reduced)
                 continue
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
-            sums.append((reduced, reduced.dtype if earlier is not None else owners.dtype or param.dtype))
+            kept = dtype or self.params[slot].dtype
+            sums.append((reduced, reduced.dtype if earlier is not None else kept))
         filling.reduced.update(zip(apart, self._copies(sums), strict=True))
         return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it
 
@@ -296,6 +335,14 @@ class OwnerBucket(ReducerBucket):
         return owners.dtype not in (None, self.params[slot].dtype) or isinstance(owners.keeping, HostKeeping)
 
     def _partial(self, slot: int, rows: Tensor | None) -> PartialGradient:
+        known = self._elsewhere.get(slot) if rows is None else None
+        if known is None:
+            known = self._new_partial(slot, rows)
+            if rows is None:
+                self._elsewhere[slot] = known
+        return known
+
+    def _new_partial(self, slot: int, rows: Tensor | None) -> PartialGradient:
         owners = self._owners
         comes = owners.keeping.wait if isinstance(owners.keeping, HostKeeping) else None
         pieces, name, param = owners.pieces[slot], owners.names[slot], self.params[slot]
@@ -322,7 +369,3 @@ class OwnerBucket(ReducerBucket):
             return elsewhere
         reduced = total.to(param.dtype)
         return owned(reduced if earlier is None else earlier + reduced, owners.agree)
-
-
-def _view(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-    return flat.as_strided(shape, strides, int(flat.storage_offset()) + offset)

@@ -118,8 +118,7 @@ class RankGroup:
             raise TypeError("a detached optimizer cannot be pickled: save its owned_state() instead")
         if self.process_group is not dist.group.WORLD:
             raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
-        # A tensor of each device, to come to where the parameters come: torch.load(map_location=...) moves
-        # tensors, not devices.
+        # A tensor of each device, as torch.load(map_location=...) moves tensors, not devices.
         placed = [torch.zeros(1, device=device) for device in self.data_devices]
         return _default_group, (placed, self.phase.timeout)
 
@@ -205,8 +204,7 @@ class RankGroup:
         if device is None:
             return Work(self.works, self.phase, about, runs_hook=runs_hook)
         transport = self.transport(device)
-        polls = transport.waits_on_host
-        return Work(self.works, self.phase, about, late_on=transport.late_on, polls=polls)
+        return Work(self.works, self.phase, about, late_on=transport.late_on, polls=transport.waits_on_host)
 
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
         """Start broadcasts of (owner, 1-D tensor) pairs, in one order on every rank. All ranks call.
@@ -220,6 +218,7 @@ class RankGroup:
         with work.starting():
             if memory is not None:
                 handles: list[Any] = [memory.spread_rows(listed)]
+                self.phase.sent(handles[0].nbytes, len(listed))
             elif len(listed) < 2 or not coalesces(self.process_group, device):
                 started = [self._broadcast(row, owner) for owner, row in listed]
                 handles = [handle for handle in started if handle is not None]
@@ -231,8 +230,6 @@ class RankGroup:
             is_tree, size, rank = self.transport(device).is_tree, self.size, self.rank
             counts = (broadcast_nbytes(r.nbytes, (rank - o) % size, size, is_tree=is_tree) for o, r in listed)
             self.phase.sent(sum(counts), len(handles))
-        else:
-            self.phase.sent(handles[0].nbytes, len(listed))
         return [work.take(*handles)]
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:

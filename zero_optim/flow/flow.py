@@ -121,7 +121,7 @@ class Flow:
     def wait_for(self, keys: Iterable[Hashable]) -> None:
         """Let the current stream, or on the CPU the caller, wait for the work with some keys."""
         with self._lock:
-            for key in keys:
+            for key in keys if self._by_key else ():
                 for entry in self._by_key.pop(key, ()):
                     entry.wait()
                     if not entry.is_over:

@@ -223,8 +223,11 @@ class Overlap:
 
         def step() -> None:
             sharding.under_way.wait_for(param for bucket in buckets for param in bucket.params)
-            here = {p: grad for p, grad in gradients.items() if sharding.piece_here(p) is not None}
-            own = {param: gradient for param, gradient in here.items() if gradient is not None}
+            own = {
+                param: gradient
+                for param, gradient in gradients.items()
+                if gradient is not None and sharding.piece_here(param) is not None
+            }
             try:
                 if own:
                     with self.group.doing(OVERLAPPED_STEP):

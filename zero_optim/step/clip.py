@@ -105,17 +105,17 @@ def clip_together(
     RankMismatchError, TypeError or ValueError for arguments that differ or are wrong, and RuntimeError for a
     non-finite norm with ``error_if_nonfinite``. ``keeping``: keeps the gradients in files.
     """
-    norm = _global_norm(group.during("clip"), params, pieces, arguments, keeping)
+    rows = list(map(rows_here, params))
+    norm = _global_norm(group.during("clip"), params, rows, pieces, arguments, keeping)
     if arguments.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {arguments.norm_type} of all gradients is {norm.item()}: they cannot be "
             "clipped. Leave out error_if_nonfinite to scale them all the same"
         )
     on_host, beside = list[Tensor](), list[Tensor]()  # of device parameters, and all others
-    for param in params:
-        rows = rows_here(param)
-        if rows is not None:
-            (on_host if is_on_host(param.grad) else beside).append(rows)
+    for param, own in zip(params, rows, strict=True):
+        if own is not None:
+            (on_host if is_on_host(param.grad) else beside).append(own)
     if on_host:
         on_cpu = HostCopy(norm).read()
         private.foreach_mul_(on_host, torch.clamp(arguments.max_norm / (on_cpu + 1e-6), max=1.0))
@@ -135,11 +135,12 @@ class _Holder:
 def _global_norm(
     group: RankGroup,
     params: Sequence[Tensor],
+    rows: Sequence[Tensor | None],
     pieces: Sequence[Pieces],
     arguments: ClipArguments,
     keeping: FileKeeping | None,
 ) -> Tensor:
-    """Compute the norm of all gradients as one vector; all ranks call.
+    """Compute the norm of all gradients as one vector; all ranks call. ``rows``: those here.
 
     Returns a 0-d tensor in the gradients' dtype, on the first parameter's device; zero on the CPU without
     gradients, as PyTorch does.
@@ -153,7 +154,7 @@ def _global_norm(
     for index in owned[group.rank]:
         is_first = pieces[index][0].owner == group.rank
         has_own = is_first or isinstance(params[index].grad, PartialGradient)
-        grads.append(rows_here(params[index]) if has_own else None)
+        grads.append(rows[index] if has_own else None)
     heading, norms, failure = b"\1", None, None
     try:
         order, present = arguments.check(), [grad for grad in grads if grad is not None]
