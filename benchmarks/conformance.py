@@ -31,10 +31,9 @@ from conform.causes import CAUSES  # noqa: E402
 from conform.cells import Outcome, Unsharded, run_cell, unsharded  # noqa: E402
 from conform.loops import LOOPS  # noqa: E402
 from conform.our_systems import SYSTEMS  # noqa: E402
-from conform.page import PAGE, write_page  # noqa: E402
+from conform.page import PAGE, RECORD, page_of  # noqa: E402
 from conform.trials import TRIALS, is_installed  # noqa: E402
 
-RECORD = Path(__file__).parent / "results" / "conformance.json"
 # Imported once, before ranks are forked: each would take seconds in every cell.
 PRELOADED = {
     "torch": (
@@ -76,7 +75,7 @@ def main() -> None:
                 print(f"{name:34} {loop:11} {system:12} {outcome.status:8} {outcome.note[:120]}", flush=True)
         print(f"{sum(counts.values())} cells in {time.monotonic() - start:.0f} s: {dict(counts)}")
     if not options.dry:
-        write_page(record)
+        PAGE.write_text(page_of(record))
         print(PAGE)
 
 

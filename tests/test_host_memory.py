@@ -167,9 +167,10 @@ def test_a_hook_sums_in_memory() -> None:
 def test_rows_with_other_tags_are_not_taken_and_the_next_call_goes_on() -> None:
     group, _ = shared()
     rank = group.rank
-    rows = [torch.full((10 + rank,), float(number)) for number in range(group.size)]
+    rows = [torch.full((1 + rank,), float(number)) for number in range(2 * group.size)]
     before = [row.clone() for row in rows]
-    for work in spread_rows(group, list(enumerate(rows)), [group], 1 + rank):
+    listed = [(number % group.size, row) for number, row in enumerate(rows)]  # two of each
+    for work in spread_rows(group, listed, [group], 1 + rank):
         work.wait()
     assert_same_bits(rows, before)
     total = torch.ones(1000)

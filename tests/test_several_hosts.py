@@ -5,7 +5,7 @@ On one machine ranks only say that they are on several hosts; benchmarks/overlap
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 import zero_optim
 from pool import on_ranks
-from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
+from stalling import TIMEOUT, about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
 from test_stalled import let_go_on
+from test_unit_marks import UNEVEN, trained
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Phase
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
@@ -90,7 +92,12 @@ def check_rows_and_sums(kind: str) -> None:
         arrivals = [
             (owner, row.clone() if owner == group.rank else torch.zeros_like(row)) for owner, row in rows
         ]
-        works = [*group.broadcast_rows(arrivals[:3]), *group.broadcast_rows(arrivals[3:])]
+        works = [
+            *group.broadcast_rows(arrivals[:3]),
+            *spread_rows(group, arrivals[3:6], [group], 5),
+            *group.broadcast_rows(arrivals[6:9]),
+            *spread_rows(group, arrivals[9:], [group], 5),
+        ]
         for dtype in (torch.float32, torch.float64, torch.complex64):
             for shape in ((1,), (3,), (10, 100), (300_001,)):
                 total = torch.full(shape, 1 + group.rank, dtype=dtype)
@@ -147,9 +154,43 @@ def test_a_row_crosses_once_from_each_host() -> None:
             for work in counted.broadcast_rows(list(enumerate(rows))):
                 work.wait()
             counted.start_sum(torch.ones(4000))[1].wait()
-        assert [each.args[0].nbytes for each in sends.call_args_list] == [4000] * 4  # of this rank
+            for work in spread_rows(counted, list(enumerate(rows)), [counted], 1):
+                work.wait()
+        nbytes = [each.args[0].nbytes for each in sends.call_args_list]  # of this rank
+        assert nbytes == [4000, 4000, 4000, 4000, 8, 4000]  # a tag before the last
         # Two rows to the other rank of this host, and one across; and so back. A sum is both.
-        assert sum(each.nbytes for each in counted.phase.traffic._counts.values()) == 2 * 24_000
+        assert sum(each.nbytes for each in counted.phase.traffic._counts.values()) == 2 * 24_000 + 12_000
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("tags", [(1, 2, 1, 2), (1, 1, 2, 2), (1, 2, 2, 2), (1, 2, 3, 4)])
+def test_rows_with_other_tags_do_not_meet_and_the_next_call_goes_on(tags: tuple[int, ...]) -> None:
+    with on_hosts("2 x 2") as group:
+        tag = tags[group.rank]
+        for work in spread_rows(group, [(owner, torch.ones(1000 * tag)) for owner in range(4)], [group], tag):
+            work.wait()
+        total = torch.ones(1000)
+        group.start_sum(total)[1].wait()
+        assert torch.equal(total, torch.full((1000,), 4.0))
+
+
+@on_ranks(4)
+def test_units_cross_once_and_have_the_bits_of_the_module() -> None:
+    """A forward pass sends each row once to the other host; through sockets it would be twice."""
+    batch = torch.randn(3, 64, dtype=torch.float64)
+    nets = [nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 64)).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    expected = [nets[0](batch).detach(), *nets[0].state_dict().values()]
+    with on_hosts("2 x 2") as group, torch.no_grad():
+        optimizer = ZeroRedundancyOptimizer(nets[1].parameters(), torch.optim.SGD, lr=0.1)
+        model = FullyShardedDataParallel(nets[1], optimizer, units=[nets[1][0], nets[1][2]])
+        with mock.patch("torch.distributed.isend", side_effect=dist.isend) as sends:
+            output = model(batch)
+        mine = sum(each.args[0].nbytes for each in sends.call_args_list)
+        total = sum(group.all_gather_json(mine))
+        needed = sum(each.nbytes for each in expected[1:])
+        assert needed <= total < 1.02 * needed, (needed, total)
+        assert_same_bits([output, *model.state_dict().values()], expected)
 
 
 def built(recipe: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -237,17 +278,58 @@ def step_without_one(how: str) -> str:
         return "stepped"
 
 
+def gather_without_one(how: str) -> str:
+    with on_hosts("2 x 2"):
+        model = linear()
+        optimizer = sharded(model)
+        wrapped = FullyShardedDataParallel(model, optimizer, units=[*model], timeout=TIMEOUT)
+        wrapped(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if dist.get_rank() == 3:
+            about_to_stall()
+            if how == "away":
+                stay_away()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        wrapped(torch.ones(1, 4))
+        return "gathered"
+
+
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("without_one", "how", "reason"),
     [
-        ("killed", "rank 3 has ended"),
-        ("stopped", "rank 3 does not answer"),
-        ("away", "rank 3 has not called step()"),
+        (step_without_one, "killed", "rank 3 has ended"),
+        (step_without_one, "stopped", "rank 3 does not answer"),
+        (step_without_one, "away", "rank 3 has not called step()"),
+        (gather_without_one, "killed", "rank 3 has ended"),
+        (gather_without_one, "stopped", "rank 3 does not answer"),
+        (gather_without_one, "away", "rank 3 "),
     ],
 )
-def test_who_is_missing_is_named_on_every_host(how: str, reason: str) -> None:
+def test_who_is_missing_is_named_on_every_host(
+    without_one: Callable[[str], str], how: str, reason: str
+) -> None:
     meanwhile = let_go_on if how == "stopped" else None
-    ended = outcomes(4, step_without_one, how, meanwhile=meanwhile)
+    ended = outcomes(4, without_one, how, meanwhile=meanwhile)
     for rank, outcome in enumerate(ended[:3]):
         assert str(outcome.said).startswith("StalledError: stalled"), (rank, ended)
         assert reason in str(outcome.said), (rank, ended)
+
+
+def call_another_unit(places: Sequence[int]) -> str:
+    with on_hosts("2 x 2") as group:
+        wrapped, _, _ = trained(UNEVEN)
+        block = wrapped.module.blocks[places[group.rank]]
+        with torch.no_grad(), pytest.raises(zero_optim.RankMismatchError) as error:
+            block(torch.ones(2, 8))
+        total = torch.ones(1000)
+        group.start_sum(total)[1].wait()
+        return f"{error.value}; then {total.sum():g}"
+
+
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1)])
+def test_ranks_that_gather_different_units_are_told(places: Sequence[int]) -> None:
+    for outcome in outcomes(4, call_another_unit, places):
+        assert outcome.exitcode == 0, outcome
+        for part in ("unit blocks.0", "unit blocks.1", "; then 4000"):
+            assert part in str(outcome.said), (part, outcome)

@@ -83,10 +83,21 @@ CAUSES = (
     Cause(
         "Uneven inputs",
         "Under `Join` a rank without inputs steps the parameters that it owns with no gradient, or an "
-        "old one: DDP reduces there, and drops the result.",
+        "old one: DDP reduces there, and drops the result. Classes that need a closure or a gradient raise "
+        "there alone, and the other rank waits: hung.",
         "zero_uneven_inputs.py",
         ("zero",),
         ("uneven",),
+    ),
+    Cause(
+        "State after uneven inputs",
+        "At the end of `Join` DDP gives every rank the parameters of one that made the last step. The "
+        "optimizer's state stays as it was at each rank's own last step. Schedule-free classes compute "
+        "parameters from it in `eval()`. Any class with state goes on with it, as in the next epoch.",
+        "ddp_uneven_state.py",
+        ("ddp",),
+        ("uneven",),
+        holds=lambda trial: "ScheduleFree" in trial.name,
     ),
     Cause(
         "Steps that join parameters",

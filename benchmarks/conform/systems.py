@@ -64,7 +64,7 @@ class System:
                 loss = loss_of(self.model(inputs), targets) * self.loop.factor(dist.get_rank(), step)
                 total += loss.detach() / self.loop.passes
                 self.backward(loss, scaler)
-        if self.trial.closure:
+        if self.trial.closure and not self.loop.missing:  # a rank without inputs would not take part
             dist.all_reduce(total)
         return total / SIZE
 
@@ -132,12 +132,23 @@ class Reference(System):
         trial, loop, model: as for every system.
         noise: relative, of each gradient; it shows how much the class makes of rounding.
         seed: of the noise.
+        by_pass: whether the ranks' gradients are added up in each pass, not after the last one.
     """
 
     title = "unsharded"
 
-    def __init__(self, trial: Trial, loop: Loop, model: Tower, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        trial: Trial,
+        loop: Loop,
+        model: Tower,
+        *,
+        noise: float = 0.0,
+        seed: int = 0,
+        by_pass: bool = False,
+    ) -> None:
         self.noise = noise
+        self.by_pass = by_pass
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = next(model.parameters()).dtype  # type: ignore[misc]
         super().__init__(trial, loop, model)
@@ -149,11 +160,13 @@ class Reference(System):
         params = [param for param in self.module.parameters() if param.requires_grad]
         sums: list[Tensor | None] = [None] * len(params)
         total = torch.zeros((), dtype=self.dtype)
-        for rank in range(SIZE):
-            if step >= self.loop.num_steps(rank):
-                continue
+        ranks = [rank for rank in range(SIZE) if step < self.loop.num_steps(rank)]
+        passes = range(self.loop.passes)
+        of_ranks = [[(rank, part) for part in passes] for rank in ranks]
+        of_passes = [[(rank, part) for rank in ranks] for part in passes]
+        for portion in of_passes if self.by_pass else of_ranks:
             self.zero_grad()
-            for part in range(self.loop.passes):
+            for rank, part in portion:
                 inputs, targets = batch(self.trial.feed, self.dtype, rank, step, part)
                 loss = loss_of(self.model(inputs), targets) * self.loop.factor(rank, step)
                 total += loss.detach() / self.loop.passes

@@ -121,7 +121,7 @@ def spread_rows(
     """
     if group.size == 1 or not rows:
         return []
-    memory = group.one_host(rows[0][1].device)
+    memory = group.shared_memory(rows[0][1].device)
     work = group.begin_work(about, rows[0][1].device)
     octets = [(owner, row.view(torch.uint8)) for owner, row in rows]  # as broadcasts send them
     others = [rank for rank in range(group.size) if rank != group.rank]

@@ -13,6 +13,11 @@ Note [Order across hosts]
     Messages across have the number of their call as a tag, so they start as soon as a host's sum is there.
     A thread takes calls in their order, waits for what crosses, and starts what goes down: calls through
     memory need one order, and those that go down have a memory of their own.
+
+Note [Tags across hosts]
+    Rows that meet and differ in length end the process, in gloo's own thread. So before rows with a tag,
+    ranks of one number send each other the tag, and rows cross only if all are equal. Else nothing stays
+    under way, and the next call goes on. Plain calls that meet calls with tags wait, as inside a host.
 """
 
 import threading
@@ -20,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -31,7 +37,8 @@ from zero_optim.errors import message_of
 from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo, flattened
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the calls have failed
-_TAGS = 2**29  # of calls; each has two
+_TAGS = 2**29 - 1  # of calls; each has two
+_OF_TAGGED = 2**30  # is added to those of calls that have a tag themselves
 
 
 class HostsCall:
@@ -114,14 +121,23 @@ class SeveralHosts:
         self._up.let_go()
         self._down.let_go()
 
-    def spread_rows(self, rows: Sequence[tuple[int, Tensor]]) -> HostsCall:
-        """Send each row from its owner to all others; contiguous, of equal lengths on every rank."""
-        call, tag = self._begin(None)
-        crossing = self._cross_rows(rows, tag, call)
+    def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostsCall:
+        """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
+
+        With tags that differ between ranks what is written has no meaning: Note [Tags across hosts].
+        """
+        call, number = self._begin(None)
+        number += _OF_TAGGED * bool(tag)
+        cross = self._crossing(rows, number, call)
+        tags = [torch.tensor([tag], device="cpu") for _ in self._ranks]  # by host
+        own = tags[self._host]
+        crossing = self._cross(number + 1, [[own]] * len(tags), [[each] for each in tags]) if tag else cross()
 
         def finish() -> None:
             _wait_for(crossing)
-            self._spread(rows, call)
+            if tag and all(map(own.equal, tags)):
+                _wait_for(cross())
+            self._spread(rows, call, tag)
 
         self._then(call, finish)
         return call
@@ -147,7 +163,7 @@ class SeveralHosts:
 
         def finish() -> None:
             add_up()
-            _wait_for(self._cross_rows(rows, tag + 1, call))
+            _wait_for(self._crossing(rows, tag + 1, call)())
             self._spread(rows, call)
 
         self._then(call, finish)
@@ -197,7 +213,7 @@ class SeveralHosts:
             try:
                 if failure is None:
                     crossing.extend(
-                        self._cross(tag, {h: [sums[h]] for h in hosts}, {h: [arrivals[h]] for h in hosts})
+                        self._cross(tag, [[each] for each in sums], [[each] for each in arrivals])
                     )
                 else:
                     failures.append(failure)
@@ -219,20 +235,19 @@ class SeveralHosts:
         call.nbytes += sum(each.nbytes for each in sums if each is not total)
         return add_up
 
-    def _cross_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int, call: HostsCall) -> list[dist.Work]:
-        """Start to send this rank's rows across, and to receive those of its number."""
-        by_rank: dict[int, list[Tensor]] = {self._rank_at(host): [] for host in range(len(self._ranks))}
-        for owner, row in rows:
-            if owner in by_rank:
-                by_rank[owner].append(row)
-        own = by_rank[self._rank_at(self._host)]
-        hosts = list(self._others())
-        spread = sum(row.nbytes for rows_of in by_rank.values() for row in rows_of)
-        call.nbytes += len(hosts) * sum(row.nbytes for row in own) + (len(self._ranks[0]) - 1) * spread
-        return self._cross(tag, dict.fromkeys(hosts, own), {h: by_rank[self._rank_at(h)] for h in hosts})
+    def _crossing(
+        self, rows: Sequence[tuple[int, Tensor]], tag: int, call: HostsCall
+    ) -> Callable[[], list[dist.Work]]:
+        """Return what starts to send this rank's rows across, and to receive those of its number."""
+        of_number = [self._rank_at(host) for host in range(len(self._ranks))]
+        by_host = [[row for owner, row in rows if owner == rank] for rank in of_number]
+        own, num_others = by_host[self._host], len(self._ranks) - 1
+        spread = sum(row.nbytes for rows_of in by_host for row in rows_of)
+        call.nbytes += num_others * sum(row.nbytes for row in own) + (len(self._ranks[0]) - 1) * spread
+        return partial(self._cross, tag, [own] * len(by_host), by_host)
 
     def _cross(
-        self, tag: int, sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]]
+        self, tag: int, sends: Sequence[list[Tensor]], receives: Sequence[list[Tensor]]
     ) -> list[dist.Work]:
         """Start to send tensors to hosts and to receive from them; as bytes, since gloo lacks some dtypes."""
         works = list[dist.Work | None]()
@@ -250,9 +265,9 @@ class SeveralHosts:
             ]
         return [work for work in works if work is not None]
 
-    def _spread(self, rows: Sequence[tuple[int, Tensor]], call: HostsCall) -> None:
+    def _spread(self, rows: Sequence[tuple[int, Tensor]], call: HostsCall, tag: int = 0) -> None:
         """Start to spread inside what has crossed; the call ends then."""
-        self._down.spread_rows([(self._numbers[owner], row) for owner, row in rows], then=call.end)
+        self._down.spread_rows([(self._numbers[owner], row) for owner, row in rows], tag, call.end)
 
     # ------------------------------------------------------------------ the thread
 

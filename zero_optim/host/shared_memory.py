@@ -33,14 +33,14 @@ from torch import Tensor
 from zero_optim.compat import futex
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
-from zero_optim.host.channel import PIECE, Message, Receiver, Sender
+from zero_optim.host.channel import PIECE, Message, Receiver, Sender, padded
 from zero_optim.host.pending_calls import Act, HostWork, Step
 from zero_optim.host.segment import LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _GRACE = 0.005  # seconds that the thread leaves to a caller who starts a call and waits for it
 _IDLE = 0.2  # seconds without calls until the thread ends
-_HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag
+_HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
 
 
 class SharedMemory:
@@ -103,9 +103,8 @@ class SharedMemory:
     ) -> list[Message]:
         """Send bytes to a rank, a head first; ``parts`` are addresses and lengths."""
         parts = [part for part in parts if part[1]]
-        nbytes = sum(nbytes for _, nbytes in parts)
-        work.nbytes += nbytes
-        head = _HEAD(work.number, kind, nbytes, tag)
+        head = _head(work, kind, tag, [nbytes for _, nbytes in parts])
+        work.nbytes += head[2]
         work.kept.append(head)
         messages = [Message(*part) for part in ((ctypes.addressof(head), LINE), *parts)]
         work.num_pending += len(messages)
@@ -117,16 +116,15 @@ class SharedMemory:
     ) -> None:
         """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
         parts = [part for part in parts if part[0]]
-        head = bytes(_HEAD(work.number, kind, sum(nbytes for nbytes, _ in parts), tag))
+        head = bytes(_head(work, kind, tag, [nbytes for nbytes, _ in parts]))
         receivers = [self.receiver(peer) for peer in peers]
         steps = list[Step]()
 
         def check(_start: int, _count: int) -> bool:
             if all(ctypes.string_at(receiver.address, LINE) == head for receiver in receivers):
                 return True
-            number, of_kind, nbytes, _ = _HEAD.from_buffer_copy(ctypes.string_at(receivers[0].address, LINE))[
-                :4
-            ]
+            theirs = _HEAD.from_buffer_copy(ctypes.string_at(receivers[0].address, LINE))
+            number, of_kind, _, _, nbytes = theirs[:5]
             if not tag or (number, of_kind) != (work.number, kind):
                 return False
             for step in steps:
@@ -293,6 +291,11 @@ class SharedMemory:
                 receiver.steps.clear()
         for work in works:
             work.end(self.failure)
+
+
+def _head(work: HostWork, kind: int, tag: int, parts: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
+    """Return what tells a message, of parts of so many bytes."""
+    return _HEAD(work.number, kind, sum(parts), tag, sum(map(padded, parts)))
 
 
 def _leave(_start: int, _count: int) -> None:
