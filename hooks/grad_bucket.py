@@ -1,18 +1,22 @@
-"""The buffer of a bucket, ``torch.distributed.GradBucket`` or our DDP's with the same methods."""
+"""Buckets of gradients, ``torch.distributed.GradBucket`` or our DDP's with the same methods: buffer, owners."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # its stub exports nothing
 
+from zero_optim.plan.layout import spans_of
+from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.strides import consecutive_views
 
 TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 __all__ = [
+    "BucketOwnership",
     "GradBucket",
     "Hook",
     "TensorFuture",
@@ -61,3 +65,32 @@ def views_of(bucket: GradBucket) -> list[Tensor] | None:
 def name_of(hook: Hook) -> str:
     """Return the name of a hook function or object."""
     return getattr(hook, "__name__", type(hook).__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketOwnership:
+    """The elements of a bucket that each rank owns.
+
+    By rank: ranges ``[start, stop)`` of `real_buffer`'s elements, and the places of its parameters.
+    """
+
+    params: tuple[Tensor, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    slots: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], pieces: Sequence[Pieces], size: int) -> "BucketOwnership":
+        """Compute the ownership from pieces; adjoining ranges of one owner are merged."""
+        spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        slots: list[list[int]] = [[] for _ in range(size)]
+        start = 0
+        for slot, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
+            for owner, begin, end in spans_of(of_param, param.numel() * (1 + param.is_complex())):
+                stop, mine = start + end - begin, spans[owner]
+                if mine and mine[-1][1] == start:
+                    mine[-1] = (mine[-1][0], stop)
+                else:
+                    mine.append((start, stop))
+                slots[owner].append(slot)
+                start = stop
+        return cls(tuple(params), tuple(map(tuple, spans)), tuple(map(tuple, slots)))

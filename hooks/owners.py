@@ -8,7 +8,6 @@ Note [Rows in place]
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import is_
 from weakref import WeakMethod
 
@@ -30,11 +29,18 @@ from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, gradients_in, real_buffer, views_of
+from zero_optim.hooks.grad_bucket import (
+    BucketOwnership,
+    GradBucket,
+    Hook,
+    TensorFuture,
+    gradients_in,
+    real_buffer,
+    views_of,
+)
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names
-from zero_optim.plan.layout import spans_of
-from zero_optim.plan.pieces import Pieces, piece_of
+from zero_optim.plan.pieces import piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
 
@@ -43,35 +49,6 @@ _NO_OWNER = (
     "a parameter of shape {shape} of the wrapper is not in the optimizer, so it has no owner to reduce its "
     "gradient to: add it to the optimizer, or freeze it before wrapping"
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BucketOwnership:
-    """The elements of a bucket that each rank owns.
-
-    By rank: ranges ``[start, stop)`` of `real_buffer`'s elements, and the places of its parameters.
-    """
-
-    params: tuple[Tensor, ...]
-    spans: tuple[tuple[tuple[int, int], ...], ...]
-    slots: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, params: Sequence[Tensor], pieces: Sequence[Pieces], size: int) -> "BucketOwnership":
-        """Compute the ownership from pieces; adjoining ranges of one owner are merged."""
-        spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        slots: list[list[int]] = [[] for _ in range(size)]
-        start = 0
-        for slot, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
-            for owner, begin, end in spans_of(of_param, param.numel() * (1 + param.is_complex())):
-                stop, mine = start + end - begin, spans[owner]
-                if mine and mine[-1][1] == start:
-                    mine[-1] = (mine[-1][0], stop)
-                else:
-                    mine.append((start, stop))
-                slots[owner].append(slot)
-                start = stop
-        return cls(tuple(params), tuple(map(tuple, spans)), tuple(map(tuple, slots)))
 
 
 class OwnerReduction:

@@ -16,7 +16,7 @@ from pool import on_ranks
 from test_overlap_errors import Breaking
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
 from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
-from zero_optim.hooks.owners import BucketOwnership
+from zero_optim.hooks.grad_bucket import BucketOwnership
 from zero_optim.plan.pieces import whole_piece
 
 HOOKS: dict[str, Any] = {

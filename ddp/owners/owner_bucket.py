@@ -24,17 +24,15 @@ Note [Gradients set by hand]
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat import private, streams
-from zero_optim.ddp.owners.owner_rows import OwnerRows
+from zero_optim.ddp.owners.owner_rows import OwnerRows, cells_of
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.schedule import ZERO2
-from zero_optim.plan.layout import Extent, Row, rows_apart, spans_of
+from zero_optim.plan.layout import Row, rows_apart, spans_of
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
@@ -54,15 +52,6 @@ class BucketOwners:
     dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
     keeping: RowKeeping = field(default_factory=RowKeeping)  # of the rows of this rank
     agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
-
-
-class _Cell(NamedTuple):
-    """Elements of a gradient in a portion of a row."""
-
-    owner: int
-    number: int  # of the portion
-    place: int  # among the gradients there
-    extent: Extent  # at an offset of the portion
 
 
 @dataclass(slots=True, eq=False)
@@ -113,12 +102,7 @@ class OwnerBucket(ReducerBucket):
         ]
         self._numel = sum(edges[-1] for edges in self._edges)
         self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
-        self._cells: list[list[_Cell]] = [[] for _ in params]  # by slot
-        for row, edges in zip(rows, self._edges, strict=True):
-            for number, (start, stop) in enumerate(pairwise(edges)):
-                for place, extent in enumerate(row.within(start, stop)):
-                    cell = _Cell(row.owner, number, place, extent._replace(offset=extent.offset - start))
-                    self._cells[extent.param].append(cell)
+        self._cells = cells_of(rows, self._edges, len(params))  # by slot
         self._elsewhere: dict[int, PartialGradient] = {}  # by slot, without rows: the same in every pass
         self._filling = _Filling()
 
@@ -200,24 +184,8 @@ class OwnerBucket(ReducerBucket):
         elif targets:
             private.foreach_copy_(targets, sources)
             if divisor != 1:
-                for run in self._runs(rows, slots):
+                for run in rows.runs([cell for slot in sorted(slots) for cell in self._cells[slot]]):
                     run.mul_(1 / divisor)
-
-    def _runs(self, rows: OwnerRows, slots: Sequence[int]) -> list[Tensor]:
-        """View neighbours among some gradients together."""
-        ends: dict[tuple[int, int], list[list[_Cell]]] = {}  # of each run the first cell and the last
-        for slot in sorted(slots):
-            for cell in self._cells[slot]:
-                runs = ends.setdefault((cell.owner, cell.number), [])
-                if runs and runs[-1][1].place + 1 == cell.place:
-                    runs[-1][1] = cell
-                else:
-                    runs.append([cell, cell])
-        return [
-            rows.portion(*key)[first.extent.offset : last.extent.end]
-            for key, runs in ends.items()
-            for first, last in runs
-        ]
 
     def _new_rows(self, *, zeros: bool) -> OwnerRows:
         return OwnerRows(self._edges, self._owners.rank, self.flat, zeros=zeros)

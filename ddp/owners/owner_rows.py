@@ -8,12 +8,15 @@ Note [Rows of gradients]
     bytes on the wire.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat import streams
+from zero_optim.plan.layout import Extent, Row
 
 # Smaller portions would save memory that does not matter, and cost messages that do.
 LEAST_PORTION_NBYTES = 2**16
@@ -32,6 +35,26 @@ def num_portions(nbytes: int, largest_nbytes: int, most: int) -> int:
     """Return in how many portions a bucket is sent, none larger than the largest bucket's."""
     count = -(-most * nbytes // max(1, largest_nbytes))
     return max(1, min(most, count, nbytes // LEAST_PORTION_NBYTES))
+
+
+class Cell(NamedTuple):
+    """Elements of a gradient in a portion of a row."""
+
+    owner: int
+    number: int  # of the portion
+    place: int  # among the gradients there
+    extent: Extent  # at an offset of the portion
+
+
+def cells_of(rows: Sequence[Row], edges: Sequence[Sequence[int]], num_slots: int) -> list[list[Cell]]:
+    """Return where each gradient's elements are, by slot; ``edges`` as of `OwnerRows`."""
+    cells: list[list[Cell]] = [[] for _ in range(num_slots)]
+    for row, of_row in zip(rows, edges, strict=True):
+        for number, (start, stop) in enumerate(pairwise(of_row)):
+            for place, extent in enumerate(row.within(start, stop)):
+                there = extent._replace(offset=extent.offset - start)
+                cells[extent.param].append(Cell(row.owner, number, place, there))
+    return cells
 
 
 class OwnerRows:
@@ -64,6 +87,21 @@ class OwnerRows:
         if portion is None:
             portion = self._portions[rank, number] = self._new_portion(rank, number, zeros=self._zeros)
         return portion
+
+    def runs(self, cells: Iterable[Cell]) -> list[Tensor]:
+        """View neighbours among some cells together; the cells in the order of slots."""
+        ends: dict[tuple[int, int], list[list[Cell]]] = {}  # of each run the first cell and the last
+        for cell in cells:
+            runs = ends.setdefault((cell.owner, cell.number), [])
+            if runs and runs[-1][1].place + 1 == cell.place:
+                runs[-1][1] = cell
+            else:
+                runs.append([cell, cell])
+        return [
+            self.portion(*key)[first.extent.offset : last.extent.end]
+            for key, runs in ends.items()
+            for first, last in runs
+        ]
 
     def pop(self, number: int) -> list[Tensor]:
         """Return a portion of each row, by rank, to be sent; drops those of other ranks."""
