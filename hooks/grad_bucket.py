@@ -1,4 +1,4 @@
-"""Buckets of gradients, ``torch.distributed.GradBucket`` or our DDP's with the same methods: buffer, owners."""
+"""Buckets of gradients: ``torch.distributed.GradBucket``, our DDP's with the same methods, their owners."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ import own_classes as own
 from optimizer_cases import CASES, MISSING, documented
 from own_classes import Small
 from pool import on_ranks
-from training import needs_muon
+from training import HAS_MUON, needs_muon
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import changed_in_kind
 from zero_optim.probe.comparison import same
@@ -187,7 +187,7 @@ def test_several_dtypes_in_a_group_are_tried_apart(other: torch.dtype) -> None:
     assert reason is not None
     assert "in a group, stepped alone, the parameter of shape" in reason
     assert why_dtypes_couple(torch.optim.Adafactor, {"eps": (1e-8, 1e-3)}, [], dtypes) is None
-    for name in ("AdamW", "SGD", "Adagrad", "Muon", "RMSprop"):
+    for name in ("AdamW", "SGD", "Adagrad", "RMSprop", *["Muon"] * HAS_MUON):
         assert why_dtypes_couple(getattr(torch.optim, name), {}, [], dtypes) is None, name
 
 
