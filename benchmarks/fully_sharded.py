@@ -3,7 +3,8 @@
 The GPT of `models.py`, each block a unit, AdamW(fused), one thread a rank; or a smaller GPT and Muon.
 Contenders take turns in one run. *Resharded* units are freed after the forward pass and gathered again in the
 backward pass. *Kept* ones stay whole from the forward to the backward pass. The ideal are 3 (W-1)/W times the
-parameters' bytes from each rank where units are resharded, and 2 (W-1)/W times where they are kept.
+parameters' bytes from each rank where units are resharded, and 2 (W-1)/W times where they are kept; on the
+wire, of hosts with `--per-host` ranks each, W is their number.
 
 Peak memory is that of new processes: how much higher resident memory gets than before the model was built,
 while it is wrapped, and while it is trained.
@@ -181,11 +182,18 @@ def peaks(modes: Sequence[str], ranks: int) -> dict[str, dict[str, int]]:
 
 
 def measure(
-    modes: Sequence[str], ranks: int, rounds: int, rate: str | None, *, muon: bool, with_memory: bool
+    modes: Sequence[str],
+    ranks: int,
+    per_host: int,
+    rounds: int,
+    rate: str | None,
+    *,
+    muon: bool,
+    with_memory: bool,
 ) -> dict[str, Any]:
-    run: dict[str, Any] = {"ranks": ranks, "rate": rate, "muon": muon}
+    run: dict[str, Any] = {"ranks": ranks, "per_host": per_host, "rate": rate, "muon": muon}
     if rounds:
-        with linked(rate, ranks) as link:
+        with linked(rate, ranks // per_host, per_host) as link:
             of_ranks = launch(ranks, time_worker, modes, rounds, muon, link, link=link)
         run |= of_ranks[0] | {"nbytes": [rank["nbytes"] for rank in of_ranks]}
     return run | ({"peak_nbytes": peaks(modes, ranks)} if with_memory else {})
@@ -202,12 +210,23 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--muon", action="store_true", help="Muon, on a small GPT of matrices")
+    parser.add_argument(
+        "--per-host", type=int, default=1, metavar="N", help="ranks of a host, with --link (1)"
+    )
     add_options(parser)
     options = parser.parse_args()
     rate = rate_of(options)
     with_memory = not (options.link or options.no_memory or options.muon)  # a link changes nothing about it
     runs = [
-        measure(options.modes, ranks, options.rounds, rate, muon=options.muon, with_memory=with_memory)
+        measure(
+            options.modes,
+            ranks,
+            options.per_host,
+            options.rounds,
+            rate,
+            muon=options.muon,
+            with_memory=with_memory,
+        )
         for ranks in options.ranks
     ]
     for run in runs:
@@ -218,9 +237,10 @@ def main() -> None:
 def tell(run: dict[str, Any]) -> None:
     """Print the tables of one run."""
     if "seconds" in run:
-        columns = ("iteration", "ms", "/ FSDP2's", "metrics() sent / ideal", "wire / ideal", "fullest rank's")
+        columns = ("iteration", "ms", "/ FSDP2's", "metrics() sent / ideal", "wire / ideal", "fullest host's")
         what = "Muon, a GPT of matrices" if run["muon"] else "AdamW, GPT"
-        title = f"{what}, {run['ranks']} ranks over {where(run['rate'])}: an iteration"
+        on_hosts = f", {run['per_host']} on a host" if run["per_host"] > 1 else ""
+        title = f"{what}, {run['ranks']} ranks{on_hosts} over {where(run['rate'])}: an iteration"
         show(title, columns, [_row(run, kind) for kind in run["seconds"]])
     if "peak_nbytes" in run:
         rows = [
@@ -232,14 +252,15 @@ def tell(run: dict[str, Any]) -> None:
 
 
 def _row(run: dict[str, Any], kind: str) -> list[str]:
-    times, size = run["seconds"], run["ranks"]
+    times, size, hosts = run["seconds"], run["ranks"], run["ranks"] // run["per_host"]
     if kind == ALONE:
         return [kind, f"{times[kind] * 1e3:.1f}", "", "", "", ""]
-    ideal = (2 if "kept" in kind else 3) * (size - 1) / size * run["param_nbytes"]
+    each = (2 if "kept" in kind else 3) * run["param_nbytes"]
+    ideal = {"metrics": each * (size - 1) / size, "wire": each * (hosts - 1) / hosts}  # of a rank, of a host
     sent: dict[str, list[float]] = {}
     for of_rank in run["nbytes"]:
         for name, nbytes in of_rank[kind].items():
-            sent.setdefault(name, []).append(nbytes / ideal)
+            sent.setdefault(name, []).append(nbytes / ideal[name])
     means = {name: f"{sum(parts) / size:.4f}" for name, parts in sent.items()}
     fullest = f"{max(sent['wire']):.4f}" if "wire" in sent else ""
     ratio = times[kind] / times[kind.replace("ours", "FSDP2")]
