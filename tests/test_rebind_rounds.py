@@ -72,7 +72,8 @@ def run_rounds(folder: Path, kind: str, width: int) -> None:
         if number == WARM:
             before, resident = left(), anonymous_nbytes()
     wait_until(lambda: left()["tasks"] <= before["tasks"])  # threads of the last group end by themselves
-    assert (after := left()) == before, (after, before)
+    # There may be less, as threads of the backend may have been about to end before.
+    assert not {name: count for name, count in left().items() if count > before[name]}, before
     assert anonymous_nbytes() - resident < 4 * 2**20  # 16 times 0.6 MiB if the parameters stayed
     assert trainer is not None
     with world(folder, "in one", rank, (0, 1)):
