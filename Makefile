@@ -84,9 +84,9 @@ format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Warnings are errors: links and anchors that lead nowhere, pages that nobody finds, names without a docstring.
+# Warnings are errors (but not with --quiet, which hides them from --strict): links and anchors that lead nowhere, pages that nobody finds, names without a docstring.
 docs: $(STAMP)  ## build the site from docs/, docstrings and notebooks into build/site; it needs no network
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet -f docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f docs/site/mkdocs.yml
 
 release: $(STAMP)  ## build sdist and wheel in dist/, and run the quick tests on the wheel with the sources away
 	$(VENV)/bin/python tests/distribution.py dist build/release
