@@ -84,7 +84,8 @@ format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Warnings are errors (but not with --quiet, which hides them from --strict): links and anchors that lead nowhere, pages that nobody finds, names without a docstring.
+# Warnings are errors: links and anchors that lead nowhere, pages that nobody finds, names without a docstring.
+# Not with --quiet, which hides them from --strict.
 docs: $(STAMP)  ## build the site from docs/, docstrings and notebooks into build/site; it needs no network
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f docs/site/mkdocs.yml
 

@@ -190,22 +190,22 @@ class OwnerGradients:
             if grad is None or isinstance(grad, PartialGradient):
                 continue
             piece = piece_of(of_param, rank)
-            if piece is None:
-                elsewhere = self._elsewhere.get(param)
-                if elsewhere is None:
-                    elsewhere = self._elsewhere[param] = self._partial(param, None)
-                param.grad = elsewhere
-            elif len(of_param) == 1:
+            if piece is not None and len(of_param) == 1:
                 owned(grad, self._agree)
-            else:
-                rows = rows_of(grad, piece)
-                if not _is_in(rows, buffer):
-                    rows = rows.clone()  # a view would keep the whole; DDP keeps its bucket in any case
-                param.grad = self._partial(param, rows)
+                continue
+            rows = None if piece is None else rows_of(grad, piece)
+            if rows is not None and not _is_in(rows, buffer):
+                rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
+            param.grad = self._partial(param, rows)
 
     def _partial(self, param: Tensor, rows: Tensor | None) -> PartialGradient:
+        if rows is None and param in self._elsewhere:
+            return self._elsewhere[param]
         pieces = self._optimizer.pieces()[param]
-        return PartialGradient(param, pieces, rows, self._names[param], agree=self._agree)
+        gradient = PartialGradient(param, pieces, rows, self._names[param], agree=self._agree)
+        if rows is None:
+            self._elsewhere[param] = gradient
+        return gradient
 
     # ------------------------------------------------------------------ the optimizer's buckets
 

@@ -152,6 +152,15 @@ def stay_away(store: dist.Store | None = None) -> None:
     wait_until(lambda: (store or default_store()).check([_OVER]))
 
 
+def be_lost(how: str) -> None:
+    """Be "killed" or "stopped", or stay "away" until another rank has ended."""
+    about_to_stall()
+    if how == "away":
+        stay_away()
+    else:
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+
+
 @contextmanager
 def begun_works() -> Iterator[list[Work]]:
     """Collect the works that begin in the body."""

@@ -18,7 +18,7 @@ import zero_optim
 from overlap import Setting, plain_step
 from pool import on_ranks
 from processes import stat
-from stalling import about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
+from stalling import about_to_stall, be_lost, linear, outcomes, sharded, with_gradients
 from training import assert_same_bits
 from waiting import wait_until
 from worlds import leave, world
@@ -298,15 +298,11 @@ def sum_without_one(how: str) -> str:
     optimizer.step()
     pids = RankGroup.of(None).all_gather_json(os.getpid())
     if dist.get_rank() == dist.get_world_size() - 1:
-        about_to_stall()
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "killed as it writes":
+        if how == "killed as it writes":
+            about_to_stall()
             die_inside_a_row()
-        elif how == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            stay_away()
+            be_lost(how)
     try:
         optimizer.step()
     finally:

@@ -3,8 +3,6 @@
 On one machine ranks only say that they are on several hosts; benchmarks/overlap.py has hosts with a link.
 """
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 import zero_optim
 from pool import on_ranks
-from stalling import TIMEOUT, about_to_stall, linear, outcomes, sharded, stay_away, with_gradients
+from stalling import TIMEOUT, be_lost, linear, outcomes, sharded, with_gradients
 from test_stalled import let_go_on
 from test_unit_marks import UNEVEN, trained
 from training import assert_same_bits
@@ -269,11 +267,7 @@ def step_without_one(how: str) -> str:
         optimizer = sharded(model)
         optimizer.step()
         if dist.get_rank() == 3:
-            about_to_stall()
-            if how == "away":
-                stay_away()
-            else:
-                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            be_lost(how)
         optimizer.step()
         return "stepped"
 
@@ -286,11 +280,7 @@ def gather_without_one(how: str) -> str:
         wrapped(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         if dist.get_rank() == 3:
-            about_to_stall()
-            if how == "away":
-                stay_away()
-            else:
-                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            be_lost(how)
         wrapped(torch.ones(1, 4))
         return "gathered"
 

@@ -303,18 +303,15 @@ class OwnerBucket(ReducerBucket):
         return owners.dtype not in (None, self.params[slot].dtype) or isinstance(owners.keeping, HostKeeping)
 
     def _partial(self, slot: int, rows: Tensor | None) -> PartialGradient:
-        known = self._elsewhere.get(slot) if rows is None else None
-        if known is None:
-            known = self._new_partial(slot, rows)
-            if rows is None:
-                self._elsewhere[slot] = known
-        return known
-
-    def _new_partial(self, slot: int, rows: Tensor | None) -> PartialGradient:
+        if rows is None and slot in self._elsewhere:
+            return self._elsewhere[slot]
         owners = self._owners
         comes = owners.keeping.wait if isinstance(owners.keeping, HostKeeping) else None
         pieces, name, param = owners.pieces[slot], owners.names[slot], self.params[slot]
-        return PartialGradient(param, pieces, rows, name, owners.dtype, comes, owners.agree)
+        gradient = PartialGradient(param, pieces, rows, name, owners.dtype, comes, owners.agree)
+        if rows is None:
+            self._elsewhere[slot] = gradient
+        return gradient
 
     def _taken_over(self, slot: int, whole: Tensor) -> Tensor:
         owners, param = self._owners, self.params[slot]

@@ -56,7 +56,8 @@ def of_deepspeed(folder: Path) -> Source:
         own = {key: value for key, value in of_name.items() if key != "fp32"}
         if first["module"][name].dtype != of_name["fp32"].dtype:
             own[MASTER] = of_name["fp32"]
-        state |= {name: own} if own else {}
+        if own:
+            state[name] = own
     param_groups = [{**own, "params": list(g)} for own, g in zip(options, groups, strict=True)]
     scaler = optims[0]["optimizer_state_dict"] if optims else {}
     rest = {key: value for key, value in first.items() if key not in _CONFIG}
