@@ -6,6 +6,7 @@ sockets, say whether data was never sent, never read, or read and forgotten.
 
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 _LIMIT = 60  # seconds: reading PyTorch's symbols takes ten
@@ -31,7 +32,18 @@ def _stacks(pid: int) -> str:
     except subprocess.TimeoutExpired:
         return f"no stacks in C++: gdb took longer than {_LIMIT} s"
     threads = [line for line in found.stdout.splitlines() if line.startswith(("Thread ", "#"))]
-    return "\n".join(threads) or f"no stacks in C++: {found.stderr.strip()}"
+    return "\n".join(threads) or "\n".join([f"no stacks in C++: {found.stderr.strip()}", *_threads(pid)])
+
+
+def _threads(pid: int) -> list[str]:
+    """List the threads with their states: a process whose first thread has ended may have others that run."""
+    shown = []
+    for folder in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            name, _, rest = (folder / "stat").read_text().rpartition(")")
+            where = (folder / "wchan").read_text()
+            shown.append(f"thread {name}), state {rest.split()[0]}, waits in {where}")
+    return shown
 
 
 def _filled_sockets() -> str:

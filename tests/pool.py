@@ -44,6 +44,7 @@ CALL_TIMEOUT = 180.0  # of a call, if it gives no other
 START_TIMEOUT = 240.0  # for a fresh process to import torch
 PEER_GRACE = 3.0  # for the other ranks to report, after one has failed; it passes in full if one hangs
 END_TIMEOUT = 30.0  # for a process whose pipe is closed to end
+DEATH_CHECK = 1.0  # between two looks whether a process has ended that does not reply
 
 
 class RankError(AssertionError):
@@ -183,8 +184,11 @@ class Pool:
         replies: dict[int, Reply] = {}
         deadline = time.monotonic() + timeout
         while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = deadline - time.monotonic()
+            ready = wait(list(waiting), min(max(0.0, left), DEATH_CHECK))
+            # The pipe of a process that has ended stays open as long as a process that it has forked.
+            ready = ready or [pipe for pipe, rank in waiting.items() if self._workers[rank].has_ended]
+            if not ready and left <= 0:
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -197,6 +201,8 @@ class Pool:
     def _reply(self, rank: int) -> Reply:
         worker = self._workers[rank]
         try:
+            if worker.has_ended and not worker.connection.poll():
+                raise EOFError
             reply = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
             worker.process.join(END_TIMEOUT)
@@ -240,6 +246,10 @@ class _Worker:
         process.start()
         theirs.close()  # now only the worker has the other end, so its death is an end of file here
         return cls(process, ours, stack_file)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.process.is_alive()
 
     @property
     def pid(self) -> int:

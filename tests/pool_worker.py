@@ -72,7 +72,6 @@ def serve(connection: "Connection[Any, Any]", stack_file: Path, store_port: int)
     torch.set_num_threads(1)
     use_loopback()
     with answer_with_stacks(stack_file) as stacks:
-        faulthandler.enable(stacks)
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # type: ignore[attr-defined]
         connection.send_bytes(b"listening")
         while True:
@@ -80,6 +79,8 @@ def serve(connection: "Connection[Any, Any]", stack_file: Path, store_port: int)
                 request = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
+            faulthandler.enable(stacks)
+            faulthandler.register(signal.SIGUSR1, stacks)  # again: Lightning's Trainer resets all handlers
             store.set_timeout(timedelta(seconds=request.group_timeout))
             own_store = dist.PrefixStore(request.group_name, store)  # type: ignore[attr-defined]
             connection.send_bytes(pickle.dumps(_answer(request, own_store, connection)))

@@ -61,6 +61,14 @@ def last_rank_never_arrives(folder: Path) -> None:
     wait_in_a_collective(mark)
 
 
+def fork_and_die(mark: Path) -> None:
+    """The child, which has the pipe to the pool too, lives until the mark is there."""
+    if os.fork() == 0:
+        wait_until(mark.exists)
+        os._exit(0)
+    die()
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -182,6 +190,13 @@ def test_a_hang_shows_the_stack_of_every_rank_and_the_next_call_works(
 def test_a_process_that_dies_is_reported(failing2: Ranks) -> None:
     with pytest.raises(RankError, match=f"died with exit code -{signal.SIGKILL.value}"):
         failing2.run(die)
+
+
+def test_a_process_that_dies_is_reported_while_its_child_lives(failing2: Ranks, tmp_path: Path) -> None:
+    mark = tmp_path / "reported"
+    with pytest.raises(RankError, match=f"died with exit code -{signal.SIGKILL.value}"):
+        failing2.run(fork_and_die, mark)
+    mark.touch()
 
 
 def test_nothing_that_goes_wrong_on_a_rank_passes_silently(

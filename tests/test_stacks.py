@@ -47,7 +47,7 @@ def test_a_process_that_has_ended_or_is_stopped_is_not_waited_for(
         raise AssertionError("it waits for a process that cannot answer")
 
     monkeypatch.setattr(stacks.time, "sleep", refuse)
-    with process() as one, process() as other:
+    with process(str(tmp_path / "one")) as one, process(str(tmp_path / "other")) as other:
         one.kill()
         os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, as a rank does
         other.send_signal(signal.SIGSTOP)
@@ -67,3 +67,10 @@ def test_those_that_can_answer_are_waited_for_beside_one_that_cannot(tmp_path: P
     assert answers[0].startswith("most recent call first:\n")
     assert " in wait_here" in answers[0]
     assert answers[1] == "no answer: the process has ended"
+
+
+def test_a_process_that_does_not_catch_the_signal_is_not_ended_by_it(tmp_path: Path) -> None:
+    with process() as one:
+        answers = stacks_of({0: (one.pid, tmp_path / "none")})
+        assert answers == {0: "no answer: the process has reset its handler of SIGUSR1"}
+        assert one.poll() is None

@@ -12,6 +12,7 @@ from typing import TextIO
 
 _POLL = 0.05  # seconds
 _MOST_POLLS = 600  # half a minute, far more than a process needs to write its stacks
+_DEAF = ": the process has reset its handler of SIGUSR1"
 
 
 def answer_with_stacks(path: Path) -> TextIO:
@@ -24,11 +25,13 @@ def answer_with_stacks(path: Path) -> TextIO:
 def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
     """Return each process's heading and stacks, or why it did not answer; waits for the answers.
 
-    ``processes``: rank -> (process id, the file of `answer_with_stacks`), on this host.
+    ``processes``: rank -> (process id, the file of `answer_with_stacks`), on this host. One that has reset
+    its handlers, as Lightning's Trainer does, is not asked: the signal would end it.
     """
     for pid, _ in processes.values():
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
+            if _why_silent(pid) != _DEAF:
+                os.kill(pid, signal.SIGUSR1)
     texts = dict.fromkeys(processes, "")
     silent = dict.fromkeys(processes, "")
     for _ in range(_MOST_POLLS):
@@ -48,14 +51,17 @@ def _why_silent(pid: int) -> str:
     """Return why a process cannot answer; "" if it can, or if this system does not tell."""
     try:
         os.kill(pid, 0)
-        # The state comes behind the name of the program, which is in parentheses and may hold some itself.
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except ProcessLookupError:  # also of a file that was open when the process went
         return ": the process has ended"
     except OSError:  # no such folder, on other systems than Linux
         return ""
+    status = dict(line.partition(":")[::2] for line in lines)
+    state = status["State"].split()[0]
     if state in "ZX":
         return ": the process has ended"
+    if not int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1:
+        return _DEAF
     return ": the process is stopped" if state in "Tt" else ""
 
 
