@@ -144,6 +144,9 @@ def _in_process_group(
     # the parent first collects all replies, and then sends "end".
     connection.send_bytes(pickle.dumps(Reply(value)))
     connection.recv_bytes()
+    # PyTorch's DDP, where it is the last to refer to a group, frees it under the GIL: it would wait for ever
+    # for a thread of gloo that needs the GIL to free a tensor. So wrappers go first.
+    gc.collect()
     # A rank that raised skips this: its process will be killed, and the other ranks may be stuck elsewhere.
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -191,10 +191,12 @@ def test_who_detaches_a_wrapper_alone_after_a_failure_is_waited_for_by_nobody(tm
     model = DistributedDataParallel(linear())
     beside = RankGroup.of(dist.new_group())  # of the same ranks
     if rank == 0:
+        wait_until((tmp_path / "connected").exists)
         RankGroup.of(None).works.has_failed = True
         model.detach()
         wait_until((tmp_path / "raised").exists)
     else:
+        (tmp_path / "connected").touch()
         with pytest.raises(RuntimeError):
             beside.broadcast_rows([(0, torch.ones(4))])[0].wait()
         (tmp_path / "raised").touch()
