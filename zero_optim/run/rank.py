@@ -6,6 +6,7 @@ Note [Which failure is reported]
     comes first. An exception that only repeats another rank's comes last.
 """
 
+import gc
 import importlib.util
 import json
 import linecache
@@ -143,6 +144,9 @@ def _run(rank: int, job: Job) -> None:
     # Like pickle, but tensors that share memory are written once, and classes of a notebook can be returned.
     kind = "pickle" if importlib.util.find_spec("cloudpickle") is None else "cloudpickle"
     torch.save(value, job.path("value", rank), pickle_module=importlib.import_module(kind))
+    # PyTorch's DDP in a cycle, where it is the last to refer to a group, frees it under the GIL, and may wait
+    # for ever for a thread of gloo that needs the GIL to free a tensor. So it goes first.
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
