@@ -146,7 +146,8 @@ def _in_process_group(
     connection.recv_bytes()
     # PyTorch's DDP, where it is the last to refer to a group, frees it under the GIL: it would wait for ever
     # for a thread of gloo that needs the GIL to free a tensor. So wrappers go first.
-    gc.collect()
+    while gc.collect():
+        pass
     # A rank that raised skips this: its process will be killed, and the other ranks may be stuck elsewhere.
     if dist.is_initialized():
         dist.destroy_process_group()

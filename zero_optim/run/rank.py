@@ -146,7 +146,9 @@ def _run(rank: int, job: Job) -> None:
     torch.save(value, job.path("value", rank), pickle_module=importlib.import_module(kind))
     # PyTorch's DDP in a cycle, where it is the last to refer to a group, frees it under the GIL, and may wait
     # for ever for a thread of gloo that needs the GIL to free a tensor. So it goes first.
-    gc.collect()
+    del value
+    for _ in range(3):  # what the first one frees may have held more
+        gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
