@@ -148,8 +148,9 @@ def _prepare() -> None:
 def verdict(reports: list[Report], expected: Unsharded) -> Outcome:
     """Combine what the ranks reported."""
     errors = {rank: report for rank, report in enumerate(reports) if report.kind == "error"}
-    if any(report.kind == "dead" for report in reports):
-        return Outcome("dead", _first(errors))
+    for rank, report in enumerate(reports):
+        if report.kind == "dead":
+            return Outcome("dead", f"{report.text} (rank {rank})")
     raised = {rank: report for rank, report in errors.items() if not ENDED.search(report.text)}
     if len(raised) == len(reports):
         return Outcome("refused", _first(raised))

@@ -4,10 +4,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def run_on_ranks(size: int, limit: float, function: Callable[..., object], *args
         pipes.append(ours)
         processes.append(process)
     try:
-        reports = _collect(pipes, limit)
+        reports = _collect(pipes, processes, limit)
         for pipe in pipes:
             try:
                 pipe.send("end")
@@ -65,7 +66,9 @@ def run_on_ranks(size: int, limit: float, function: Callable[..., object], *args
             pipe.close()
 
 
-def _collect(pipes: "list[Connection[Any, Any]]", limit: float) -> list[Report]:
+def _collect(
+    pipes: "list[Connection[Any, Any]]", processes: Sequence[BaseProcess], limit: float
+) -> list[Report]:
     reports = [Report("silent")] * len(pipes)
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + limit
@@ -79,7 +82,8 @@ def _collect(pipes: "list[Connection[Any, Any]]", limit: float) -> list[Report]:
             try:
                 reports[rank] = pipe.recv()
             except (EOFError, OSError):
-                reports[rank] = Report("dead")
+                processes[rank].join(GRACE)
+                reports[rank] = Report("dead", text=f"exit code {processes[rank].exitcode}")
             if reports[rank].kind != "value":
                 deadline = min(deadline, time.monotonic() + GRACE)
     return reports
