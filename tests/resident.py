@@ -55,7 +55,7 @@ def main(rank: int, world_size: int, folder: str) -> None:
     return_freed_memory()
     store = dist.FileStore(str(Path(folder) / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    train(*made(8, 2), 8)  # so that all code is there
+    train(*made(WIDTH, 8), WIDTH)  # so that all code is there, and all pages of the rings that ranks share
     clean_up()
     before = resident_nbytes()
     wrapped, optimizer = made(WIDTH, NUM_LAYERS)

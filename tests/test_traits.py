@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch_optimizer
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import own_classes as own
 from optimizer_cases import CASES, MISSING, documented
@@ -503,3 +504,11 @@ class Talks(torch.optim.SGD):
 def test_a_class_that_communicates_in_its_step_is_refused() -> None:
     with pytest.raises(ValueError, match="its step communicates, and each rank would send what it has"):
         ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(3))], Talks, lr=0.1)
+
+
+@on_ranks(1)
+def test_a_class_is_tried_on_a_backend_that_does_not_count_collectives() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    optimizer = ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.AdamW, lr=0.1)
+    assert optimizer.param_groups[0]["lr"] == 0.1
