@@ -25,6 +25,7 @@ import late_backend
 import sockets
 from on_device import on_device
 from zero_optim.run.host import end_with_parent, use_loopback
+from zero_optim.run.rank import destroy_group
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
 if TYPE_CHECKING:
@@ -144,13 +145,8 @@ def _in_process_group(
     # the parent first collects all replies, and then sends "end".
     connection.send_bytes(pickle.dumps(Reply(value)))
     connection.recv_bytes()
-    # PyTorch's DDP, where it is the last to refer to a group, frees it under the GIL: it would wait for ever
-    # for a thread of gloo that needs the GIL to free a tensor. So wrappers go first.
-    while gc.collect():
-        pass
     # A rank that raised skips this: its process will be killed, and the other ranks may be stuck elsewhere.
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    destroy_group()
     return value
 
 

@@ -49,9 +49,9 @@ middle of three blocks for two updates; *unfreeze* has it frozen from before wra
 updates; *uneven* has two batches less on one rank, with `Join`; *scaler* has a `GradScaler`, and an
 infinity on one rank.
 
-A second run of all cells differed in four: Shampoo under ShardedDDP, which is at the limit of *unclear*, in
-three loops; and once a thread of gloo aborted a rank of DDP (SparseAdam, *groups*), which 1,900 more runs of
-that cell did not show.
+On 2026-11-27 a second run of all cells differed in four: Shampoo under ShardedDDP, which is at the limit of
+*unclear*, in three loops; and once a thread of gloo aborted a rank of DDP (SparseAdam, *groups*), which 1,900
+more runs of that cell did not show.
 """
 
 

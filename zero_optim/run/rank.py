@@ -28,6 +28,7 @@ from zero_optim.errors import StalledError, is_heard_of
 from zero_optim.run.host import end_with_parent, use_loopback
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
+_MOST_COLLECTIONS = 10  # though a thread of the user may make garbage all the time
 _POLL = 0.05  # seconds between two looks at whether the others have told why they failed
 CAUSE = 120.0  # seconds that a rank which only heard of a failure gives the one that failed, on a busy host
 _LOST = 10.0  # seconds for ranks that do not answer, or have closed their connections
@@ -111,6 +112,7 @@ def enter(rank: int, job: Job) -> None:
     job.path("begun", rank).touch()
     try:
         _run(rank, job)
+        destroy_group()  # here, as nothing of the call is left
     except BaseException as error:  # noqa: BLE001 - the caller raises for all of them
         now = monotonic_ns()  # one clock for all processes of a host
         text = traceback_text(error, __file__)  # without the frames of this file
@@ -144,11 +146,17 @@ def _run(rank: int, job: Job) -> None:
     # Like pickle, but tensors that share memory are written once, and classes of a notebook can be returned.
     kind = "pickle" if importlib.util.find_spec("cloudpickle") is None else "cloudpickle"
     torch.save(value, job.path("value", rank), pickle_module=importlib.import_module(kind))
-    # PyTorch's DDP in a cycle, where it is the last to refer to a group, frees it under the GIL, and may wait
-    # for ever for a thread of gloo that needs the GIL to free a tensor. So it goes first.
-    del value
-    for _ in range(3):  # what the first one frees may have held more
-        gc.collect()
+
+
+def destroy_group() -> None:
+    """Destroy the default process group, if there is one, after the wrappers that nobody uses any more.
+
+    PyTorch's DDP in a cycle, where it is the last to refer to a group, frees it under the GIL, and may wait
+    for ever for a thread of gloo that needs the GIL to free a tensor.
+    """
+    for _ in range(_MOST_COLLECTIONS):
+        if not gc.collect():  # what one collection frees may have held more
+            break
     if dist.is_initialized():
         dist.destroy_process_group()
 
