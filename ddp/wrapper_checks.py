@@ -14,9 +14,9 @@ from zero_optim.comm.agreement import agree, check_flags, failing_together, rais
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.assignment import describe_params
-from zero_optim.ddp.reducer.report import names_text
 from zero_optim.health.watchdog import check_patience, learn_addresses, patient, watch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.plan.groups import names_text
 from zero_optim.shard.places import is_freed
 
 # Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.

@@ -174,3 +174,144 @@ def test_inside_join_unreduced_gradients_raise_on_joined_ranks_and_a_model_wrapp
             optimizer.step()
             optimizer.zero_grad()
         assert not torch.equal(model[0][0].weight, before)
+
+
+# ---------------------------------------------------------------------- passes that were not reduced
+
+SITUATIONS: dict[str, Callable[[nn.Module, nn.Module], None]] = {}
+
+
+def backward(wrapped: nn.Module, value: float) -> None:
+    wrapped(torch.full((2, 8), value)).square().sum().backward()
+
+
+def situation(function: Callable[[nn.Module, nn.Module], None]) -> Callable[[nn.Module, nn.Module], None]:
+    SITUATIONS[function.__name__] = function
+    return function
+
+
+@situation
+def all_under_no_sync(model: nn.Module, wrapped: nn.Module) -> None:
+    with wrapped.no_sync():
+        backward(wrapped, 1.0 + dist.get_rank())
+
+
+@situation
+def one_more_under_no_sync(model: nn.Module, wrapped: nn.Module) -> None:
+    backward(wrapped, 1.0 + dist.get_rank())
+    all_under_no_sync(model, wrapped)
+
+
+@situation
+def the_inner_module(model: nn.Module, wrapped: nn.Module) -> None:
+    backward(model, 1.0 + dist.get_rank())
+
+
+@situation
+def sync_left_off(model: nn.Module, wrapped: nn.Module) -> None:
+    wrapped.require_backward_grad_sync = False  # type: ignore[assignment]
+    backward(wrapped, 1.0 + dist.get_rank())
+
+
+def with_zero_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, zero_step(optimizer))
+    return wrapped
+
+
+RECIPES: dict[str, Callable[[nn.Module, ZeroRedundancyOptimizer], nn.Module]] = {
+    "DDP": lambda model, _: DistributedDataParallel(model),
+    "zero_step": with_zero_step,
+    "stage 2": ShardedDataParallel,
+    "stage 2, local": lambda model, optimizer: ShardedDataParallel(model, optimizer, accumulate="local"),
+    "stage 3": in_full,
+    "stage 3, local": lambda model, optimizer: FullyShardedDataParallel(
+        model, optimizer, units=[*model.children()], accumulate="local"
+    ),
+}
+# Owners add up every pass; with sharded gradients modules that are called by themselves are reduced.
+REDUCED = {(recipe, name) for recipe in ("stage 2", "stage 3") for name in SITUATIONS} - {
+    ("stage 2", "sync_left_off"),
+    ("stage 3", "sync_left_off"),
+}
+REDUCED |= {(recipe, "the_inner_module") for recipe in ("stage 2, local", "stage 3, local")}
+REFUSED = r"not reduced|has been reduced|after the step had been taken"
+
+
+def weights(model: nn.Module, recipe: str) -> list[Tensor]:
+    with unsharded(model) if recipe.startswith("stage 3") else torch.no_grad():
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_passes_that_were_not_reduced_are_not_stepped(recipe: str) -> None:
+    for name, run in SITUATIONS.items():
+        model, optimizer = made()
+        wrapped = RECIPES[recipe](model, optimizer)
+        before = weights(model, recipe)
+
+        def train(
+            run: Callable[[nn.Module, nn.Module], None] = run,
+            model: nn.Module = model,
+            wrapped: nn.Module = wrapped,
+            optimizer: ZeroRedundancyOptimizer = optimizer,
+        ) -> None:
+            run(model, wrapped)
+            optimizer.step()
+
+        if (recipe, name) in REDUCED:
+            train()
+            continue
+        with pytest.raises(RuntimeError, match=REFUSED):
+            train()
+        is_stepped = (recipe, name) == ("zero_step", "one_more_under_no_sync")  # in its first pass
+        assert is_stepped or all(map(torch.equal, weights(model, recipe), before)), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["cleared", "averaged", "closure"])
+def test_the_error_names_parameters_and_spares_gradients_that_are_equal_or_gone(kind: str) -> None:
+    model, optimizer = made()
+    wrapped = DistributedDataParallel(model)
+
+    def closure() -> float:
+        all_under_no_sync(model, wrapped)
+        return 0.0
+
+    if kind == "closure":
+        with pytest.raises(RankMismatchError, match=r"gradient of 0\.0\.weight.*no_sync.*0\.0\.bias, 1\.0"):
+            optimizer.step(closure)
+        return
+    closure()
+    for param in model.parameters():
+        if kind == "averaged":
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+        else:
+            param.grad = None
+    optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_parameter_of_the_optimizer_in_no_wrapper_is_averaged_by_the_user_or_refused(recipe: str) -> None:
+    torch.manual_seed(0)
+    model, head = made()[0], nn.Linear(8, 2)
+    optimizer = ZeroRedundancyOptimizer(
+        [*model.named_parameters(), *head.named_parameters(prefix="head")], torch.optim.SGD, lr=1.0
+    )
+    wrapped = RECIPES[recipe](model, optimizer)
+    for averages in (True, False):
+        head(wrapped(batch(dist.get_rank()))).sum().backward()
+        for param in head.parameters() if averages else ():
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+        if averages:
+            optimizer.step()
+        else:
+            with pytest.raises(
+                RankMismatchError, match=r"gradient of head\.weight.*in no data-parallel wrapper"
+            ):
+                optimizer.step()
+        optimizer.zero_grad()

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.ddp.reducer.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.plan.groups import names_text
 from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
 
 Accumulate = Literal["owner", "local"]

@@ -12,7 +12,7 @@ from zero_optim.compat import private
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.precision.casting import cast_buffers
 from zero_optim.ddp.reducer.graph import replaced
-from zero_optim.ddp.reducer.report import names_text
+from zero_optim.plan.groups import names_text
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHERE = ("model", "units", "nowhere")

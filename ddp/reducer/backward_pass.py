@@ -25,6 +25,7 @@ from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.errors import ReductionError
 from zero_optim.flow.schedule import Moment, Operation
+from zero_optim.plan.groups import names_text
 
 
 class Phase(Enum):
@@ -118,7 +119,7 @@ class BackwardPass:
     def failure(self) -> str | None:
         """Return all errors as one text, each with its parameters, or None."""
         texts = sorted(self._failures, key=lambda text: text != report.BROKE_OFF)  # that comes first
-        return "; ".join(text.format(report.names_text(self._failures[text])) for text in texts) or None
+        return "; ".join(text.format(names_text(self._failures[text])) for text in texts) or None
 
     # ------------------------------------------------------------------ gradients come
 

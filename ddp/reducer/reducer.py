@@ -34,6 +34,7 @@ from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import SWAPPED, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
+from zero_optim.step.unreduced import add_reducer, remove_reducer
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -89,6 +90,7 @@ class Reducer:
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
         self.reset()
+        add_reducer(self)
         if checks:  # then all ranks have got here
             learn_addresses(self.group)
 
@@ -102,6 +104,11 @@ class Reducer:
         self._unread: list[FailureReport] = []  # of passes that have ended
         self.futures: list[Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
+
+    @property
+    def unreduced(self) -> Sequence[bool]:
+        """By parameter: its last gradient came in a pass that was not reduced."""
+        return self.history.carried
 
     @property
     def in_join(self) -> bool:
@@ -191,6 +198,7 @@ class Reducer:
     def close(self) -> None:
         """Remove the hooks; a second call does nothing."""
         remove(self._inbox.handles)
+        remove_reducer(self)
 
     def begin_forward(self) -> None:
         """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""

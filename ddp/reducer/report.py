@@ -96,12 +96,6 @@ class FailureReport:
             raise ReductionError(f"the gradients of {which} backward pass cannot be used. {each}{late}")
 
 
-def names_text(names: Sequence[str], most: int = 10) -> str:
-    """List parameters in a message, only the first of many."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 # Each text names parameters.
 BROKE_OFF = "a backward pass ended with an exception before its gradients were reduced"
 NO_GRADIENT = (

@@ -181,11 +181,12 @@ def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | Non
 
 
 class SharedCall:
-    """A function that every rank calls; its first call fails together."""
+    """A function that every rank calls; its first call fails together, and ``then`` follows it."""
 
-    def __init__(self, group: RankGroup, function: Callable[[], Any]) -> None:
+    def __init__(self, group: RankGroup, function: Callable[[], Any], then: Callable[[], None]) -> None:
         self._group = group
         self._function = function
+        self._then = then
         self._is_called = False
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
@@ -194,7 +195,9 @@ class SharedCall:
             return self._function()
         self._is_called = True
         with failing_together(self._group):
-            return self._function()
+            result = self._function()
+        self._then()
+        return result
 
     def finish(self) -> None:
         """Take part in the other ranks' first call if there was none here."""
@@ -202,6 +205,7 @@ class SharedCall:
             self._is_called = True
             with failing_together(self._group):
                 pass
+            self._then()
 
 
 # ------------------------------------------------------------------------------------ arguments

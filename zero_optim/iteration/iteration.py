@@ -21,7 +21,6 @@ from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale, is_skipped_by_all
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
-from zero_optim.step.unreduced import unreduced_among
 
 
 class Iteration:
@@ -74,10 +73,9 @@ class Iteration:
         if closure is None:
             return None, None, None
         core, in_join = self._core, self.joins.under_way
-        shared = SharedCall(core.group, closure)
-        # Gradients that nobody reduces are compared before the step.
+        shared = SharedCall(core.group, closure, partial(core.check_unreduced, in_join=in_join))
         is_ready = self._overlap is not None or in_join or core.sharding.has_cuts
-        if not is_ready and not unreduced_among(core.sharding.pieces) and core.owned.takes_closures:
+        if not is_ready and core.owned.takes_closures:
             return None, shared, None
         try:
             with torch.enable_grad():  # the gradients are needed before the class's own step begins

@@ -73,6 +73,12 @@ def param_names(groups: Sequence[ParamGroup]) -> list[str]:
     return names
 
 
+def names_text(names: Sequence[str], most: int = 10) -> str:
+    """List parameters in a message, only the first of many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def short_names(groups: Sequence[ParamGroup]) -> list[str]:
     """Name every parameter briefly: its own name, or group and place."""
     return [

@@ -26,6 +26,7 @@ from zero_optim.plan.groups import (
     options_of,
     param_names,
     params_of,
+    short_names,
 )
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
@@ -40,7 +41,7 @@ from zero_optim.step.gradients import is_sparse
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.state_view import OwnedEntries
-from zero_optim.step.unreduced import check_unreduced, unreduced_among
+from zero_optim.step.unreduced import UnreducedParams, check_unreduced
 
 
 class Snapshot:
@@ -118,6 +119,7 @@ class Core:
     groups: list[ParamGroup]
     snapshot: Snapshot = field(default_factory=Snapshot)
     mirror: Mirror = field(default_factory=Mirror)
+    unreduced: UnreducedParams = field(default_factory=UnreducedParams)
     state: MutableMapping[Any, Any] = field(default_factory=dict)
     mesh: RankMesh | None = None
 
@@ -180,9 +182,10 @@ class Core:
 
     def check_unreduced(self, *, in_join: bool) -> None:
         """Refuse to step with unreduced gradients; communicates only if there may be some."""
-        unreduced = unreduced_among(self.sharding.pieces)
-        if unreduced and self.group.size > 1:
-            check_unreduced(self.group, unreduced, in_join=in_join)
+        unreduced = self.unreduced.among(self.sharding.pieces) if self.group.size > 1 else {}
+        if unreduced:
+            names = dict(zip(self.params, short_names(self.groups), strict=True))
+            check_unreduced(self.group, unreduced, names, in_join=in_join)
 
     # ------------------------------------------------------------------ what users see
 

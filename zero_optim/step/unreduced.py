@@ -1,19 +1,23 @@
-"""Parameters that a data-parallel wrapper does not reduce: they were frozen when it was built.
+"""Gradients that no backward pass has reduced: each rank would step its own.
 
-Note [Unfrozen later]
-    Such a parameter may train later, with another gradient on each rank. The user may reduce it by hand, so
-    ``step()`` compares these gradients between ranks. Without such parameters it only reads a flag of each
-    registered one.
+Note [Unreduced gradients]
+    A reducer knows which parameters have a gradient of a pass that it did not reduce. A parameter that no
+    reducer has, beside others of the optimizer that one has, is reduced by nobody. The user may average such
+    gradients by hand, so ``step()`` compares them between ranks. Without any, it looks at one list for each
+    reducer, and communicates nothing.
 """
 
-from collections.abc import Container, Sequence
-from weakref import WeakSet
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import memory_of
+from zero_optim.plan.groups import names_text
 from zero_optim.shard.order import digests
 
 NOT_REDUCED = (
@@ -21,47 +25,140 @@ NOT_REDUCED = (
     "and each rank would train it for itself. Wrap the model while all that will be trained requires a "
     "gradient, with find_unused_parameters=True, and freeze behind that; or wrap it anew"
 )
-_HINT = f"It {NOT_REDUCED}; or average its gradient on every rank before step()"
+_NOT_WRAPPED = (
+    "is in the optimizer, and in no data-parallel wrapper that reduces its gradient: wrap the module that "
+    "has it too, for example model and loss as one module"
+)
+_NOT_SYNCED = (
+    "has a gradient of a backward pass that was not reduced: the pass ran under no_sync(), with "
+    "require_backward_grad_sync=False, or through the inner module instead of the wrapper. Run the last "
+    "backward pass before step() through the wrapper and outside of no_sync(), also where the last window "
+    "of an accumulation is not full"
+)
 
 
 class FrozenParams:
-    """The names and parameters that one living wrapper does not reduce."""
+    """The names and parameters that one living wrapper does not reduce, as they were frozen."""
 
     def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
         self._pairs = pairs
         if pairs:
-            _REGISTERED.add(self)
+            _FROZEN.add(self)
 
     def unfrozen(self) -> list[tuple[str, Tensor]]:
         """Return those that require a gradient now."""
         return [(name, param) for name, param in self._pairs if param.requires_grad]
 
 
-_REGISTERED: WeakSet[FrozenParams] = WeakSet()
+class GradientReducer(Protocol):
+    """What reduces gradients of parameters during backward passes."""
+
+    names: Sequence[str]
+    params: Sequence[Tensor]
+
+    @property
+    def unreduced(self) -> Sequence[bool]:
+        """By parameter: its last gradient came in a pass that was not reduced."""
 
 
-def unreduced_among(params: Container[Tensor]) -> dict[str, Tensor]:
-    """Return, by name, parameters that train but that no wrapper reduces. No communication."""
-    if not _REGISTERED:
+_FROZEN: WeakSet[FrozenParams] = WeakSet()
+_REDUCERS: WeakKeyDictionary[GradientReducer, int] = WeakKeyDictionary()  # numbered
+_numbers = count()
+
+
+def add_reducer(reducer: GradientReducer) -> None:
+    """Ask a living reducer about gradients from now on."""
+    _REDUCERS[reducer] = next(_numbers)
+
+
+def remove_reducer(reducer: GradientReducer) -> None:
+    """Forget a reducer, whose hooks are gone."""
+    _REDUCERS.pop(reducer, None)
+
+
+class Unreduced(NamedTuple):
+    """A parameter whose gradient no pass has reduced: its name, if a wrapper knows one, and the reason."""
+
+    name: str | None
+    reason: str
+
+
+class UnreducedParams:
+    """Finds the unreduced parameters of one optimizer. No communication."""
+
+    def __init__(self) -> None:
+        self._known: tuple[int, ...] = ()  # the reducers for which the parameters without one are known
+        self._outside: list[Tensor] = []
+
+    def __reduce__(self) -> "tuple[type[UnreducedParams], tuple[()]]":
+        return UnreducedParams, ()
+
+    def among(self, params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
+        """Return those of ``params`` that train, with the reasons."""
+        unreduced: dict[Tensor, Unreduced] = {}
+        if _REDUCERS:
+            reducers = list(_REDUCERS)
+            outside = (param for param in self._without_reducer(reducers, params) if param.requires_grad)
+            unreduced.update(dict.fromkeys(outside, Unreduced(None, _NOT_WRAPPED)))
+            unreduced.update(_not_synced(reducers, params))
+        for frozen in list(_FROZEN):
+            unreduced.update(
+                (param, Unreduced(name, NOT_REDUCED)) for name, param in frozen.unfrozen() if param in params
+            )
+        return unreduced
+
+    def _without_reducer(
+        self, reducers: Sequence[GradientReducer], params: Collection[Tensor]
+    ) -> list[Tensor]:
+        """List the parameters that no reducer has, unless none has any."""
+        known = (*_REDUCERS.values(), len(params))
+        if known != self._known:
+            reduced = {param for reducer in reducers for param in reducer.params}
+            outside = [param for param in params if param not in reduced]
+            self._known, self._outside = known, outside if len(outside) < len(params) else []
+        return self._outside
+
+
+def _not_synced(reducers: Sequence[GradientReducer], params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
+    """Find the parameters with a gradient of an unreduced pass, unless a second reducer has reduced it."""
+    suspects = [reducer for reducer in reducers if True in reducer.unreduced]
+    if not suspects:
         return {}
-    pairs = (pair for frozen in list(_REGISTERED) for pair in frozen.unfrozen())
-    return {name: param for name, param in pairs if param in params}
+    unreduced = {
+        param: Unreduced(name, _NOT_SYNCED)
+        for reducer in suspects
+        for name, param, is_unreduced in zip(reducer.names, reducer.params, reducer.unreduced, strict=True)
+        if is_unreduced and param in params and param.grad is not None
+    }
+    for reducer in reducers:
+        for param, is_unreduced in zip(reducer.params, reducer.unreduced, strict=True):
+            if not is_unreduced:
+                unreduced.pop(param, None)
+    return unreduced
 
 
-def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: bool) -> None:
-    """Compare the gradients of parameters that the wrapper does not reduce; all ranks call.
+def check_unreduced(
+    group: RankGroup, unreduced: Mapping[Tensor, Unreduced], names: Mapping[Tensor, str], *, in_join: bool
+) -> None:
+    """Compare the gradients of unreduced parameters; all ranks call, with the optimizer's names.
 
-    One small collective; the CPU waits. RankMismatchError if a gradient differs; RuntimeError in ``Join``,
-    whose joined ranks have no gradient.
+    One small collective a reason; the CPU waits. RankMismatchError if a gradient differs; RuntimeError in
+    ``Join``, whose joined ranks have no gradient.
     """
-    if in_join:
-        raise RuntimeError(f"{next(iter(unreduced))} {NOT_REDUCED}")
-    grads = {name: param.grad for name, param in unreduced.items()}
-    values = iter(
-        digests([memory_of(grad.to_dense().contiguous()) for grad in grads.values() if grad is not None])
-    )
-    items = [
-        f"gradient of {name}: {'none' if grad is None else next(values).hex()}"
-        for name, grad in grads.items()
-    ]
-    agree(group, items, "gradients that the wrapper does not reduce", {"gradient": _HINT})
+    by_reason: dict[str, dict[str, Tensor | None]] = {}
+    for param, (name, reason) in unreduced.items():
+        by_reason.setdefault(reason, {})[names[param] if name is None else name] = param.grad
+    for reason, grads in by_reason.items():
+        first, *others = grads
+        if in_join:
+            raise RuntimeError(f"{first} {reason}")
+        more = f". The same holds for {names_text(others)}" if others else ""
+        hint = f"It {reason}; or average its gradient on every rank before step(){more}"
+        values = iter(
+            digests([memory_of(grad.to_dense().contiguous()) for grad in grads.values() if grad is not None])
+        )
+        items = [
+            f"gradient of {name}: {'none' if grad is None else next(values).hex()}"
+            for name, grad in grads.items()
+        ]
+        agree(group, items, "gradients that no backward pass has reduced", {"gradient": hint})
