@@ -12,7 +12,8 @@ Note [When stamps are read]
 Note [What may differ]
     If digests differ, ranks exchange all options. A difference is an error unless a class wrote the option in
     a step on some rank, or every rank has the class's default: some classes count in their groups. Such an
-    option leaves the digest, so a right run pays one exchange at most.
+    option leaves the digest, so a right run pays one exchange at most. Sampled gradients may differ where a
+    rank has none, or by rounding; then they are sampled no longer.
 
 Note [What a count cannot tell]
     Ranks whose gathers meet have counted alike. The watchdog or the next forward pass (Note [Stamps of units]
@@ -22,11 +23,12 @@ Note [What a count cannot tell]
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import ranks_text
+from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.compat.streams import HostCopy
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.health.stamp import (
@@ -42,11 +44,22 @@ from zero_optim.health.stamp import (
     verdict,
 )
 from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.option_values import OptionKey, OptionValues, Plain, differing, held_by, text_of
+from zero_optim.plan.option_values import (
+    DIGEST_NBYTES,
+    OptionKey,
+    OptionValues,
+    Plain,
+    differing,
+    held_by,
+    text_of,
+)
 
 _SHOWN = 4  # options in a message
+_ROUNDING = 0.01  # of the larger of two elements
+_MOST_ROUNDED = 8  # comparisons
 Options: TypeAlias = Sequence[Mapping[str, Plain]]  # by group
 # Of the options of a call: those with the class's defaults, and those that it changed in a step here.
+Sampled: TypeAlias = dict[str, str | None]  # an element of a gradient, by the parameter's name
 Origins: TypeAlias = Callable[[Options], tuple[Collection[OptionKey], Collection[OptionKey]]]
 
 
@@ -78,6 +91,7 @@ class _Step:
     digest: bytes
     options: Options
     replicas: Replicas | None = None
+    sampled: Sampled | None = None
     arrivals: list[Arrival] = field(default_factory=list)
     is_raised: bool = False
     failure: Failure | None = None
@@ -108,6 +122,9 @@ class Stamps:
         self._own_options = frozenset(own_options)
         self._values = OptionValues()
         self._left_out: set[OptionKey] = set()  # the same on every rank
+        self.samples = True  # whether gradients are compared; equal on every rank
+        self._sampled: Sampled | None = None  # of the next call
+        self._num_rounded = 0
         self._num_skipped = 0  # calls of a scaler since the last step: Note [What a count cannot tell]
         self._step = _Step(0, "construction", self._values.digest, ())  # the last call; it gathers nothing
         self._unread: list[_Step] = []  # calls that were not compared; the last one is `_step`
@@ -128,10 +145,17 @@ class Stamps:
         self._values.follow(groups, self._left_out | own if own else self._left_out)
         number, values = self._step.number + 1 + self._num_skipped, self._values
         self._num_skipped = 0
-        self._step = _Step(number, call.name, values.digest, values.by_group, call.replicas)
+        digest, (sampled, self._sampled) = values.digest, (self._sampled, None)
+        if sampled is not None:
+            digest = blake2b(digest + repr(sampled).encode(), digest_size=DIGEST_NBYTES).digest()
+        self._step = _Step(number, call.name, digest, values.by_group, call.replicas, sampled)
         if call.failure is not None:
             self._step.fail(call.failure)
         self._unread.append(self._step)
+
+    def send_sample(self, sampled: Sampled) -> None:
+        """Compare elements of gradients in the next call."""
+        self._sampled = sampled
 
     def skip(self) -> None:
         """Count a step that a scaler leaves out."""
@@ -218,10 +242,39 @@ class Stamps:
             return self._different_options(group, step, origins)
         return error
 
+    def _different_gradients(self, group: RankGroup, name: str, sampled: list[Sampled]) -> Exception | None:
+        """Return the error for gradients that differ by more than rounding."""
+        for param in sampled[0] if all(each.keys() == sampled[0].keys() for each in sampled) else ():
+            elements = {rank: each[param] for rank, each in zip(group.numbers, sampled, strict=True)}
+            known = {rank: text for rank, text in elements.items() if text is not None}
+            if len(known) < len(elements):
+                self.samples = self.samples and not known
+                continue
+            by_value = ranks_by_value(known)
+            if len(by_value) == 1:
+                continue
+            self._num_rounded += 1
+            self.samples = self._num_rounded < _MOST_ROUNDED
+            values = list(map(complex, by_value))
+            far = _ROUNDING * max(map(abs, values))
+            if all(abs(value - values[0]) <= far for value in values):
+                continue
+            each = "; ".join(f"{ranks_text(ranks)} has {text}" for text, ranks in by_value.items())
+            return RankMismatchError(
+                f"ranks have different gradients in {name}: one element of the gradient of {param}: {each}. "
+                "The step was taken, and each owner stepped with its own gradient. Let the backward pass "
+                "before step() be reduced: call the wrapper, not the module in it, outside of no_sync(), "
+                "with every parameter of the optimizer in the wrapper; without a wrapper average the "
+                "gradients. If only owners shall have reduced gradients, set the others to None"
+            )
+        return None
+
     def _different_options(self, group: RankGroup, step: _Step, origins: Origins) -> Exception | None:
         """Exchange options; return the error for those that must not differ."""
         by_default, by_class = origins(step.options)
-        everyone = group.all_gather_json([step.options, sorted(by_class), sorted(by_default)])
+        sampled = step.sampled
+        mine = [step.options, sorted(by_class), sorted(by_default), sampled and [*sampled.items()]]
+        everyone = group.all_gather_json(mine)
         options = [of_rank[0] for of_rank in everyone]
         changed = {tuple(key) for of_rank in everyone for key in of_rank[1]}
         default = set.intersection(*({tuple(key) for key in of_rank[2]} for of_rank in everyone))
@@ -229,7 +282,8 @@ class Stamps:
         self._left_out.update(key for key in differ if key in changed or key in default)
         wrong = [key for key in differ if key not in self._left_out]
         if not wrong:
-            return None
+            sampled_by_all = [dict(of_rank[3] or ()) for of_rank in everyone]
+            return self._different_gradients(group, step.name, sampled_by_all)
 
         def each(ranks: Sequence[int], value: str) -> str:
             numbers = [group.numbers[rank] for rank in ranks]

@@ -57,6 +57,8 @@ class Iteration:
     ) -> float | None:
         core = self._core
         core.group.phase.traffic.count_step()
+        if shared is None and not self.joins.under_way:
+            core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, **kwargs)
         result = self.calls.make("step()", work, None if shared is None else shared.finish, num_begun)
         self.joins.end_step()

@@ -37,6 +37,7 @@ from zero_optim.state.mirror import Mirror
 from zero_optim.state.moving import CutState, Held, RowMap
 from zero_optim.state.options import PlanInputs
 from zero_optim.step.averages import EMA
+from zero_optim.step.gradient_sample import GradientSamples
 from zero_optim.step.gradients import is_sparse
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
@@ -120,6 +121,7 @@ class Core:
     snapshot: Snapshot = field(default_factory=Snapshot)
     mirror: Mirror = field(default_factory=Mirror)
     unreduced: UnreducedParams = field(default_factory=UnreducedParams)
+    samples: GradientSamples = field(default_factory=GradientSamples)
     state: MutableMapping[Any, Any] = field(default_factory=dict)
     mesh: RankMesh | None = None
 
@@ -186,6 +188,13 @@ class Core:
         if unreduced:
             names = dict(zip(self.params, short_names(self.groups), strict=True))
             check_unreduced(self.group, unreduced, names, in_join=in_join)
+
+    def sample_gradients(self) -> None:
+        """Let ranks compare elements of gradients in the next call, if no reducer knows the parameters."""
+        stamps = self.sharding.gathers.stamps
+        if stamps is not None and stamps.samples and not self.unreduced.are_known(self.sharding.pieces):
+            num_params = len(self.sharding.pieces)
+            stamps.send_sample(self.samples.take(self.groups, num_params, self.group.read))
 
     # ------------------------------------------------------------------ what users see
 

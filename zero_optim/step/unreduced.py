@@ -93,14 +93,20 @@ class UnreducedParams:
     def __reduce__(self) -> "tuple[type[UnreducedParams], tuple[()]]":
         return UnreducedParams, ()
 
+    def are_known(self, params: Collection[Tensor]) -> bool:
+        """Whether a reducer has any of the parameters: then `among` tells of all."""
+        return bool(_REDUCERS) and len(self._without_reducer(list(_REDUCERS), params)) < len(params)
+
     def among(self, params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
         """Return those of ``params`` that train, with the reasons."""
         unreduced: dict[Tensor, Unreduced] = {}
         if _REDUCERS:
             reducers = list(_REDUCERS)
-            outside = (param for param in self._without_reducer(reducers, params) if param.requires_grad)
-            unreduced.update(dict.fromkeys(outside, Unreduced(None, _NOT_WRAPPED)))
-            unreduced.update(_not_synced(reducers, params))
+            outside = self._without_reducer(reducers, params)
+            if len(outside) < len(params):
+                training = [param for param in outside if param.requires_grad]
+                unreduced = dict.fromkeys(training, Unreduced(None, _NOT_WRAPPED))
+                unreduced.update(_not_synced(reducers, params))
         for frozen in list(_FROZEN):
             unreduced.update(
                 (param, Unreduced(name, NOT_REDUCED)) for name, param in frozen.unfrozen() if param in params
@@ -110,12 +116,11 @@ class UnreducedParams:
     def _without_reducer(
         self, reducers: Sequence[GradientReducer], params: Collection[Tensor]
     ) -> list[Tensor]:
-        """List the parameters that no reducer has, unless none has any."""
+        """List the parameters that no reducer has."""
         known = (*_REDUCERS.values(), len(params))
         if known != self._known:
             reduced = {param for reducer in reducers for param in reducer.params}
-            outside = [param for param in params if param not in reduced]
-            self._known, self._outside = known, outside if len(outside) < len(params) else []
+            self._known, self._outside = known, [param for param in params if param not in reduced]
         return self._outside
 
 
