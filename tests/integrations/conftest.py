@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-FRAMEWORKS = ("accelerate", "lightning", "mmengine", "peft", "transformers")
+FRAMEWORKS = ("accelerate", "lightning", "peft", "transformers")
 CLASSES = ("bitsandbytes", "heavyball", "pytorch_optimizer", "torchao")
 collect_ignore_glob = [] if all(map(find_spec, FRAMEWORKS)) else ["test_[!c]*.py"]
 collect_ignore = [] if all(map(find_spec, CLASSES)) else ["test_classes.py", "test_classes_timm.py"]
