@@ -309,7 +309,8 @@ def test_own_rows_are_saved_without_communication_and_loaded(tmp_path: Path, wid
         name, _, place = key.removesuffix("]").partition("[")
         cut += bool(place)
         first, last = map(int, place.split(":")) if place else (None, None)
-        assert torch.equal(rows, want[name][first:last] if place else want[name]), key
+        if isinstance(rows, torch.Tensor):  # not extra state
+            assert torch.equal(rows, want[name][first:last] if place else want[name]), key
     assert bool(cut) == bool(width)
     train(model, optimizer, range(2, 3))
     train(other, another, range(7, 8))

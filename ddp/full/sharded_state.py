@@ -93,8 +93,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what this rank has of the state dict, and which entries of it are rows of which parameters."""
-    places = [(bucket.params[index], *place) for bucket in units.buckets for index, *place in bucket.places()]
-    own = {param: (first, rows.detach()) for param, first, rows in places}
+    own = {bucket.params[place.param]: place for bucket in units.buckets for place in bucket.places()}
     names, whole = _freed_state(module, units)
     state, params = dict[str, Any](), dict[str, Tensor]()
     for name, value in whole.items():
@@ -102,9 +101,9 @@ def _local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], 
         if param is None:
             state[name] = value
         elif param in own:
-            first, rows = own[param]
+            _, first, rows = own[param]
             key = name if rows.shape == param.shape else f"{name}[{first}:{first + len(rows)}]"
-            state[key], params[key] = rows, param
+            state[key], params[key] = rows.detach(), param
     return state, params
 
 

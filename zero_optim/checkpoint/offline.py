@@ -27,7 +27,7 @@ from zero_optim.checkpoint.data import (
 )
 from zero_optim.checkpoint.files import FolderLock, new_folder, remove_stale_parts, replacing, write_all
 from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
-from zero_optim.checkpoint.manifest import DataFile, Manifest, blamed_on, parse
+from zero_optim.checkpoint.manifest import VERSION, DataFile, Manifest, blamed_on, parse
 from zero_optim.checkpoint.sections import (
     Source,
     mapping,
@@ -308,7 +308,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "complete": not reason,
         "reason": reason,
-        "version": manifest.version,
+        "version": VERSION,
         "saved": time.strftime("%Y-%m-%d %H:%M:%S UTC") if manifest.time_ns else "",
         "world_size": manifest.world_size,
         "software": dict(manifest.software),
