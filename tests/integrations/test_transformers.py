@@ -65,29 +65,6 @@ class InOrder(Trainer):
         return nn.utils.clip_grad_norm_(params, self.args.max_grad_norm)
 
 
-class Zero1(ZeroTrainer, Trainer):
-    zero_stage = 1
-
-
-class Zero2(ZeroTrainer, Trainer):
-    zero_stage = 2
-
-
-class Zero2Local(ZeroTrainer, Trainer):
-    zero_stage = 2
-    wrap: Mapping[str, Any] = {"accumulate": "local"}
-
-
-class Zero3(ZeroTrainer, Trainer):
-    zero_stage = 3
-    wrap: Mapping[str, Any] = {"units": [GPT2Block]}
-
-
-class Zero3Local(ZeroTrainer, Trainer):
-    zero_stage = 3
-    wrap: Mapping[str, Any] = {"units": [GPT2Block], "accumulate": "local"}
-
-
 class OneSaves(Trainer):
     """Calls `_save` as transformers 5.16 and axolotl do."""
 
@@ -96,9 +73,10 @@ class OneSaves(Trainer):
             self._save(output_dir)
 
 
-class Zero3SavedByOne(ZeroTrainer, OneSaves):
-    zero_stage = 3
-    wrap: Mapping[str, Any] = {"units": [GPT2Block]}
+def of_stage(stage: int, base: type[Any] = Trainer, **wrap: Any) -> type[Any]:
+    """A trainer as users write it, with options of its wrapper."""
+    units = {"units": [GPT2Block]} if stage == 3 else {}
+    return type(f"Zero{stage}", (ZeroTrainer, base), {"zero_stage": stage, "wrap": {**units, **wrap}})
 
 
 ADAMW = {"lr": 0.01, "eps": 1e-3}  # for gradients that are zero but for their rounding
@@ -108,12 +86,12 @@ KINDS: dict[str, tuple[type[Any], Any]] = {
     "ddp": (Trainer, PLAIN),
     "ddp in order": (InOrder, PLAIN),
     "stage 1 by its optimizer": (Trainer, SHARDED),
-    "stage 1": (Zero1, PLAIN),
-    "stage 2": (Zero2, PLAIN),
-    "stage 3": (Zero3, SHARDED),
-    "stage 2 local": (Zero2Local, PLAIN),
-    "stage 3 local": (Zero3Local, PLAIN),
-    "stage 3 saved by one": (Zero3SavedByOne, PLAIN),
+    "stage 1": (of_stage(1), PLAIN),
+    "stage 2": (of_stage(2), PLAIN),
+    "stage 3": (of_stage(3), SHARDED),
+    "stage 2 local": (of_stage(2, accumulate="local"), PLAIN),
+    "stage 3 local": (of_stage(3, accumulate="local"), PLAIN),
+    "stage 3 saved by one": (of_stage(3, OneSaves), PLAIN),
 }
 REFERENCES = {kind: "ddp" if "1" in kind else "ddp in order" for kind in KINDS}
 ZERO = [kind for kind in KINDS if kind[-1].isdigit() or kind.endswith("optimizer")]
@@ -293,23 +271,6 @@ def test_a_save_that_comes_as_a_surprise_raises_without_the_mixin(pool: Pool, tm
     assert not list(tmp_path.rglob("optimizer.pt"))
 
 
-class Zero4(ZeroTrainer, Trainer):
-    zero_stage = 4
-
-
-@on_ranks(1)
-def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a stage of ZeRO, 1, 2 or 3, got 4"):
-        Zero4(nn.Linear(2, 2))
-    with fresh():
-        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-        model = gpt2()
-        optimizers: Any = (torch.optim.SGD(model.parameters()), None)
-        trainer: Any = Zero2(model, args, train_dataset=Tokens(), optimizers=optimizers)
-        with pytest.raises(TypeError, match=r"expected a zero_optim\.ZeroRedundancyOptimizer, got SGD"):
-            trainer.train()
-
-
 class Factory:
     """Builds an optimizer of a whole model, as Trainer does for some."""
 
@@ -318,10 +279,17 @@ class Factory:
 
 
 @on_ranks(1)
-def test_a_factory_of_trainer_is_refused(tmp_path: Path) -> None:
-    with fresh():
-        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-        chosen: Any = (Factory, {"lr": 0.1})
-        trainer: Any = Zero2(gpt2(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=chosen)
-        with pytest.raises(TypeError, match="factory"):
-            trainer.train()
+def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a stage of ZeRO, 1, 2 or 3, got 4"):
+        of_stage(4)(nn.Linear(2, 2))
+    model = gpt2()
+    plain = {"optimizers": (torch.optim.SGD(model.parameters()), None)}
+    for options, message in (
+        (plain, r"expected a zero_optim\.ZeroRedundancyOptimizer, got SGD"),
+        ({"optimizer_cls_and_kwargs": (Factory, {"lr": 0.1})}, "factory"),
+    ):
+        with fresh():
+            args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+            trainer = of_stage(2)(model, args, train_dataset=Tokens(), **options)
+            with pytest.raises(TypeError, match=message):
+                trainer.train()
