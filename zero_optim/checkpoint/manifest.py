@@ -25,8 +25,8 @@ _MAX_NBYTES = 2**30  # a million tensors take a fifth of that
 _MAX_INT = 2**63 - 1
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """Name a dtype as files do; None has a name too."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as files do."""
     return str(dtype).removeprefix("torch.")
 
 
