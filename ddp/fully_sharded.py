@@ -25,6 +25,7 @@ from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
 from zero_optim.ddp.full.parts import make_gathers, make_reducer, make_units, seen_buffers, send_buffers
+from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state_dict
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
 from zero_optim.ddp.precision.precision import PrecisionPolicy
@@ -236,6 +237,30 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             if not isinstance(state_dict, Mapping):
                 raise TypeError(f"expected state_dict to be a mapping, got {type(state_dict).__name__}")
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return what this rank has of the module's state dict; does not communicate.
+
+        Of sharded parameters these are the rows that this rank owns, in the dtype that owners keep: by name,
+        or as ``NAME[FIRST:LAST]`` if they are not all rows. The tensors share the model's memory.
+
+        RuntimeError if parameters are whole for somebody to read or write.
+        """
+        return local_state_dict(self.module, self.units)
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `local_state_dict` returned on this rank, also in another run; all ranks call.
+
+        The ranks must own the same rows: the same model, units, class and number of ranks. Otherwise, and for
+        the optimizer's state, use `zero_optim.checkpoint`. Only errors are communicated.
+
+        Raises:
+            StateMismatchError: the dict has other names or shapes. This and what follows raises on every
+                rank, and no parameter has changed.
+            RuntimeError: parameters are whole for somebody to read or write.
+            Exception: a module refuses its extra state; buffers have changed then.
+        """
+        load_local_state_dict(self.module, self.units, state_dict)
 
     def join_hook(self, **kwargs: object) -> NoReturn:
         """Refuse ``Join`` with a RuntimeError: a rank without inputs does not call the units of others."""

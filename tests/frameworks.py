@@ -1,8 +1,10 @@
 """For the tests of adapters: a small model, its data, and runs compared with those of DDP."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pool import Pool
+
+Weights = dict[str, Tensor]
 NUM_SAMPLES = 24  # as many for each of 1, 2 and 3 ranks
 
 
@@ -51,12 +56,12 @@ def samples() -> tuple[Tensor, Tensor]:
     return inputs, torch.randn(NUM_SAMPLES, 4, generator=generator)
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
+def whole(model: nn.Module) -> Weights:
     """The model's state on every rank, also of a sharded one."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], *, to_the_bit: bool = True) -> None:
+def assert_same(got: Weights, expected: Weights, *, to_the_bit: bool = True) -> None:
     """Compare two models."""
     assert list(got) == list(expected)
     for name, want in expected.items():
@@ -64,6 +69,61 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], *, to_the_b
             assert torch.equal(got[name], want), name
         else:
             torch.testing.assert_close(got[name], want, rtol=1e-4, atol=1e-6)
+
+
+def averages_in(state: Mapping[str, Any]) -> Weights:
+    """Adam's averages in a state dict, by parameter."""
+    return {f"{index}.exp_avg": state["state"][index]["exp_avg"] for index in sorted(state["state"])}
+
+
+@dataclass
+class Run:
+    """A run of a framework: stage 0 is its own DDP with a plain optimizer. Each has a class of it."""
+
+    stage: int
+    epochs: int = 1
+    saves: Path | None = None
+    resumes: Path | None = None
+    wrap: Mapping[str, Any] = field(default_factory=dict)
+    options: Callable[[], dict[str, Any]] = dict  # of the framework, made anew for each run
+    in_order: bool = False  # DDP adds up in the order of ranks, as owners do
+
+    def weights(self) -> Weights:
+        """Train, and return the weights."""
+        raise NotImplementedError
+
+    def saved(self, path: Path) -> Weights:
+        """What a run has saved in files that DDP's runs have too."""
+        raise NotImplementedError
+
+    def of_ddp(self, in_order: bool = False) -> "Run":
+        """The same with DDP."""
+        return replace(self, stage=0, in_order=in_order)
+
+
+def weights_of(run: Run) -> Weights:
+    return run.weights()
+
+
+def assert_as_ddp(run: Run, *, to_the_bit: bool = True) -> None:
+    """Train on this rank and the others as with DDP."""
+    assert_same(run.weights(), run.of_ddp().weights(), to_the_bit=to_the_bit)
+
+
+def resumed(pool: Pool, path: Path, run: Run, size: int, then: Run) -> tuple[Weights, Weights]:
+    """Train an epoch on two ranks, save, and train another with ``then`` on ``size`` ranks."""
+    trained = pool.run(2, weights_of, replace(run, saves=path))[0]
+    return trained, pool.run(size, weights_of, replace(then, epochs=2, resumes=path))[0]
+
+
+def assert_resumes(pool: Pool, folder: Path, run: Run, size: int = 2, then: Run | None = None) -> None:
+    """Save and resume as with DDP, whose file is in ``folder`` too."""
+    then = then or run
+    in_order = size > 2 and then.stage > 1
+    expected = resumed(pool, folder / "ddp", run.of_ddp(), size, then.of_ddp(in_order))
+    for got, want in zip(resumed(pool, folder / "zero", run, size, then), expected, strict=True):
+        assert_same(got, want)
+    assert_same(run.saved(folder / "zero"), run.of_ddp().saved(folder / "ddp"))
 
 
 @contextmanager

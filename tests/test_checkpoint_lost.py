@@ -85,14 +85,6 @@ def test_a_clock_that_is_set_back_neither_removes_the_new_ones_nor_hides_them(tm
     assert names(tmp_path) == ["6", "7", "8"]
 
 
-def test_checkpoints_without_a_number_are_ordered_by_time_before_those_with_one(tmp_path: Path) -> None:
-    old = Path(__file__).parent / "data" / "checkpoint-1"
-    (tmp_path / "a").symlink_to(old)
-    assert checkpoint.latest(tmp_path) == tmp_path / "a"
-    assert checkpoint.Reader(old).manifest.number == 0
-    assert folders.next_number(tmp_path / "b") == 1
-
-
 # ---------------------------------------------------------------------- two jobs
 
 

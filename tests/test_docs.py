@@ -97,7 +97,7 @@ def public_names(package: str) -> Iterator[str]:
             path = f"{package}.{name}"
             yield f"{path}.{name}" if find_spec(path) else path  # a function may lie in a module of its name
         return
-    for module in ("accelerate", "lightning", "mmengine", "pytorch_lightning", "transformers"):
+    for module in ("accelerate", "lightning", "pytorch_lightning", "transformers"):
         spec = find_spec(f"{package}.{module}")
         assert spec is not None
         assert spec.origin is not None

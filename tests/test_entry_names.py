@@ -1,6 +1,5 @@
 """Masters and averages have names in the state that no class has; files with their old names still load."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -132,23 +131,6 @@ def test_a_dict_of_the_plain_class_keeps_its_entries_of_these_names(kept: str) -
     assert_same_state(without_ours(whole(sharded)), plain.state_dict())
     if kept == "plain":
         train_both(plain, sharded, 2, 3)
-
-
-@on_ranks(2)
-def test_a_state_dict_with_our_old_names_loads() -> None:
-    options: dict[str, Any] = {"lr": 0.01, "ema_decay": 0.9, "master_dtype": torch.float32}
-    params = make_params(((4, 3), (5,), ()), torch.bfloat16)
-    saved = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options)
-    train_alone(saved, saved, 3)
-    new = whole(saved)
-    old_name = {MASTER: "master", EMA: "ema"}
-    old = copy.deepcopy(new)
-    for index, entries in new["state"].items():
-        old["state"][index] = {old_name.get(name, name): value for name, value in entries.items()}
-    assert set(old["state"][0]) > {"master", "ema"}
-    loaded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, **options)
-    loaded.load_state_dict(old)
-    assert_same_state(whole(loaded), new)
 
 
 class Factors(Small):

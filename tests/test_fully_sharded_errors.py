@@ -20,8 +20,6 @@ from zero_optim.ddp import (
     FullyShardedDataParallel,
     ShardedDataParallel,
     full_state_dict,
-    load_sharded_state_dict,
-    sharded_state_dict,
     unsharded,
 )
 
@@ -154,9 +152,8 @@ WRONG: dict[str, Callable[[Any, bool], object]] = {
     "full_state_dict": lambda model, bad: full_state_dict(3 if bad else model),  # type: ignore[arg-type]
     "full_state_dict of another": lambda model, bad: full_state_dict(Tower() if bad else model),
     "full_state_dict on none": lambda model, bad: full_state_dict(model, ranks=3 if bad else (0,)),  # type: ignore[arg-type]
-    "load_sharded_state_dict": lambda model, bad: load_sharded_state_dict(
-        3 if bad else model,  # type: ignore[arg-type]
-        sharded_state_dict(model),
+    "load_local_state_dict": lambda model, bad: model.load_local_state_dict(
+        3 if bad else model.local_state_dict()
     ),
 }
 

@@ -23,8 +23,6 @@ from zero_optim.compat.streams import HostCopy, LateCopies
 from zero_optim.ddp import (
     FullyShardedDataParallel,
     PrecisionPolicy,
-    load_sharded_state_dict,
-    sharded_state_dict,
     unsharded,
 )
 
@@ -158,10 +156,10 @@ def test_checkpoints_and_state_dicts_are_those_of_rows_on_the_device(tmp_path: P
         assert_on_host(streams, other)
         assert_equal(kept.state_dict(), want)
         checkpoint.save(tmp_path / "kept", model=kept, optimizer=other)
-        own = copy.deepcopy(sharded_state_dict(kept))
+        own = copy.deepcopy(kept.local_state_dict())
         train(kept, other, inputs[4:], {})
         last = kept.state_dict()
-        load_sharded_state_dict(kept, own)
+        kept.load_local_state_dict(own)
         assert_equal(kept.state_dict(), want)
         streams.current_stream.synchronize()
         races = streams.settle()

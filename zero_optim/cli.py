@@ -194,13 +194,12 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
     command = add(
         "convert",
         "write a checkpoint in the format of another library",
-        "Write a checkpoint of any format that reshard reads as torch.save, torch.distributed.checkpoint or "
-        "DeepSpeed would have written it. Nothing that exists is overwritten.",
+        "Write a checkpoint of any format that reshard reads as torch.save or torch.distributed.checkpoint "
+        "would have written it. Nothing that exists is overwritten.",
         "the new file or folder",
         foreign=True,
     )
-    formats = "torch, torch-names, dcp, or deepspeed-universal"
-    command.add_argument("--to", required=True, metavar="FORMAT", help=formats)
+    command.add_argument("--to", required=True, metavar="FORMAT", help="torch, torch-names, or dcp")
     command = add(
         "inspect",
         "show what a checkpoint holds and whether it is complete",

@@ -10,7 +10,7 @@ from gpu.setting import Here
 from parity_reference import InRankOrder
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import FullyShardedDataParallel, sharded_state_dict, unsharded
+from zero_optim.ddp import FullyShardedDataParallel, unsharded
 
 STEPS = 5
 
@@ -93,7 +93,7 @@ def _train(pair: tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer], here:
 def _check_places(here: Here, wrapped: FullyShardedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:
     """What a rank keeps is in pinned memory of the CPU, and nothing of it is on the device."""
     assert wrapped.units.nbytes_live() == 0
-    rows = [each["values"] for each in sharded_state_dict(wrapped)["rows"].values()]
+    rows = [*wrapped.local_state_dict().values()]
     state = [value for entries in optimizer.state.values() for value in entries.values() if value.dim()]
     grads = [getattr(param.grad, "piece", param.grad) for param in optimizer.owned_parameters()]
     kept = [each for each in (*rows, *state, *grads) if each is not None]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-FRAMEWORKS = ("accelerate", "lightning", "mmengine", "peft", "transformers")
+FRAMEWORKS = ("accelerate", "lightning", "peft", "transformers")
 CLASSES = ("bitsandbytes", "heavyball", "pytorch_optimizer", "torchao")
 collect_ignore_glob = [] if all(map(find_spec, FRAMEWORKS)) else ["test_[!c]*.py"]
 collect_ignore = [] if all(map(find_spec, CLASSES)) else ["test_classes.py", "test_classes_timm.py"]
@@ -14,7 +14,7 @@ collect_ignore += [] if all(map(find_spec, ("deepspeed", "fairscale"))) else ["t
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Frameworks warn; warnings of this library stay errors, and in `test_scaled_steps` all."""
+    """Frameworks warn; warnings of this library stay errors."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.stem != "test_scaled_steps":
+        if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.filterwarnings("ignore", "error:::zero_optim"))

@@ -1,4 +1,4 @@
-"""What DeepSpeed and FairScale save comes in, and training goes on with their bits; it goes back as well."""
+"""What DeepSpeed and FairScale save comes in, and training goes on with their bits; OSS loads ours."""
 
 from argparse import Namespace
 from importlib import import_module
@@ -43,7 +43,7 @@ def batch(step: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-def engine_of(stage: int, dtype: torch.dtype, one: bool, universal: Path | None = None) -> Any:
+def engine_of(stage: int, dtype: torch.dtype, one: bool) -> Any:
     deepspeed: Any = import_module("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles for a minute
     config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
@@ -53,14 +53,9 @@ def engine_of(stage: int, dtype: torch.dtype, one: bool, universal: Path | None 
         "zero_optimization": {"stage": stage},
     }
     config |= {"bf16": {"enabled": dtype == torch.bfloat16}}
-    config |= {"checkpoint": {"load_universal": universal is not None}}
     model = Net()
     optimizer = AdamW(groups_of(model, one), lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    if universal is not None:
-        optimizer.param_groups[0]["lr"] = 0.5
-        _, client_state = engine.load_checkpoint(str(universal.parent), tag=universal.name)
-        assert (client_state["epoch"], engine.global_steps) == (4, 3)
     return engine
 
 
@@ -94,28 +89,16 @@ def checksums(path: Path) -> dict[str, list[int]]:
     return {key: [chunk.crc32 for chunk in entry.chunks] for key, entry in entries.items()}
 
 
-def same_files(ours: Path, theirs: Path) -> None:
-    """Compare the files of trained parameters in universal checkpoints; theirs of stage 3 lack steps."""
-    for folder in (ours / "zero").iterdir():
-        names = {path.name for path in folder.glob("*.pt")}
-        others = {path.name for path in (theirs / "zero" / folder.name).glob("*.pt")}
-        assert names - {"step.pt"} == others - {"step.pt"}
-        for name in others:
-            own, other = (torch.load(root / "zero" / folder.name / name) for root in (ours, theirs))
-            own, other = (each["param"] if isinstance(each, dict) else each for each in (own, other))
-            assert_same_bits([own], [other.view_as(own)])
-
-
 # Processes of its own, as DeepSpeed keeps groups of former ones.
 @on_ranks(2, forked=True, timeout=500)
-def test_checkpoints_of_deepspeed_come_in_and_go_out(tmp_path: Path) -> None:
+def test_checkpoints_of_deepspeed_come_in(tmp_path: Path) -> None:
     with as_torchrun_says():  # in one process group, which DeepSpeed keeps
         for stage, one in ((1, False), (2, False), (3, False), (3, True)):
             for dtype in (torch.float32, torch.bfloat16):
-                comes_in_and_goes_out(tmp_path / f"{stage}-{one}-{dtype}", stage, dtype, one)
+                comes_in(tmp_path / f"{stage}-{one}-{dtype}", stage, dtype, one)
 
 
-def comes_in_and_goes_out(path: Path, stage: int, dtype: torch.dtype, one: bool) -> None:
+def comes_in(path: Path, stage: int, dtype: torch.dtype, one: bool) -> None:
     engine = engine_of(stage, dtype, one)
     train_engine(engine, dtype, range(3))
     engine.save_checkpoint(str(path / "theirs"), client_state={"epoch": 4})
@@ -126,10 +109,6 @@ def comes_in_and_goes_out(path: Path, stage: int, dtype: torch.dtype, one: bool)
         to_universal(path / "theirs" / "global_step3", path / "universal")
         offline.reshard(path / "universal", path / "of-universal", 2)
         assert checksums(path / "of-universal") == checksums(path / "ours")
-        offline.convert(path / "ours", path / "out", "deepspeed-universal")
-        same_files(path / "out", path / "universal")
-        offline.reshard(path / "out", path / "back", 2)
-        assert checksums(path / "back") == checksums(path / "ours")
 
     once(convert)
     model = Net().to(dtype)
@@ -139,12 +118,6 @@ def comes_in_and_goes_out(path: Path, stage: int, dtype: torch.dtype, one: bool)
     assert (extra["epoch"], extra["global_steps"]) == (4, 3)
     expected = train_engine(engine, dtype, range(3, 5))
     assert_same_bits(train_ours(model, optimizer, dtype, range(3, 5)), expected)
-    after = train_engine(engine_of(stage, dtype, one, path / "out"), dtype, range(3, 5))
-    if stage == 3 and not one:
-        # From its own files DeepSpeed 0.19.8 does not go on with its bits either: at stage 3 it gives all
-        # groups the options of the first, and one tensor with the step, which each of them increments.
-        expected = train_engine(engine_of(stage, dtype, one, path / "universal"), dtype, range(3, 5))
-    assert_same_bits(after, expected)
 
 
 @on_ranks(2)

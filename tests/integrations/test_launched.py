@@ -88,40 +88,6 @@ if accelerator.is_main_process:
 accelerator.end_training()
 """
 
-MMENGINE = """
-import torch, torch.distributed as dist
-from mmengine.config import Config
-from mmengine.registry import RUNNERS
-import test_mmengine  # registers the model and the data
-
-dist.init_process_group("gloo")  # mmengine makes one on a GPU alone
-batches = dict(
-    batch_size=2, num_workers=0, dataset=dict(type="Samples"), collate_fn=dict(type="default_collate"),
-    sampler=dict(type="DefaultSampler", shuffle=False),
-)
-config = dict(
-    custom_imports=dict(imports=["zero_optim.integrations.mmengine"]),
-    runner_type="ZeroRunner",
-    model=dict(type="Model"),
-    model_wrapper_cfg=dict(type="zero3", units=["Block"]),
-    optim_wrapper=dict(
-        optimizer=dict(type="ZeroOptimizer", optimizer_type="AdamW", lr=3e-4), clip_grad=dict(max_norm=1.0)
-    ),
-    train_dataloader=batches,
-    train_cfg=dict(by_epoch=True, max_epochs=1),
-    val_dataloader=batches,
-    val_cfg=dict(),
-    val_evaluator=dict(type="MeanOutput"),
-    launcher="pytorch",
-    work_dir="work",
-)
-runner = RUNNERS.build(Config(config))
-runner.train()
-if dist.get_rank() == 0:
-    torch.save(torch.load("work/epoch_1.pth", weights_only=False)["optimizer"], "saved")
-dist.destroy_process_group()
-"""
-
 NO_ADAPTER = """
 import torch
 from test_transformers import Tokens, gpt2
@@ -156,9 +122,8 @@ def launched(folder: Path, launcher: list[str], script: str) -> "subprocess.Comp
         (TORCHRUN, PYTORCH_LIGHTNING),
         (TORCHRUN, TRANSFORMERS),
         (TORCHRUN, ACCELERATE),
-        (TORCHRUN, MMENGINE),
     ],
-    ids=["lightning alone", "lightning", "pytorch_lightning", "transformers", "accelerate", "mmengine"],
+    ids=["lightning alone", "lightning", "pytorch_lightning", "transformers", "accelerate"],
 )
 def test_launched_scripts_train_and_save_all_state(tmp_path: Path, launcher: list[str], script: str) -> None:
     result = launched(tmp_path, launcher, script)

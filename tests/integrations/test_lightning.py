@@ -1,10 +1,9 @@
 """Lightning trains at stages 1 to 3 as with its own `DDPStrategy`: bits, checkpoints, resume."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -17,7 +16,20 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from frameworks import Block, Net, as_torchrun_says, assert_same, samples, sums_in_order, whole
+import frameworks
+from frameworks import (
+    Block,
+    Net,
+    Weights,
+    as_torchrun_says,
+    assert_as_ddp,
+    assert_resumes,
+    assert_same,
+    averages_in,
+    samples,
+    sums_in_order,
+    whole,
+)
 from pool import Pool, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.integrations.lightning import ZeroStrategy
@@ -25,13 +37,19 @@ from zero_optim.step.partial import PartialGradient
 
 AdamW = torch.optim.AdamW
 ADAMW = {"lr": 0.05, "eps": 1e-3}  # which is not zero in 16 bits
-Weights = dict[str, Tensor]
 
 
 class Module(pl.LightningModule):
+    units: Any = (Block,)
+    leaves_out = False  # a loss does without a part of the module
+
     def __init__(self, stage: int) -> None:
         super().__init__()
         self.net, self.stage = Net(), stage
+        self.wrappers: list[Any] = []
+
+    def on_train_start(self) -> None:
+        self.wrappers = [self.trainer.strategy.model]  # in a list, as it is no part of the module
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
@@ -54,53 +72,58 @@ class Module(pl.LightningModule):
 
 
 @dataclass
-class Fit:
-    """A run: stage 0 is Lightning's own DDP with a plain optimizer."""
+class Fit(frameworks.Run):
+    """A run of a trainer."""
 
-    stage: int
-    epochs: int = 1
-    resumes: str | None = None
-    saves: str | None = None
     sharded: bool = False
-    wrap: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    ddp: Mapping[str, Any] = field(default_factory=dict)
+    finds_unused: bool = False
     module: type[Module] = Module
-    in_order: bool = False
 
-    def strategy(self) -> DDPStrategy:
-        common: dict[str, Any] = {
-            "cluster_environment": TorchElasticEnvironment(),
-            "process_group_backend": "gloo",
-            **self.ddp,
-        }
+    def strategy(self, **of_ddp: Any) -> DDPStrategy:
+        """DDP wraps all, of which a loss may leave out a part; stages 2 and 3 wrap each part by itself."""
+        finds = self.finds_unused or (self.module.leaves_out and self.stage < 2)
+        of_ddp = {"process_group_backend": "gloo", "find_unused_parameters": finds, **of_ddp}
+        of_ddp["cluster_environment"] = TorchElasticEnvironment()
         if not self.stage:
-            return DDPStrategy(**common)
-        wrap = {"units": [Block], **self.wrap} if self.stage == 3 else self.wrap
-        return ZeroStrategy(self.stage, wrap=wrap, sharded_checkpoints=self.sharded, **common)
+            return DDPStrategy(**of_ddp)
+        wrap = {"units": self.module.units, **self.wrap} if self.stage == 3 else self.wrap
+        return ZeroStrategy(self.stage, wrap=wrap, sharded_checkpoints=self.sharded, **of_ddp)
 
-    def trainer(self) -> pl.Trainer:
+    def trainer(self, **of_ddp: Any) -> pl.Trainer:
         return pl.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
-            strategy=self.strategy(),
+            strategy=self.strategy(**of_ddp),
             max_epochs=self.epochs,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **{"enable_checkpointing": False, **self.options},
+            **{"enable_checkpointing": False, **self.options()},
         )
 
-    def run(self) -> tuple[pl.Trainer, Module]:
+    def run(self, *validation: Any, **of_ddp: Any) -> tuple[pl.Trainer, Module]:
         with as_torchrun_says(), sums_in_order(self.in_order):
-            trainer, module = self.trainer(), self.module(self.stage)
-            trainer.fit(module, batches(), ckpt_path=self.resumes)
+            trainer, module = self.trainer(**of_ddp), self.module(self.stage)
+            trainer.fit(module, batches(), *validation, ckpt_path=self.resumes)
             if self.saves:
                 trainer.save_checkpoint(self.saves)
         return trainer, module
 
     def weights(self) -> Weights:
-        return whole(self.run()[1])
+        trainer, module = self.run()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = {"scale": torch.tensor(scaler.get_scale())} if scaler else {}
+        return {**whole(module), **scale}
+
+    def saved(self, path: Path) -> Weights:
+        """The weights and averages of a file; nothing of a folder, which DDP does not write."""
+        if self.sharded:
+            return {}
+        file = torch.load(path)
+        content = {**file["state_dict"], **{f"key {name}": torch.tensor(0) for name in file}}
+        for number, state in enumerate(file["optimizer_states"]):
+            content |= {f"{number} {name}": value for name, value in averages_in(state).items()}
+        return content
 
 
 def batches() -> DataLoader[Any]:
@@ -131,67 +154,28 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_stage_trains_with_the_bits_of_ddp(stage: int, option: str) -> None:
     wrap = {"accumulate": "local"} if option == "accumulated" and stage > 1 else {}
-    expected = Fit(0, options=OPTIONS[option]()).weights()
-    assert_same(Fit(stage, wrap=wrap, options=OPTIONS[option]()).weights(), expected)
+    assert_as_ddp(Fit(stage, wrap=wrap, options=OPTIONS[option]))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_owners_add_up_what_lightning_accumulates(stage: int) -> None:
-    options = OPTIONS["accumulated"]()
-    expected = Fit(0, options=options).weights()
-    assert_same(Fit(stage, options=options).weights(), expected, to_the_bit=False)
+    assert_as_ddp(Fit(stage, options=OPTIONS["accumulated"]), to_the_bit=False)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_options_of_ddp_reach_the_wrapper(stage: int) -> None:
-    common: dict[str, Any] = {
-        "cluster_environment": TorchElasticEnvironment(),
-        "process_group_backend": "gloo",
-    }
-
-    def fit(**options: Any) -> Any:
-        run = Fit(stage)
-        strategy = ZeroStrategy(stage, **common, **options)
-        with as_torchrun_says(), mock.patch.object(Fit, "strategy", return_value=strategy):
-            trainer, module = run.trainer(), Module(stage)
-            wrappers: list[Any] = []
-            trainer.callbacks.append(Noting(wrappers))  # type: ignore[attr-defined]
-            trainer.fit(module, batches())
-        return wrappers[0]
-
-    wrapper = fit(find_unused_parameters=True)
+    (wrapper,) = Fit(stage, finds_unused=True).run()[1].wrappers
     options = wrapper._options if stage == 3 else vars(wrapper)
     assert options["find_unused_parameters"] is True
     with pytest.raises(TypeError, match="bogus"):
-        fit(bogus=1)
+        Fit(stage).run(bogus=1)
     with pytest.raises(ValueError, match="without a ddp_comm_hook"):
-        fit(ddp_comm_hook=object())
-
-
-class Noting(pl.Callback):
-    """Keeps the wrapper that trains."""
-
-    def __init__(self, wrappers: list[Any]) -> None:
-        self.wrappers = wrappers
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.wrappers.append(trainer.strategy.model)
+        Fit(stage).strategy(ddp_comm_hook=object())
 
 
 # ---------------------------------------------------------------------- checkpoints
-
-
-def run_weights(fit: Fit) -> Weights:
-    return fit.weights()
-
-
-def saved_and_resumed(pool: Pool, path: Path, fit: Fit, then: Fit, size: int) -> Weights:
-    """Train on two ranks, save, and train on with ``size`` ranks."""
-    fit.saves = then.resumes = str(path)
-    pool.run(2, run_weights, fit)
-    return pool.run(size, run_weights, then)[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -199,46 +183,30 @@ def saved_and_resumed(pool: Pool, path: Path, fit: Fit, then: Fit, size: int) ->
 def test_whole_checkpoints_resume_on_any_number_of_ranks(
     pool: Pool, tmp_path: Path, stage: int, size: int
 ) -> None:
-    again = Fit(0, epochs=2, in_order=size > 2 and stage > 1)
-    expected = saved_and_resumed(pool, tmp_path / "ddp.ckpt", Fit(0), again, size)
-    got = saved_and_resumed(pool, tmp_path / "zero.ckpt", Fit(stage), Fit(stage, epochs=2), size)
-    assert_same(got, expected)
-    files = [torch.load(tmp_path / name) for name in ("ddp.ckpt", "zero.ckpt")]
-    assert_same(files[1]["state_dict"], files[0]["state_dict"])
-    moments = [file["optimizer_states"][0]["state"] for file in files]
-    assert moments[1].keys() == moments[0].keys()
-    assert all(torch.equal(moments[1][i]["exp_avg"], moments[0][i]["exp_avg"]) for i in moments[0])
-    assert files[1].keys() == files[0].keys()
+    assert_resumes(pool, tmp_path, Fit(stage), size)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (3, 1)])
 def test_whole_checkpoints_go_from_stage_to_stage_and_to_ddp(
     pool: Pool, tmp_path: Path, before: int, after: int
 ) -> None:
-    expected = pool.run(2, run_weights, Fit(0, epochs=2))[0]
-    got = saved_and_resumed(pool, tmp_path / "x.ckpt", Fit(before), Fit(after, epochs=2), 2)
-    assert_same(got, expected)
+    assert_resumes(pool, tmp_path, Fit(before), then=Fit(after))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("stages", [(1, 1), (2, 2), (3, 3), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (3, 3), (2, 3), (3, 2)])
 def test_sharded_checkpoints_resume_on_any_number_of_ranks(
-    pool: Pool, tmp_path: Path, stages: tuple[int, int], size: int
+    pool: Pool, tmp_path: Path, before: int, after: int, size: int
 ) -> None:
-    before, after = (Fit(stage, sharded=True) for stage in stages)
-    after.epochs = 2
-    again = Fit(0, epochs=2, in_order=size > 2 and stages[1] > 1)
-    expected = saved_and_resumed(pool, tmp_path / "ddp.ckpt", Fit(0), again, size)
-    assert_same(saved_and_resumed(pool, tmp_path / "x", before, after, size), expected)
-    assert (tmp_path / "x" / "manifest.json").exists()
+    assert_resumes(pool, tmp_path, Fit(before, sharded=True), size, Fit(after, sharded=True))
+    assert (tmp_path / "zero" / "manifest.json").exists()
 
 
 @on_ranks(2)
 def test_a_folder_is_loaded_by_a_strategy_that_is_told_so(tmp_path: Path) -> None:
-    path = str(tmp_path / "x")
-    Fit(2, sharded=True, saves=path).run()
+    Fit(2, sharded=True, saves=tmp_path / "x").run()
     with pytest.raises(ValueError, match="is a folder: load with ZeroStrategy"):
-        Fit(2, epochs=2, resumes=path).run()
+        Fit(2, epochs=2, resumes=tmp_path / "x").run()
 
 
 @on_ranks(2)
@@ -249,15 +217,15 @@ def test_the_best_checkpoint_is_kept_and_loads(tmp_path: Path, stage: int, shard
     for each in (0, stage):
         folder = tmp_path / str(each)
         best = ModelCheckpoint(folder, "{epoch}", monitor="loss", save_top_k=1, save_last=False)
-        options = {"callbacks": [best], "enable_checkpointing": True}
-        fit = Fit(each, epochs=3, sharded=sharded and each > 0, options=options)
-        with as_torchrun_says():
-            trainer, module = fit.trainer(), Module(each)
-            trainer.fit(module, batches(), batches())
+        fit = Fit(
+            each, 3, sharded=sharded, options=partial(dict, callbacks=[best], enable_checkpointing=True)
+        )
+        module = fit.run(batches())[1]
         dist.barrier()  # rank 0 removes the older ones
-        assert [path.name for path in folder.iterdir()] == [Path(best.best_model_path).name]
-        resumed = Fit(each, epochs=4, sharded=fit.sharded, resumes=best.best_model_path).weights()
-        results.append((Path(best.best_model_path).name, best.best_model_score, whole(module), resumed))
+        path = Path(best.best_model_path)
+        assert list(folder.iterdir()) == [path]
+        resumed = Fit(each, 4, sharded=sharded, resumes=path).weights()
+        results.append((path.name, best.best_model_score, whole(module), resumed))
     (name, score, trained, resumed), (got_name, got_score, got_trained, got_resumed) = results
     assert (got_name, got_score) == (name, score)
     assert_same(got_trained, trained)

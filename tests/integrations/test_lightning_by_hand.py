@@ -1,41 +1,20 @@
 """Modules that step by hand train at stages 1 to 3 as with `DDPStrategy`: one optimizer, several, GANs."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_lightning import Fit, Module, batches, half_precision, run_weights
+from test_lightning import Fit, Module, batches, half_precision
 from torch import Tensor, nn
 
-from frameworks import as_torchrun_says, assert_same, whole
+from frameworks import as_torchrun_says, assert_as_ddp, assert_resumes, assert_same, whole
 from pool import Pool, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 
 AdamW = torch.optim.AdamW
-
-
-class TwoOptimizers(Module):
-    """Steps by hand, the body and the head in turn."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        parts = [*self.net.first.parameters(), *self.net.blocks.parameters()], [*self.net.last.parameters()]
-        if self.stage:
-            return [ZeroRedundancyOptimizer(part, AdamW, lr=0.05) for part in parts]
-        return [AdamW(part, lr=0.05) for part in parts]
-
-    def training_step(self, batch: list[Tensor], index: int) -> Any:
-        both: Any = self.optimizers()
-        for optimizer in both:
-            optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        for optimizer in both:
-            optimizer.step()
 
 
 class ByHand(Module):
@@ -45,6 +24,10 @@ class ByHand(Module):
         super().__init__(stage)
         self.automatic_optimization = False
 
+    def optimizers_of(self, *parts: nn.Module) -> list[Any]:
+        built = partial(ZeroRedundancyOptimizer, optimizer_class=AdamW) if self.stage else AdamW
+        return [built(part.parameters(), lr=0.05) for part in parts]
+
     def training_step(self, batch: list[Tensor], index: int) -> Any:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
@@ -53,21 +36,34 @@ class ByHand(Module):
         optimizer.step()
 
 
-class Gan(Module):
+class TwoOptimizers(ByHand):
+    """Steps the body and the head in turn."""
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizers_of(nn.ModuleList([self.net.first, self.net.blocks]), self.net.last)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        both: Any = self.optimizers()
+        for optimizer in both:
+            optimizer.zero_grad()
+        self.manual_backward(Module.training_step(self, batch, index))
+        for optimizer in both:
+            optimizer.step()
+
+
+class Gan(ByHand):
     """Trains a generator and a critic in turn; the critic's loss leaves the generator out."""
 
+    units = "auto"
+    leaves_out = True
     toggles = False
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
         self.critic = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
-        self.automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
-        parts = [*self.net.parameters()], [*self.critic.parameters()]
-        if self.stage:
-            return [ZeroRedundancyOptimizer(part, AdamW, lr=0.05) for part in parts]
-        return [AdamW(part, lr=0.05) for part in parts]
+        return self.optimizers_of(self.net, self.critic)
 
     def take(self, optimizer: Any, is_fake: bool, batch: list[Tensor]) -> None:
         if self.toggles:
@@ -99,17 +95,10 @@ class Toggled(Gan):
     toggles = True
 
 
-def options(stage: int, *, unused: bool = False) -> dict[str, Any]:
-    """DDP wraps all, and a loss leaves a part out; at stages 2 and 3 each part is wrapped by itself."""
-    wrap = {"wrap": {"units": "auto"}} if stage == 3 else {}
-    return {**wrap, "ddp": {"find_unused_parameters": unused or stage < 2}}
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_modules_may_step_by_hand(stage: int) -> None:
-    expected = Fit(0, module=ByHand).weights()
-    assert_same(Fit(stage, module=ByHand).weights(), expected)
+    assert_as_ddp(Fit(stage, module=ByHand))
 
 
 @on_ranks(2)
@@ -118,7 +107,7 @@ def test_modules_may_step_by_hand(stage: int) -> None:
 def test_gans_train_and_can_be_tested(stage: int, module: type[Gan], unused: bool) -> None:
     results = []
     for each in (0, stage):
-        trainer, trained = Fit(each, module=module, **options(each, unused=unused)).run()
+        trainer, trained = Fit(each, module=module, finds_unused=unused).run()
         weights = whole(trained)
         if stage == 3 and dist.get_rank() > 0:  # rank 0 sends buffers there, and DDPStrategy does not
             weights = {name: value for name, value in weights.items() if "running" not in name}
@@ -137,9 +126,9 @@ def test_gans_train_in_16_bits(stage: int, precision: str) -> None:
     """With a scaler, gradients of both optimizers begin with infinities."""
     results = []
     for each in (0, stage):
-        fit = Fit(each, module=Gan, options={"precision": precision}, **options(each))
+        fit = Fit(each, module=Gan, options=partial(dict, precision=precision))
         if precision == "16-mixed":
-            fit.epochs, fit.options = 4, {"plugins": half_precision()["plugins"]}
+            fit.epochs, fit.options = 4, lambda: {"plugins": half_precision()["plugins"]}
         trained = fit.run()[1]
         assert not torch.equal(trained.net.blocks[0].norm.bias.float(), torch.zeros(16)), "no step was taken"
         results.append({name: value for name, value in whole(trained).items() if "running" not in name})
@@ -151,7 +140,7 @@ def test_gans_train_in_16_bits(stage: int, precision: str) -> None:
 def test_gans_can_be_trained_again(stage: int) -> None:
     results = []
     for each in (0, stage):
-        fit = Fit(each, module=Gan, **options(each))
+        fit = Fit(each, module=Gan)
         _, trained = fit.run()
         with as_torchrun_says():
             fit.trainer().fit(trained, batches())
@@ -162,27 +151,13 @@ def test_gans_can_be_trained_again(stage: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_checkpoints_of_several_optimizers_resume(pool: Pool, tmp_path: Path, stage: int, size: int) -> None:
-    results, files = [], []
-    for each in (0, stage):
-        common = {"module": Gan, **options(each)}
-        path = tmp_path / str(each)
-        pool.run(2, run_weights, Fit(each, saves=str(path), **common))
-        results.append(pool.run(size, run_weights, Fit(each, epochs=2, resumes=str(path), **common))[0])
-        files.append(torch.load(path))
-    assert_same(results[1], results[0])
-    assert_same(files[1]["state_dict"], files[0]["state_dict"])
-    for ours, theirs in zip(files[1]["optimizer_states"], files[0]["optimizer_states"], strict=True):
-        assert ours["state"].keys() == theirs["state"].keys()
-        assert all(
-            torch.equal(ours["state"][i]["exp_avg"], theirs["state"][i]["exp_avg"]) for i in theirs["state"]
-        )
+    assert_resumes(pool, tmp_path, Fit(stage, module=Gan), size)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_optimizers_may_have_parts_of_one_module_but_not_at_stage_3(stage: int) -> None:
-    expected = Fit(0, module=TwoOptimizers).weights()
-    assert_same(Fit(stage, module=TwoOptimizers).weights(), expected)
+    assert_as_ddp(Fit(stage, module=TwoOptimizers))
     with pytest.raises(ValueError, match="at stage 3 each optimizer has one module"):
         Fit(3, module=TwoOptimizers).run()
 

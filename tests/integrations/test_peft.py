@@ -4,14 +4,12 @@ from pathlib import Path
 
 import peft
 import pytest
-import test_accelerate
-import test_lightning
 import torch
 from test_accelerate import Run
 from test_lightning import Fit, Module
 from torch import nn
 
-from frameworks import Net, assert_same, fresh, samples, whole
+from frameworks import Net, assert_resumes, assert_same, fresh, samples, whole
 from pool import Pool, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 
@@ -35,28 +33,13 @@ class Adapted(Module):
 def test_adapters_train_and_resume_in_lightning(
     pool: Pool, tmp_path: Path, stage: int, sharded: bool, size: int
 ) -> None:
-    results = []
-    for each in (0, stage):
-        common = {"module": Adapted, "sharded": sharded and each > 0}
-        path = str(tmp_path / str(each))
-        trained = pool.run(2, test_lightning.run_weights, Fit(each, saves=path, **common))[0]
-        again = Fit(each, epochs=2, resumes=path, **common)
-        results.append((trained, pool.run(size, test_lightning.run_weights, again)[0]))
-    for got, expected in zip(results[1], results[0], strict=True):
-        assert_same(got, expected)
+    assert_resumes(pool, tmp_path, Fit(stage, sharded=sharded, module=Adapted), size)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_adapters_train_and_resume_in_accelerate(pool: Pool, tmp_path: Path, stage: int, size: int) -> None:
-    results = []
-    for each in (0, stage):
-        path = str(tmp_path / str(each))
-        trained = pool.run(2, test_accelerate.run_weights, Run(each, saves=path, model=adapted))[0]
-        again = Run(each, resumes=path, model=adapted)
-        results.append((trained, pool.run(size, test_accelerate.run_weights, again)[0]))
-    for got, expected in zip(results[1], results[0], strict=True):
-        assert_same(got, expected)
+    assert_resumes(pool, tmp_path, Run(stage, model=adapted), size)
 
 
 @on_ranks(2)

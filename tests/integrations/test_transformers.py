@@ -1,25 +1,35 @@
 """Hugging Face `Trainer` trains at stages 1 to 3 as with DDP: bits, accumulation, saves, resume, PEFT."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import peft
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from frameworks import assert_same, fresh, sums_in_order, whole
+import frameworks
+from frameworks import (
+    Weights,
+    assert_as_ddp,
+    assert_resumes,
+    assert_same,
+    averages_in,
+    fresh,
+    sums_in_order,
+    whole,
+)
 from pool import Pool, RankError, on_ranks
 from zero_optim.integrations.stages import WRAPPERS
 from zero_optim.integrations.transformers import ZeroRedundancyOptimizer, ZeroTrainer
-
-Weights = dict[str, Tensor]
 
 
 class Tokens(Dataset[Any]):
@@ -55,29 +65,6 @@ class InOrder(Trainer):
         return nn.utils.clip_grad_norm_(params, self.args.max_grad_norm)
 
 
-class Zero1(ZeroTrainer, Trainer):
-    zero_stage = 1
-
-
-class Zero2(ZeroTrainer, Trainer):
-    zero_stage = 2
-
-
-class Zero2Local(ZeroTrainer, Trainer):
-    zero_stage = 2
-    wrap: Mapping[str, Any] = {"accumulate": "local"}
-
-
-class Zero3(ZeroTrainer, Trainer):
-    zero_stage = 3
-    wrap: Mapping[str, Any] = {"units": [GPT2Block]}
-
-
-class Zero3Local(ZeroTrainer, Trainer):
-    zero_stage = 3
-    wrap: Mapping[str, Any] = {"units": [GPT2Block], "accumulate": "local"}
-
-
 class OneSaves(Trainer):
     """Calls `_save` as transformers 5.16 and axolotl do."""
 
@@ -86,9 +73,10 @@ class OneSaves(Trainer):
             self._save(output_dir)
 
 
-class Zero3SavedByOne(ZeroTrainer, OneSaves):
-    zero_stage = 3
-    wrap: Mapping[str, Any] = {"units": [GPT2Block]}
+def of_stage(stage: int, base: type[Any] = Trainer, **wrap: Any) -> type[Any]:
+    """A trainer as users write it, with options of its wrapper."""
+    units = {"units": [GPT2Block]} if stage == 3 else {}
+    return type(f"Zero{stage}", (ZeroTrainer, base), {"zero_stage": stage, "wrap": {**units, **wrap}})
 
 
 ADAMW = {"lr": 0.01, "eps": 1e-3}  # for gradients that are zero but for their rounding
@@ -98,33 +86,36 @@ KINDS: dict[str, tuple[type[Any], Any]] = {
     "ddp": (Trainer, PLAIN),
     "ddp in order": (InOrder, PLAIN),
     "stage 1 by its optimizer": (Trainer, SHARDED),
-    "stage 1": (Zero1, PLAIN),
-    "stage 2": (Zero2, PLAIN),
-    "stage 3": (Zero3, SHARDED),
-    "stage 2 local": (Zero2Local, PLAIN),
-    "stage 3 local": (Zero3Local, PLAIN),
-    "stage 3 saved by one": (Zero3SavedByOne, PLAIN),
+    "stage 1": (of_stage(1), PLAIN),
+    "stage 2": (of_stage(2), PLAIN),
+    "stage 3": (of_stage(3), SHARDED),
+    "stage 2 local": (of_stage(2, accumulate="local"), PLAIN),
+    "stage 3 local": (of_stage(3, accumulate="local"), PLAIN),
+    "stage 3 saved by one": (of_stage(3, OneSaves), PLAIN),
 }
 REFERENCES = {kind: "ddp" if "1" in kind else "ddp in order" for kind in KINDS}
 ZERO = [kind for kind in KINDS if kind[-1].isdigit() or kind.endswith("optimizer")]
 
 
 @dataclass
-class Run:
-    """A training run of two epochs of at most six steps."""
+class Run(frameworks.Run):
+    """A training run of two epochs of at most six steps; ``saves`` and ``resumes`` are output folders."""
 
-    kind: str
-    folder: Path
-    resumes: str | None = None
+    kind: str = ""
     lora: bool = False
-    in_order: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def trainer(self, **more: Any) -> Any:
+    def of_ddp(self, in_order: bool = False) -> "Run":
+        return replace(self, kind=REFERENCES[self.kind], in_order=in_order)
+
+    def trainer(self, folder: Path, **more: Any) -> Any:
         kind, chosen = KINDS[self.kind]
-        options = {"save_strategy": "no", "max_grad_norm": 0.3, "num_train_epochs": 2, **self.options}
+        options = {"save_strategy": "no", "max_grad_norm": 0.3, "num_train_epochs": 2}
+        if self.resumes:
+            options |= {"ignore_data_skip": True, "max_steps": 12}
+        elif self.saves:
+            options["save_strategy"] = "epoch"
         args = TrainingArguments(
-            output_dir=str(self.folder),
+            output_dir=str(self.saves or folder),
             use_cpu=True,
             ddp_backend="gloo",
             per_device_train_batch_size=2,
@@ -132,17 +123,24 @@ class Run:
             disable_tqdm=True,
             logging_steps=100,
             weight_decay=0.1,
-            **options,
+            **{**options, **self.options()},
         )
         return kind(gpt2(self.lora), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=chosen, **more)
 
     def weights(self, **more: Any) -> Weights:
-        with fresh(), sums_in_order(self.in_order):
-            trainer = self.trainer(**more)
-            trainer.train(resume_from_checkpoint=self.resumes)
+        with fresh(), sums_in_order(self.in_order), TemporaryDirectory() as folder:
+            trainer = self.trainer(Path(folder), **more)
+            trainer.train(resume_from_checkpoint=self.resumes and str(self.resumes / "checkpoint-6"))
             stage = getattr(trainer, "zero_stage", 1)
             assert stage == 1 or isinstance(trainer.model_wrapped, WRAPPERS[stage])
             return whole(trainer.model)
+
+    def saved(self, path: Path) -> Weights:
+        return averages_in(torch.load(path / "checkpoint-6" / "optimizer.pt"))
+
+
+def of_kind(kind: str, **options: Any) -> Run:
+    return Run(int(next(filter(str.isdigit, kind), "0")), kind=kind, **options)
 
 
 OPTIONS: dict[str, Mapping[str, Any]] = {
@@ -156,30 +154,27 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", ZERO)
-def test_each_stage_trains_with_the_bits_of_ddp(tmp_path: Path, kind: str, option: str) -> None:
-    expected = Run(REFERENCES[kind], tmp_path, options=OPTIONS[option]).weights()
-    assert_same(Run(kind, tmp_path, options=OPTIONS[option]).weights(), expected)
+def test_each_stage_trains_with_the_bits_of_ddp(kind: str, option: str) -> None:
+    assert_as_ddp(of_kind(kind, options=partial(dict, OPTIONS[option])))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["stage 1", "stage 2", "stage 3", "stage 2 local", "stage 3 local"])
-def test_passes_accumulate(tmp_path: Path, kind: str) -> None:
-    options = {"gradient_accumulation_steps": 2}
-    expected = Run(REFERENCES[kind], tmp_path, options=options).weights()
+def test_passes_accumulate(kind: str) -> None:
     is_equal = kind in ("stage 1", "stage 2 local", "stage 3 local")
-    assert_same(Run(kind, tmp_path, options=options).weights(), expected, to_the_bit=is_equal)
+    options = partial(dict, gradient_accumulation_steps=2)
+    assert_as_ddp(of_kind(kind, options=options), to_the_bit=is_equal)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ZERO)
-def test_adapters_of_peft_train(tmp_path: Path, kind: str) -> None:
-    expected = Run(REFERENCES[kind], tmp_path / "ddp", lora=True).weights()
-    assert_same(Run(kind, tmp_path / "zero", lora=True).weights(), expected)
+def test_adapters_of_peft_train(kind: str) -> None:
+    assert_as_ddp(of_kind(kind, lora=True))
 
 
-def trained_twice(run: Run) -> Weights:
+def trained_twice(run: Run, folder: Path) -> Weights:
     with fresh():
-        trainer = run.trainer(eval_dataset=Tokens())
+        trainer = run.trainer(folder, eval_dataset=Tokens())
         trainer.train()
         trainer.evaluate()
         trainer.train()
@@ -190,8 +185,8 @@ def trained_twice(run: Run) -> Weights:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [*ZERO, "stage 3 saved by one"])
 def test_a_trainer_may_train_again_and_save_its_model(tmp_path: Path, kind: str) -> None:
-    expected = trained_twice(Run(REFERENCES[kind], tmp_path / "ddp"))
-    got = trained_twice(Run(kind, tmp_path / "zero"))
+    expected = trained_twice(of_kind(REFERENCES[kind]), tmp_path / "ddp")
+    got = trained_twice(of_kind(kind), tmp_path / "zero")
     assert_same(got, expected)
     dist.barrier()  # rank 0 writes
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "zero").state_dict()
@@ -201,34 +196,13 @@ def test_a_trainer_may_train_again_and_save_its_model(tmp_path: Path, kind: str)
 # ---------------------------------------------------------------------- checkpoints
 
 
-def run_weights(run: Run) -> Weights:
-    return run.weights()
-
-
-SAVES = {"save_strategy": "epoch"}
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", ZERO)
 def test_checkpoints_resume_on_any_number_of_ranks(
     pool: Pool, tmp_path: Path, kind: str, lora: bool, size: int
 ) -> None:
-    """Saved at the end of the first epoch, step 6."""
-    results, states = [], []
-    for each in (REFERENCES[kind], kind):
-        folder = tmp_path / each.replace(" ", "-")
-        pool.run(2, run_weights, Run(each, folder, lora=lora, options=SAVES))
-        path = folder / "checkpoint-6"
-        states.append(torch.load(path / "optimizer.pt"))
-        options = {"ignore_data_skip": True, "max_steps": 12}
-        in_order = each == "ddp in order" and size > 2
-        again = Run(each, folder / "again", str(path), lora, in_order, options)
-        results.append(pool.run(size, run_weights, again)[0])
-    assert_same(results[1], results[0])
-    before, after = (state["state"] for state in states)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[i]["exp_avg"], before[i]["exp_avg"]) for i in before)
+    assert_resumes(pool, tmp_path, of_kind(kind, lora=lora), size)
 
 
 @pytest.mark.parametrize(
@@ -238,30 +212,30 @@ def test_checkpoints_resume_on_any_number_of_ranks(
 def test_checkpoints_go_from_stage_to_stage_and_to_ddp(
     pool: Pool, tmp_path: Path, before: str, after: str
 ) -> None:
-    expected = pool.run(2, run_weights, Run("ddp in order", tmp_path / "ddp"))[0]
-    pool.run(2, run_weights, Run(before, tmp_path / "x", options=SAVES))
-    resumed = Run(after, tmp_path / "y", str(tmp_path / "x" / "checkpoint-6"))
-    assert_same(pool.run(2, run_weights, resumed)[0], expected)
+    assert_resumes(pool, tmp_path, of_kind(before), then=of_kind(after))
 
 
 def best_of(run: Run) -> tuple[Weights, list[str]]:
+    assert run.saves is not None
     weights = run.weights(eval_dataset=Tokens())
-    return weights, sorted(path.name for path in run.folder.glob("checkpoint-*"))
+    return weights, sorted(path.name for path in run.saves.glob("checkpoint-*"))
+
+
+BEST = {
+    "save_strategy": "best",
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # so that a later one is loaded over
+    "load_best_model_at_end": True,
+}
 
 
 @pytest.mark.parametrize("kind", ZERO)
 def test_the_best_model_is_saved_and_loaded_at_the_end(pool: Pool, tmp_path: Path, kind: str) -> None:
-    options = {
-        "save_strategy": "best",
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "metric_for_best_model": "loss",
-        "greater_is_better": True,  # so that a later one is loaded over
-        "load_best_model_at_end": True,
-    }
     (expected, folders), (got, saved) = (
-        pool.run(2, best_of, Run(each, tmp_path / each.replace(" ", "-"), options=options))[0]
-        for each in (REFERENCES[kind], kind)
+        pool.run(2, best_of, of_kind(each, saves=tmp_path / name, options=partial(dict, BEST)))[0]
+        for name, each in (("ddp", REFERENCES[kind]), ("zero", kind))
     )
     assert saved == folders
     assert folders
@@ -269,6 +243,9 @@ def test_the_best_model_is_saved_and_loaded_at_the_end(pool: Pool, tmp_path: Pat
 
 
 # ---------------------------------------------------------------------- refusals
+
+
+SHORT = partial(dict, max_steps=2, save_strategy="no")
 
 
 class SavesLater(TrainerCallback):
@@ -280,7 +257,7 @@ class SavesLater(TrainerCallback):
 
 @on_ranks(2)
 def test_a_save_that_comes_as_a_surprise_works_with_the_mixin(tmp_path: Path) -> None:
-    Run("stage 1", tmp_path, options={"max_steps": 2}).weights(callbacks=[SavesLater()])
+    of_kind("stage 1", saves=tmp_path, options=SHORT).weights(callbacks=[SavesLater()])
     assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
 
 
@@ -290,25 +267,8 @@ def saves_later(run: Run) -> None:
 
 def test_a_save_that_comes_as_a_surprise_raises_without_the_mixin(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="NotConsolidatedError: rank 0 holds only its own part of the state"):
-        pool.run(2, saves_later, Run("stage 1 by its optimizer", tmp_path, options={"max_steps": 2}))
+        pool.run(2, saves_later, of_kind("stage 1 by its optimizer", saves=tmp_path, options=SHORT))
     assert not list(tmp_path.rglob("optimizer.pt"))
-
-
-class Zero4(ZeroTrainer, Trainer):
-    zero_stage = 4
-
-
-@on_ranks(1)
-def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a stage of ZeRO, 1, 2 or 3, got 4"):
-        Zero4(nn.Linear(2, 2))
-    with fresh():
-        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-        model = gpt2()
-        optimizers: Any = (torch.optim.SGD(model.parameters()), None)
-        trainer: Any = Zero2(model, args, train_dataset=Tokens(), optimizers=optimizers)
-        with pytest.raises(TypeError, match=r"expected a zero_optim\.ZeroRedundancyOptimizer, got SGD"):
-            trainer.train()
 
 
 class Factory:
@@ -319,10 +279,17 @@ class Factory:
 
 
 @on_ranks(1)
-def test_a_factory_of_trainer_is_refused(tmp_path: Path) -> None:
-    with fresh():
-        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-        chosen: Any = (Factory, {"lr": 0.1})
-        trainer: Any = Zero2(gpt2(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=chosen)
-        with pytest.raises(TypeError, match="factory"):
-            trainer.train()
+def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a stage of ZeRO, 1, 2 or 3, got 4"):
+        of_stage(4)(nn.Linear(2, 2))
+    model = gpt2()
+    plain = {"optimizers": (torch.optim.SGD(model.parameters()), None)}
+    for options, message in (
+        (plain, r"expected a zero_optim\.ZeroRedundancyOptimizer, got SGD"),
+        ({"optimizer_cls_and_kwargs": (Factory, {"lr": 0.1})}, "factory"),
+    ):
+        with fresh():
+            args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+            trainer = of_stage(2)(model, args, train_dataset=Tokens(), **options)
+            with pytest.raises(TypeError, match=message):
+                trainer.train()

@@ -19,14 +19,14 @@ from zero_optim.errors import CheckpointError, ZeroOptimError, message_of
 FILE = "manifest.json"
 FORMAT = "zero_optim checkpoint"
 VERSION = 2
-DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.(?:bin|safetensors)")  # ".bin" in version 1
+DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.safetensors")
 _HEAD_NBYTES = 4096  # at most, with the line end
 _MAX_NBYTES = 2**30  # a million tensors take a fifth of that
 _MAX_INT = 2**63 - 1
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """Name a dtype as files do; None has a name too."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as files do."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -94,12 +94,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of tensors: the rank that wrote it, its length, and its header, which version 1 lacked."""
+    """A file of tensors: the rank that wrote it, its length, and its header."""
 
     rank: int
     nbytes: int
-    head_nbytes: int = 0
-    head_crc32: int = 0
+    head_nbytes: int
+    head_crc32: int
 
     def __post_init__(self) -> None:
         """Prove that they are numbers."""
@@ -118,7 +118,6 @@ class Manifest:
     values: Mapping[str, Any]
     paths: Mapping[str, list[str | int]]
     number: int = 0
-    version: int = VERSION
 
     @property
     def age(self) -> tuple[int, int]:
@@ -127,8 +126,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         """Check all types, and that every chunk is inside a file of this checkpoint."""
-        numbers = (self.time_ns, self.world_size, self.number, self.version)
-        _check_numbers("time, ranks, number and version", numbers)
+        _check_numbers("time, ranks and number", (self.time_ns, self.world_size, self.number))
         for table in (self.software, self.values, self.paths):
             if not isinstance(table, dict):
                 raise ValueError(f"expected an object, got {type(table).__name__}")  # noqa: TRY004 - of a file
@@ -142,7 +140,7 @@ class Manifest:
                 raise ValueError(f"{name!r} is no name of a data file")
         for key, entry in self.entries.items():
             for chunk in entry.chunks:
-                file = self.files.get(chunk.file, DataFile(0, 0))
+                file = self.files.get(chunk.file, DataFile(0, 0, 0, 0))
                 if not file.head_nbytes <= chunk.start <= file.nbytes - chunk.nbytes:
                     raise ValueError(f"{key} lies outside {chunk.file}")
 
@@ -164,37 +162,37 @@ class Manifest:
             "paths": dict(self.paths),
         }
         text = json.dumps(content, separators=(",", ":"))
-        return f"{_head_line(self.version, text, content)}\n{text}\n"
+        return f"{_head_line(text, self.number)}\n{text}\n"
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
-        """Read what `to_json` wrote, of this version or an older one; ValueError if it is anything else."""
+        """Read what `to_json` wrote, in this version; ValueError if it is anything else."""
         head_line, _, body = text.partition("\n")
         head = _head_of(head_line)
-        version = head["version"]
-        if version > VERSION:
-            raise ValueError(f"its format has version {version}, this zero_optim reads up to {VERSION}")
+        if head["version"] != VERSION:
+            raise ValueError(
+                f"its format has version {head['version']}, and this zero_optim reads version {VERSION}: "
+                "read it with the zero_optim that wrote it"
+            )
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
         content = json.loads(body)
-        if _head_line(version, body, content) != head_line:
+        if _head_line(body, content["number"]) != head_line:
             raise ValueError("its first line, which no checksum covers, is not what the second one asks for")
         names, entries = [name for name, *_ in content["files"]], {}
         for key, (dtype, shape, rows) in content["entries"].items():
             chunks = [Chunk(tuple(o), tuple(s), names[file], *rest) for o, s, file, *rest in rows]
             entries[key] = Entry(None if dtype is None else dtype_named(dtype), tuple(shape), tuple(chunks))
         files = {name: DataFile(*numbers) for name, *numbers in content["files"]}
-        rest = {name: content[name] for name in ("time_ns", "world_size", "software", "values", "paths")}
-        return Manifest(
-            files=files, entries=entries, number=content.get("number", 0), version=version, **rest
-        )
+        fields = ["time_ns", "world_size", "software", "values", "paths", "number"]
+        return Manifest(files=files, entries=entries, **{name: content[name] for name in fields})
 
 
-def _head_line(version: int, text: str, content: Mapping[str, Any]) -> str:
-    """Write the first line; version 1 had no number."""
-    head = {"format": FORMAT, "version": version, "crc32": zlib.crc32(text.encode())}
-    return json.dumps(head | {key: content[key] for key in ("number",) if key in content})
+def _head_line(text: str, number: int) -> str:
+    """Write the first line."""
+    checksum = zlib.crc32(text.encode())
+    return json.dumps({"format": FORMAT, "version": VERSION, "crc32": checksum, "number": number})
 
 
 def _head_of(line: str | bytes) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from zero_optim.checkpoint.data import (
 )
 from zero_optim.checkpoint.files import FolderLock, new_folder, remove_stale_parts, replacing, write_all
 from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
-from zero_optim.checkpoint.manifest import DataFile, Manifest, blamed_on, parse
+from zero_optim.checkpoint.manifest import VERSION, DataFile, Manifest, blamed_on, parse
 from zero_optim.checkpoint.sections import (
     Source,
     mapping,
@@ -44,7 +44,7 @@ from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.partition import assign_owners
 from zero_optim.run.progress import progress
 
-FORMATS = ("torch", "torch-names", "dcp", "deepspeed-universal")
+FORMATS = ("torch", "torch-names", "dcp")
 _OBJECTS = {"array", "class", "deque", "enum", "object"}  # kinds of values that are read by running code
 _SUBCLASSES = {"sparse", "subclass", "wrapper"}
 
@@ -150,7 +150,7 @@ def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None
 
     The source is a checkpoint of `save`, of ``dcp.save`` or of DeepSpeed, or a file of ``torch.save`` with a
     state dict of an optimizer, of a model, or sections such as "model" and "optimizer". ``to`` is "torch", a
-    file with state by index, "torch-names", with state by name, or "dcp" or "deepspeed-universal", a folder.
+    file with state by index, "torch-names", with state by name, or "dcp", a folder of FSDP2 and others.
     ``names`` are those of the optimizer's parameters, if the source lacks them.
 
     CheckpointError if the source is incomplete or damaged, or ``out`` cannot be written; StateMismatchError
@@ -167,26 +167,17 @@ def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None
     with progress("converting", content.nbytes) as advance, blamed_on(source):
         try:
             remove_stale_parts(out)
-            get = mapping(content, out, advance)
-            if to.startswith("torch"):
+            if to == "dcp":
+                from zero_optim.checkpoint.formats.dcp_folder import write_dcp
+
+                places, get = placeholders_of(content, advance)
+                with new_folder(out) as folder:
+                    write_dcp(sections_of(content.values, get, by_name=True), places, folder)
+            else:
+                get = mapping(content, out, advance)
                 whole = sections_of(content.values, get, by_name=to == "torch-names")
                 with replacing(out) as file:
                     _save(whole, file)
-                return
-            places, placed = placeholders_of(content, advance)
-            if to == "dcp":
-                from zero_optim.checkpoint.formats.dcp_folder import write_dcp as write
-
-                get = placed
-            else:
-                from zero_optim.checkpoint.formats.deepspeed import write_universal as write
-            sections = sections_of(
-                content.values,
-                lambda key, strides: (placed if key.startswith(STATE) else get)(key, strides),
-                by_name=True,
-            )
-            with new_folder(out) as folder:
-                write(sections, places, folder)
         except OSError as error:
             raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
@@ -317,7 +308,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "complete": not reason,
         "reason": reason,
-        "version": manifest.version,
+        "version": VERSION,
         "saved": time.strftime("%Y-%m-%d %H:%M:%S UTC") if manifest.time_ns else "",
         "world_size": manifest.world_size,
         "software": dict(manifest.software),

@@ -306,11 +306,6 @@ def torch_save(value: object, file: IO[bytes]) -> None:
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def of_own_storage(tensor: Tensor) -> Tensor:
-    """Copy a part of a larger storage, which ``torch.save`` would write whole."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
 def placeholders_of(
     source: Source, advance: Callable[[int], object]
 ) -> tuple[Placeholders, Callable[..., Tensor]]:

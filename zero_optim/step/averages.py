@@ -10,7 +10,6 @@ from zero_optim.compat import private
 from zero_optim.step.leaves import Leaves, entries_named
 
 EMA = "zero_optim.ema"  # no class has an entry of that name
-OLD_EMA = "ema"  # its name in older files
 
 
 class WeightAverage:

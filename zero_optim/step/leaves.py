@@ -35,7 +35,6 @@ from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient, is_on_host
 
 MASTER = "zero_optim.master"  # no class has an entry of that name
-OLD_MASTER = "master"  # its name in older files
 
 
 class Leaves:

@@ -11,8 +11,8 @@ from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Piece
-from zero_optim.step.averages import EMA, OLD_EMA, WeightAverage
-from zero_optim.step.leaves import MASTER, OLD_MASTER, Leaves
+from zero_optim.step.averages import EMA, WeightAverage
+from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.partial import make_plain
 from zero_optim.step.portions import KeptState
@@ -198,12 +198,8 @@ class OwnedState:
         the new options. ``exact`` keeps dtypes. Any rank's StateMismatchError or class's error is raised on
         every rank, with nothing changed.
         """
-        number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
-        entries = {
-            param: self._with_our_names(param, number_of[param], value)
-            for param, value in owned.items()
-            if isinstance(value, dict) and param in number_of
-        }
+        params = {param for group in groups for param in group["params"]}
+        entries = {param: own for param, own in owned.items() if isinstance(own, dict) and param in params}
         of_leaves: dict[Any, Any] = {}
         separate = self.leaves.separate
         for key, value in owned.items():
@@ -227,14 +223,3 @@ class OwnedState:
         self.leaves.load(masters)
         self.average.load(averages)
         self.keep()
-
-    def _with_our_names(self, param: Tensor, number: int, entries: dict[str, Any]) -> dict[str, Any]:
-        """Rename masters and averages of older files, unless the class has an entry of that name."""
-        held = (MASTER, OLD_MASTER, self.leaves.masters), (EMA, OLD_EMA, self.average.averages)
-        for name, old, kept in held:
-            if old in entries and name not in entries and param in kept:
-                built = self.local.of_group(number)
-                present = built.optimizer.state.get(self.leaves.leaf(param), {})
-                if old not in present and old not in built.state_entries(max(1, param.dim())):
-                    entries = {name if key == old else key: entry for key, entry in entries.items()}
-        return entries

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata as meta
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER
 from zero_optim.checkpoint.files import open_regular
 from zero_optim.checkpoint.formats.unpickling import SafeUnpickler
-from zero_optim.checkpoint.sections import EXACT, Placeholders, Source, of_own_storage, source_of, torch_save
+from zero_optim.checkpoint.sections import EXACT, Placeholders, Source, source_of, torch_save
 from zero_optim.comm.encoding import map_tensors
 from zero_optim.compat import private
 from zero_optim.errors import StateMismatchError
@@ -113,7 +113,8 @@ def write_dcp(sections: dict[str, Any], places: Placeholders, folder: Path) -> N
             value, index = map_tensors(part, places.read), meta.MetadataIndex(key)
             entry: Any = meta.BytesStorageMetadata()
             if isinstance(value, Tensor):
-                value = of_own_storage(value)
+                if value.untyped_storage().nbytes() > value.nbytes:
+                    value = value.clone()  # torch.save writes the whole storage
                 chunk = meta.ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
                 properties = meta.TensorProperties.create_from_tensor(value)
                 index = meta.MetadataIndex(key, chunk.offsets, 0)

@@ -1,9 +1,8 @@
-"""Checkpoints of DeepSpeed's ZeRO, stages 1 to 3, are read from mapped files; universal ones also written."""
+"""Checkpoints of DeepSpeed's ZeRO, stages 1 to 3, and universal ones, are read from mapped files."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.content import EXTRA, MODEL, OPTIMIZER
+from zero_optim.checkpoint.content import MODEL, OPTIMIZER
 from zero_optim.checkpoint.formats.unpickling import tolerant
-from zero_optim.checkpoint.sections import Placeholders, Source, of_own_storage, source_of, torch_save
-from zero_optim.comm.encoding import map_tensors
-from zero_optim.errors import StateMismatchError
+from zero_optim.checkpoint.sections import Placeholders, Source, source_of
 from zero_optim.step.leaves import MASTER
 
 _NAME = r"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_)?mp_rank_00_{}_states\.pt"
@@ -25,8 +22,6 @@ _CONFIG = (
     "shared_params", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "ds_config",
     "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info",
 )  # fmt: skip
-_VERSION = "0.19.8"  # of DeepSpeed, whose files are written
-_REST = "zero_optim.pt"  # beside them, the sections that DeepSpeed does not read, or not as they are
 _Entries = dict[str, dict[str, Any]]  # name of a parameter -> name of an entry, with "fp32" for its value
 
 
@@ -63,8 +58,6 @@ def of_deepspeed(folder: Path) -> Source:
     rest = {key: value for key, value in first.items() if key not in _CONFIG}
     if scaler.get("dynamic_loss_scale"):
         rest["loss_scaler"] = vars(scaler["loss_scaler"])
-    if (folder / _REST).is_file():
-        rest = _load(folder / _REST)
     optimizer = {"state": state, "param_groups": param_groups}
     return source_of({**rest, MODEL: weights, OPTIMIZER: optimizer}, folder, None, places)
 
@@ -76,7 +69,7 @@ def _files(folder: Path, kind: str) -> list[Any]:
         match = re.fullmatch(_NAME.format(kind), path.name)
         if match is None:
             raise ValueError(f"{path.name} is of tensor, pipeline or expert parallelism, which is not read")
-        files.setdefault(int(match[1] or 0), _load(path))  # mp_rank_00 first, where `write_universal` wrote
+        files[int(match[1] or 0)] = _load(path)
     lost = next((rank for rank in range(len(files)) if rank not in files), None)
     if lost is not None or (kind == "model" and not files):
         raise ValueError(f"the file of {kind} states of rank {lost or 0} is missing")
@@ -160,70 +153,3 @@ def _universal(folder: Path, groups: list[Any]) -> tuple[_Entries, list[Any]]:
             if step is not None and len(entries[name]) > 1:
                 entries[name].setdefault("step", step)
     return entries, [{k: v for k, v in group.items() if k != "params"} for group in common["param_groups"]]
-
-
-# ---------------------------------------------------------------------- writing
-
-
-def write_universal(sections: dict[str, Any], places: Placeholders, folder: Path) -> None:
-    """Write what ds_to_universal makes, for engines of any stage. The model's tensors must be mapped."""
-    if not {MODEL, OPTIMIZER} <= sections.keys():
-        raise StateMismatchError("DeepSpeed's format needs an optimizer's state and its model's weights")
-    model, state = sections[MODEL], sections[OPTIMIZER]["state"]
-    groups: list[list[str]] = [group["params"] for group in sections[OPTIMIZER]["param_groups"]]
-    names = dict.fromkeys(chain(*groups))
-    for name in chain(names.keys() - model.keys(), state.keys() - names.keys()):
-        raise StateMismatchError(f"the optimizer's state has {name}, which is no parameter of the model")
-    steps = dict[float, Any]()
-    for name in names:
-        entries = _universal_entries(name, model[name], state.get(name, {}))
-        (folder / "zero" / name).mkdir(parents=True)
-        for key, value in entries.items():
-            tensor = map_tensors(value, places.read)
-            if key == "step":
-                steps[float(tensor)] = tensor
-            else:
-                tensor = {"param": of_own_storage(tensor.contiguous())}
-            _save(tensor, folder / "zero" / name / f"{key}.pt")
-            del tensor  # before the next one is read
-    if len(steps) > 1:
-        raise StateMismatchError(f"parameters have the steps {sorted(steps)}, and DeepSpeed keeps one of all")
-    step = next(iter(steps.values()), 0)
-    options = [{**g, "params": [index]} for index, g in enumerate(sections[OPTIMIZER]["param_groups"])]
-    third = {"state": {0: {"step": step}}, "param_groups": options}
-    common = {"param_groups": options, "optimizer_state_dict": third, "ds_version": _VERSION}
-    _save(common, folder / "zero" / "optimizer_state.pt")
-    extra = sections.get(EXTRA)
-    whole = {"global_steps": int(step), "skipped_steps": 0, **(extra if isinstance(extra, dict) else {})}
-    whole |= {"param_shapes": [{name: model[name].shape for name in group} for group in groups]}
-    whole |= {"frozen_param_shapes": None, "dp_world_size": 1, "mp_world_size": 1, "ds_version": _VERSION}
-    whole |= {"lr_scheduler": sections.get("scheduler"), "module": {}}
-    _save(whole, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")  # of stage 3
-    _save({**whole, "module": model}, folder / "mp_rank_00_model_states.pt")
-    _save({key: value for key, value in sections.items() if key not in (MODEL, OPTIMIZER)}, folder / _REST)
-    (folder / "latest_universal").write_text(".")
-
-
-def _universal_entries(name: str, weight: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the files of a parameter hold; StateMismatchError for what no engine could load."""
-    entries = {"fp32": weight, **state}
-    entries["fp32"] = entries.pop(MASTER, weight)
-    if entries["fp32"].dtype != torch.float32:
-        raise StateMismatchError(
-            f"{name} is of {weight.dtype}, and DeepSpeed steps float32: load it into an optimizer with "
-            "master_dtype=torch.float32, and save that"
-        )
-    for key, value in entries.items():
-        is_step = key == "step" and not (isinstance(value, Tensor) and value.ndim)
-        if not is_step and not (isinstance(value, Tensor) and value.shape == weight.shape):
-            raise StateMismatchError(
-                f"{key} of {name} has not the shape of its parameter, as all that DeepSpeed keeps"
-            )
-        if "/" in f"{name}{key}":
-            raise StateMismatchError(f"{key} of {name} cannot be the name of a file")
-    return entries
-
-
-def _save(value: object, path: Path) -> None:
-    with path.open("xb") as file:
-        torch_save(value, file)
