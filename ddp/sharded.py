@@ -67,7 +67,7 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
             exchange rows: the gradients' bytes divided by the ranks of a replica, times 2 (R-1)/R for R
             replicas.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
-            ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and ``on_stall``,
+            ``find_unused_parameters``, ``static_graph``, ``timeout`` and ``on_stall``,
             as in `DistributedDataParallel`.
 
     Raises:

@@ -40,13 +40,14 @@ from zero_optim.ddp.full.filling import (
     take_values_of_first,
 )
 from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
+from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.wrapper_checks import (
     REFUSED,
     check_arguments,
     check_module,
     check_optimizer,
     seen_params,
+    sparse_names,
 )
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.bucket import Bucket
