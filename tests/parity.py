@@ -42,7 +42,7 @@ def refusal(row: Row) -> str:
         "only a wrapper that shards takes a mesh": option.kind == "mesh" and not stage.shards,
         "only parameters on their owners are kept in files": option.kind == "files" and not fully,
         "only over a mesh there are replicas": stage.over_all and option.kind != "mesh",
-        "fully sharded models and meshes take no part in Join": joins and (fully or option.kind == "mesh"),
+        "sharded gradients take no part in Join": joins and stage.to_owners,
         "gradients on owners are no views": stage.shards and row.option == "gradients as views",
         "PyTorch 2.8 does not sum complex numbers over gloo": TORCH == (2, 8) and row.model == "complex",
         "Adafactor, instead of Muon, takes its epsilon from the first dtype": not HAS_MUON
@@ -60,6 +60,7 @@ def refusal(row: Row) -> str:
         "PyTorch does not clip sparse gradients": is_sparse and loop.clips,
         "norms of complex numbers differ in the last bit": row.model == "complex" and name == "clipped",
         "a mesh sums sparse gradients over all ranks at once": is_sparse and option.kind == "mesh",
+        "sparse gradients are not cut": is_sparse and option.kind == "cuts",
         "the class takes no sparse gradients": is_sparse and (bool(of_optimizer) or option.kind == "classes"),
         "PyTorch's DDP reduces one pass for each forward pass": torchs and twice,
         "PyTorch's DDP fails without syncs": row.option == "static graph" and loop.skips_syncs,
@@ -69,10 +70,6 @@ def refusal(row: Row) -> str:
         "hooks to owners have no whole gradients to add to": hooked_to_owners and name == "adding",
         "sums by hand need all gradients of all ranks": summed_by_hand(row)
         and (row.model == "unused" or joins),
-        "PyTorch's DDP copies gradients that a joined rank kept into rebuilt buckets": torchs
-        and hooked_to_owners
-        and joins
-        and row.option == "gradients as views",
         "DDP adds up more than two ranks in another order than sums by hand": twice
         and not stage.to_owners
         and option.size > 2,

@@ -52,25 +52,20 @@ def clipped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: i
 
 
 @on_ranks(2)
+@both_hooks
 @both_wrappers
-def test_uneven_inputs_give_the_bits_of_ddp(wrapper: str) -> None:
-    runs = pair(wrapper, "reduce_to_owners")
-    for model, optimizer in runs:
+@pytest.mark.parametrize("fewest", [0, 1])
+def test_join_is_refused_on_every_rank(wrapper: str, hook: str, fewest: int) -> None:
+    """Rank 1 has one batch more, and meets the refusal in a backward pass."""
+    model, optimizer = built(wrapper, hook)
+
+    def train() -> None:
         with Join([model, optimizer]):
-            for number in range(2 + dist.get_rank()):
-                optimizer.zero_grad()
-                loss_of(model, number).backward()
-                optimizer.clip_grad_norm_(0.01)
-                optimizer.step()
-        optimizer.zero_grad()
-        with Join([model, optimizer]):
-            for number in range(2 - dist.get_rank()):
-                loss_of(model, number).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        loss_of(model, 3).backward()
-        optimizer.step()
-    assert_alike(runs)
+            for number in range(fewest + dist.get_rank()):
+                clipped_step(model, optimizer, number)
+
+    with pytest.raises(RuntimeError, match=r"owners take no part in Join: .* use stage 1"):
+        train()
 
 
 @on_ranks(2)

@@ -167,8 +167,10 @@ class UnitConstruction:
         limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
         untyped: type = ZeroRedundancyOptimizer
         params = [*self.registration.params]
-        # A class that bears cuts, so that rows are even.
-        optimizer: ZeroRedundancyOptimizer = untyped(params, torch.optim.SGD, process_group, lr=0.0, **limits)
+        cuts = not sparse_names(self.module)  # SGD bears them, so that rows are even
+        optimizer: ZeroRedundancyOptimizer = untyped(
+            params, torch.optim.SGD, process_group, lr=0.0, cuts=cuts, **limits
+        )
         return optimizer
 
     def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup, *, syncs: bool) -> None:
