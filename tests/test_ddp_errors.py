@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -26,7 +27,6 @@ from zero_optim.ddp import (
 )
 from zero_optim.ddp.reducer import inbox
 from zero_optim.errors import RankMismatchError, ReductionError
-from zero_optim.hooks import allreduce_hook
 
 # ---------------------------------------------------------------------- models
 

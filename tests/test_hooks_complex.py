@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import SGD
 
 from overlap import WRAPPERS, both_wrappers, loss_of
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
+from zero_optim.hooks import reduce_to_owners, zero_step
 
 
 class Turned(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 
 import overlap
@@ -15,7 +16,7 @@ from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, both_wrappers, loss_of
 from pool import on_ranks
 from test_overlap_errors import Breaking
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
-from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
+from zero_optim.hooks import reduce_to_owners, zero_step
 from zero_optim.hooks.grad_bucket import BucketOwnership
 from zero_optim.plan.pieces import whole_piece
 
@@ -49,6 +50,15 @@ def clipped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: i
     norm = optimizer.clip_grad_norm_(0.01)
     optimizer.step()
     return norm
+
+
+@on_ranks(2)
+@both_hooks
+@both_wrappers
+def test_sparse_gradients_are_refused_on_every_rank(wrapper: str, hook: str) -> None:
+    model, _ = built(wrapper, hook, overlap.Embedder)
+    with pytest.raises(ValueError, match=r"reduction to owners expected dense .* torch\.sparse_coo"):
+        model(torch.arange(4)).sum().backward()
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.optim import lr_scheduler
 
@@ -27,7 +28,6 @@ from overlap import (
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import (
-    allreduce_hook,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     zero_step,

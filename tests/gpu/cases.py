@@ -19,7 +19,6 @@ import test_fully_sharded_made as made
 import test_fully_sharded_odd as odd
 import test_fully_sharded_precision as precision
 import test_fully_sharded_state as state
-import test_hooks_arithmetic as hooks
 import test_mesh as mesh
 import test_overlap_training as overlap
 import test_sharded_accumulation as accumulation
@@ -205,13 +204,6 @@ WITH_KERNELS: Tests = {
 WITH_FUTURES: Tests = {
     **table("to owners", "tower", "clipped"),
     "overlap: step() never called": (overlap.check_no_step, "ours", True),
-    **{
-        f"hooks: on both DDPs{', as views' * as_views}": (
-            hooks.test_training_has_the_bits_of_pytorchs_hooks,
-            {"gradient_as_bucket_view": True} if as_views else {},
-        )
-        for as_views in (False, True)
-    },
 }
 # Not "ordinary" with batch norms: DDP broadcasts buffers in its evaluation, between forward and backward.
 OVERLAPPED: Tests = {
