@@ -19,9 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
-from zero_optim.compat.engine import after_backward, eager, eager_itself
-from zero_optim.ddp.precision.casting import Casting, Casts, cast_buffers
-from zero_optim.ddp.precision.precision import PrecisionPolicy
+from zero_optim.compat.engine import after_backward, eager
 from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import weakly
@@ -56,22 +54,13 @@ class DistributedDataParallel(RebindableWrapper):
       forward pass outside of one, ``torch.distributed.autograd.backward`` raises, with the reason in a
       warning.
 
-    With ``mixed_precision``, modules see casts of their parameters in forward passes, and in backward passes
-    that compute activations again; parameters and gradients keep their dtype. Gradients are rounded to
-    ``reduce_dtype``, then divided and summed in it; comm hooks get buckets of that dtype. Floating-point
-    buffers are cast for good.
-
     Raises:
-        TypeError: on every rank: ``mixed_precision`` is no ``_MixedPrecision``, or the module is scripted.
-        ValueError: on every rank: ``mixed_precision`` has a dtype that cannot be used, or comes with
-            ``delay_all_reduce_named_params``.
+        TypeError: on every rank: ``mixed_precision`` is given, for which ``torch.autocast`` serves.
         RankMismatchError: on every rank: models differ.
     """
 
     # PyTorch's constructor leaves this out where it delays the reduction of all parameters, and needs it.
     _lazy_init_ran = True
-    _precision: PrecisionPolicy | None = None
-    _casting: Casting | None = None
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(
@@ -86,14 +75,7 @@ class DistributedDataParallel(RebindableWrapper):
         arguments = _DEFAULTS | bound.arguments
         agree_on_model(arguments, self, timeout, on_stall)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
-        self._precision = PrecisionPolicy.of_ddp(arguments)
-        if self._precision is None:
-            super().__init__(module, *args, **kwargs)
-            return
-        bound.arguments["mixed_precision"] = None  # PyTorch's constructor would set up its own
-        super().__init__(*bound.args[1:], **bound.kwargs)
-        self.mixed_precision = arguments["mixed_precision"]  # PyTorch's forward casts the inputs
-        cast_buffers(self.module, self._precision.buffers, self.parameters_to_ignore)
+        super().__init__(module, *args, **kwargs)
 
     # ------------------------------------------------------------------ built by PyTorch's constructor
 
@@ -125,7 +107,6 @@ class DistributedDataParallel(RebindableWrapper):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused_params=getattr(self, "skip_all_reduce_unused_params", False),
             batched_grad_copy=getattr(self, "batched_grad_copy", False),
-            reduce_dtype=None if self._precision is None else self._precision.reduce_dtype,
             timeout=self._timeout,
             on_stall=self._on_stall,
         )
@@ -142,10 +123,6 @@ class DistributedDataParallel(RebindableWrapper):
                 if name not in self.parameters_to_ignore and not param.requires_grad
             ]
         )
-        if self._precision is not None:
-            with_sparse = [param for name, param in pairs if name in sparse]
-            ignored = self.parameters_to_ignore
-            self._casting = Casting(self.module, self._precision.params, ignored, with_sparse)
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -194,20 +171,6 @@ class DistributedDataParallel(RebindableWrapper):
         self._static_graph_delay_allreduce_enqueued = True
 
     # ------------------------------------------------------------------ forward
-
-    def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
-        if self._casting is None:
-            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        return self._run_cast(*inputs, **kwargs)
-
-    @eager_itself
-    def _run_cast(self, *inputs: object, **kwargs: object) -> object:
-        assert self._casting is not None  # asked for by the caller
-        casts = Casts(self._casting)
-        with casts.in_place():
-            output: object = super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        casts.return_in_backward(output)
-        return output
 
     @eager
     def _post_forward(self, output: object) -> object:

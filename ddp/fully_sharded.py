@@ -25,10 +25,10 @@ from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
 from zero_optim.ddp.full.parts import make_gathers, make_reducer, make_units, seen_buffers, send_buffers
+from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state_dict
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
-from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.wrapper_checks import agree_on_model, ignored_names, seen_params

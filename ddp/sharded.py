@@ -1,12 +1,11 @@
 """`ShardedDataParallel`: data parallelism with sharded gradients, for a sharded optimizer."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import agree, failing_together
@@ -18,6 +17,7 @@ from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.wrapper_checks import REFUSED, check_arguments, check_module, check_optimizer
+from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 
 
@@ -44,9 +44,9 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
     `zero_optim.ddp.owners.owner_bucket`. The first pass with ``static_graph=True`` holds all gradients.
 
     All ranks of the optimizer's group construct it, with the same arguments, and run forward and backward
-    passes together. Errors of a backward pass, ``Join``, checkpointing, and unused parameters are as in
-    `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept by their owners. Inside
-    ``Join`` each reduced pass needs a step, or the next forward pass raises on every rank.
+    passes together, as many on each rank: ``Join`` raises. Errors of a backward pass, checkpointing, and
+    unused parameters are as in `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept
+    by their owners.
 
     On the CPU a pass that raises leaves earlier passes' sums as they were; on an accelerator call
     ``zero_grad()`` after it. A ``param.register_post_accumulate_grad_hook`` registered after wrapping may
@@ -67,14 +67,14 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
             exchange rows: the gradients' bytes divided by the ranks of a replica, times 2 (R-1)/R for R
             replicas.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
-            ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and ``on_stall``,
+            ``find_unused_parameters``, ``static_graph``, ``timeout`` and ``on_stall``,
             as in `DistributedDataParallel`.
 
     Raises:
         TypeError: on every rank: ``optimizer`` is not sharded by this library, or an option is unknown or has
             no meaning here; says why.
         ValueError: likewise: the optimizer lacks a parameter, or has another process group, or one that is no
-            row of the mesh; or a cut parameter has sparse gradients that the class does not bear.
+            row of the mesh; or a cut parameter has sparse gradients.
         RankMismatchError: on every rank: models or arguments differ; or the optimizers of two replicas.
     """
 
@@ -142,17 +142,9 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
             check_optimizer(self.module, self._optimizer, process_group)
         super().rebind(ranks.process_group)
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
-        """Take part in ``Join``, as in `DistributedDataParallel`; raises RuntimeError with a mesh.
-
-        Steps are those of a replica there, and the sums those of all.
-        """
-        if self._mesh is not None:
-            raise RuntimeError(
-                "with a mesh ShardedDataParallel takes no part in Join: wrapper and optimizer have other "
-                "ranks there. Give every rank as many batches"
-            )
-        return super().join_hook(**kwargs)
+    def join_hook(self, **kwargs: object) -> NoReturn:
+        """Refuse ``Join`` with a RuntimeError: a rank without inputs has no gradients to reduce to owners."""
+        raise RuntimeError(f"ShardedDataParallel takes no part in Join: {NO_JOIN}")
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         self.register_comm_hook(None, comm_hook_type)

@@ -12,7 +12,6 @@ from torch.nn import UninitializedParameter
 
 from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.assignment import describe_params
 from zero_optim.health.watchdog import check_patience, learn_addresses, patient, watch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
@@ -38,12 +37,12 @@ OPTIONS = (
     "dim",
     "find_unused_parameters",
     "init_sync",
-    "mixed_precision",
     "on_stall",
     "output_device",
     "static_graph",
     "timeout",
 )
+_CASTS = "use torch.autocast, PyTorch's DistributedDataParallel, or stage 3 with a PrecisionPolicy"
 REFUSED = {
     "batched_grad_copy": "gradients are copied as they come, so that they can be dropped",
     "bucket_cap_mb": "buckets are those of the optimizer: give it bucket_cap_mb",
@@ -53,6 +52,7 @@ REFUSED = {
     "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group(), and a 2-D "
     "mesh of replicas by the name of mesh",
     "gradient_as_bucket_view": "an owner's gradients are views already, and nobody else has whole ones",
+    "mixed_precision": _CASTS,
     "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
     "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
 }
@@ -89,6 +89,8 @@ def _agree(
             raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
         check_patience(timeout, on_stall)
         check_flags(init_sync=syncs)
+        if arguments.get("mixed_precision") is not None:
+            raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no mixed_precision: {_CASTS}")
         if any(isinstance(param, UninitializedParameter) for _, param in seen_params(module)):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "
@@ -101,7 +103,6 @@ def _agree(
         if syncs:
             pairs = seen_params(module)
             group.check_serves([param for _, param in pairs])
-            PrecisionPolicy.of_ddp(arguments)
             delayed = [name for name, _ in arguments.get("delay_all_reduce_named_params") or ()]
             is_delayed = arguments.get("param_to_hook_all_reduce") is not None
             delayed_by = "a parameter" if is_delayed else "no parameter"
@@ -146,6 +147,16 @@ def seen_params(module: object) -> list[tuple[str, Tensor]]:
         return []
     ignored = ignored_names(module)
     return [pair for pair in module.named_parameters() if pair[0] not in ignored]
+
+
+def sparse_names(module: nn.Module) -> set[str]:
+    """Return the names of parameters with sparse gradients, as PyTorch's DDP finds them."""
+    return {
+        own
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        for own, _ in layer.named_parameters(name, recurse=False)
+    }
 
 
 def _refuse_freed(module: object) -> None:

@@ -10,22 +10,10 @@ have PyTorch's signature, so ours and PyTorch's run on both ``DistributedDataPar
 if __name__ != "zero_optim.hooks":
     raise ImportError(f"import this package as 'zero_optim.hooks', not as {__name__!r}", name=__name__)
 
-from zero_optim.hooks.allreduce import (
-    allreduce_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-    fp16_compress_wrapper,
-)
 from zero_optim.hooks.owners import reduce_to_owners
 from zero_optim.hooks.stepper import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 
 __all__ = [
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "reduce_to_owners",

@@ -20,7 +20,6 @@ __all__ = [
     "GradBucket",
     "Hook",
     "TensorFuture",
-    "dense_buffer",
     "gradients_in",
     "name_of",
     "real_buffer",
@@ -28,9 +27,14 @@ __all__ = [
 ]
 
 
-def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's 1-D flat tensor; ValueError, with the hook's name, if sparse or complex."""
+def real_buffer(bucket: GradBucket, name: str) -> Tensor:
+    """Return the bucket's buffer as 1-D real numbers, two for a complex one.
+
+    ValueError, with the hook's name, if it is sparse.
+    """
     buffer = bucket.buffer()
+    if buffer.layout == torch.strided and buffer.is_complex():  # our DDP's; PyTorch's is real already
+        return torch.view_as_real(buffer).view(-1)
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         kind = buffer.dtype if buffer.layout == torch.strided else buffer.layout
         raise ValueError(
@@ -38,14 +42,6 @@ def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
             "them so (for an embedding sparse=False), or use allreduce_hook"
         )
     return buffer
-
-
-def real_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's buffer as 1-D real numbers, two for a complex one; refuses sparse ones."""
-    buffer = bucket.buffer()
-    if buffer.layout == torch.strided and buffer.is_complex():  # our DDP's; PyTorch's is real already
-        return torch.view_as_real(buffer).view(-1)
-    return dense_buffer(bucket, name)
 
 
 def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:

@@ -38,6 +38,7 @@ from zero_optim.hooks.grad_bucket import (
     real_buffer,
     views_of,
 )
+from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import piece_of
@@ -54,8 +55,7 @@ _NO_OWNER = (
 class OwnerReduction:
     """The pending reduction of one bucket to owners; all ranks construct it, in bucket order.
 
-    It divides the bucket in place. ``joined``: this rank's inputs ended. ``all_used``: some rank used each
-    parameter, so no flags are sent.
+    It divides the bucket in place. ``all_used``: some rank used each parameter, so no flags are sent.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class OwnerReduction:
         bucket: GradBucket,
         ownership: BucketOwnership,
         *,
-        joined: bool,
         all_used: bool,
     ) -> None:
         self._group = group
@@ -74,17 +73,17 @@ class OwnerReduction:
         self._flat = real_buffer(bucket, "reduction to owners").div_(group.size)
         sent = [self._packed(rank) for rank in range(group.size)]
         self._total = RowSum(group, lanes, sent, in_place=True)  # nobody else reads the own part
-        self._flags_sent = None if all_used else RowExchange(group, lanes, self._flags(joined))
+        self._flags_sent = None if all_used else RowExchange(group, lanes, self._flags())
         self._used: list[Tensor] | None = None
 
     def _packed(self, rank: int) -> Tensor:
         parts = [self._flat[start:stop] for start, stop in self._ownership.spans[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._flat[:0]
 
-    def _flags(self, joined: bool) -> list[Tensor]:
+    def _flags(self) -> list[Tensor]:
         """Return, by owner, which of its parameters were used here."""
         params, slots = self._ownership.params, self._ownership.slots
-        used = [not joined and params[slot].grad is not None for of_rank in slots for slot in of_rank]
+        used = [params[slot].grad is not None for of_rank in slots for slot in of_rank]
         flags = to_device(torch.tensor(used, dtype=torch.uint8), self._flat.device)
         return list(torch.split(flags, [len(of_rank) for of_rank in slots]))
 
@@ -142,15 +141,17 @@ class OwnerGradients:
         self._elsewhere: dict[Tensor, PartialGradient] = {}  # of parameters that this rank has no rows of
         self._num_buckets = 0  # of the optimizer, when owners were looked at
 
-    def begin(self, *, joined: bool) -> None:
-        """Begin a pass; RuntimeError, on every rank, if gradients of the last one are left."""
+    def begin(self) -> None:
+        """Begin a pass; RuntimeError, on every rank, in ``Join``, or if gradients of the last are left."""
         core, self.reduced = self._optimizer.core, []
+        if self._optimizer.iteration.joins.under_way:
+            raise RuntimeError(f"hooks that reduce gradients to owners take no part in Join: {NO_JOIN}")
         if self._num_buckets != len(core.sharding.buckets):
             self._num_buckets, self._elsewhere = len(core.sharding.buckets), {}
             self._names = dict(zip(core.params, param_names(core.groups), strict=True))
             owners = {piece.owner for pieces in core.piece_list() for piece in pieces}
             self.has_one_owner = core.ranks.size > 1 and len(owners) == 1
-        known = () if joined else (param for each in self._known.values() for param in each.params)
+        known = (param for each in self._known.values() for param in each.params)
         left = next((param for param in known if isinstance(param.grad, PartialGradient)), None)
         if left is not None:
             raise RuntimeError(
@@ -159,11 +160,11 @@ class OwnerGradients:
                 "pass of a step under no_sync()"
             )
 
-    def start(self, group: RankGroup, bucket: GradBucket, *, joined: bool, all_used: bool) -> OwnerReduction:
+    def start(self, group: RankGroup, bucket: GradBucket, *, all_used: bool) -> OwnerReduction:
         """Start a bucket's reduction; all ranks call, in bucket order."""
         ownership = self.ownership(bucket)
         lanes = self.lanes.groups
-        reduction = OwnerReduction(group, lanes, bucket, ownership, joined=joined, all_used=all_used)
+        reduction = OwnerReduction(group, lanes, bucket, ownership, all_used=all_used)
         self.reduced.append((ownership.params, bucket.buffer()))
         return reduction
 
@@ -245,7 +246,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
     Gradients are divided by the number of ranks and added in their order, bf16 and fp16 in float32 with one
     rounding; two ranks get the bits of DDP without a hook. To accumulate, use ``no_sync()`` for all but the
     last backward pass of a step; after a reduced pass call ``zero_grad()``, or the next pass raises. If one
-    rank owns every parameter, the hook is an all-reduce.
+    rank owns every parameter, the hook is an all-reduce. A pass inside ``Join`` raises.
 
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library.
@@ -287,14 +288,14 @@ class ReduceToOwners:
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction, and wait for an earlier one."""
         # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.
-        joined, group = getattr(bucket, "is_shadow", not in_backward()), self._ranks
+        group = self._ranks
         is_known = in_backward() and backward_number() in self._ending
         if bucket.index() == 0 and not is_known:  # else Note [Numbers of a static graph] in `stepper`
             if self._optimizer.ranks is not group:
                 raise RuntimeError(LET_GO)
             self._under_way.wait()  # for what a pass that broke off has left
             self._ending = set()
-            self._gradients.begin(joined=joined)
+            self._gradients.begin()
         if in_backward() and not is_known:
             self._ending.add(backward_number())
             after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
@@ -305,7 +306,7 @@ class ReduceToOwners:
         done: TensorFuture = future_on(bucket.buffer().device)
 
         def begin() -> Then:  # DDP itself finds out which parameters no rank used
-            reduction = self._gradients.start(group, bucket, joined=joined, all_used=True)
+            reduction = self._gradients.start(group, bucket, all_used=True)
             return Then([reduction], lambda results: done.set_result(results[0]))
 
         is_end = bucket.is_last() or has_computed_all()  # perhaps no later hook comes, and DDP waits
@@ -317,17 +318,7 @@ class ReduceToOwners:
         except BaseException:
             self._gradients.lanes.abandon()
             raise
-        if is_end and joined:  # no backward pass will end
-            self._give_joined()
         return done
-
-    def _give_joined(self) -> None:
-        """Set this rank's own gradients after its inputs ended, as nobody else has them."""
-        for params, buffer in self._gradients.reduced:
-            self._optimizer.iteration.joins.drop_after_shadow(params)
-            for param, view in zip(params, gradients_in(buffer, params), strict=True):
-                param.grad = view.to(param.dtype, copy=True)
-        self._end()
 
     def _end(self) -> None:
         """Set partial gradients after DDP has assigned its own.

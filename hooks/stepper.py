@@ -75,7 +75,7 @@ def zero_step(
         hook: reduces the gradients; None for DDP's mean.
         interleave: False delays all steps until the last bucket's reduction has started.
         gradients: "owners" reduces as `reduce_to_owners`, with the same ``param.grad``: the next backward
-            pass raises unless ``zero_grad()`` was called.
+            pass raises unless ``zero_grad()`` was called, and inside ``Join``.
         ddp: the hook's wrapper; not needed for `zero_optim.ddp`. If it allows unused parameters, or is None,
             all-zero gradients are searched (on an accelerator the CPU waits) and stepped after backward.
 
@@ -210,10 +210,9 @@ class ZeroStep:
             after_backward(self._before_end)
         buffer = bucket.buffer()
         all_used = getattr(bucket, "all_used", False) or self._all_used()
-        reduced = self._reduction(state, bucket, joined, all_used)
+        reduced = self._reduction(state, bucket, all_used)
         if buffer.is_sparse:
-            # On this thread: to try a class is no work for a thread beside the backward pass, which may draw
-            # random numbers. Every rank sees the same buckets, so all fail.
+            # Every rank sees the same buckets, so all fail.
             with of.storing_errors():
                 self._optimizer.core.check_sparse(params)
         done: TensorFuture = future_on(buffer.device)
@@ -229,19 +228,17 @@ class ZeroStep:
         self._held, self._ending = [], set()
         leases = [self._overlap.lanes]
         if self._to_owners is not None:
-            self._to_owners.begin(joined=joined)
+            self._to_owners.begin()
             leases.append(self._to_owners.lanes)
         self._pass = SteppedPass(self._overlap, leases, joined)
         return self._pass
 
-    def _reduction(
-        self, state: object, bucket: GradBucket, joined: bool, all_used: bool
-    ) -> Work | OwnerReduction:
+    def _reduction(self, state: object, bucket: GradBucket, all_used: bool) -> Work | OwnerReduction:
         ranks = self._overlap.group.during("reduce", is_exposed=not self._overlap.takes_thread)
         if self._to_owners is not None:
             self._to_owners.ownership(bucket)  # raises for parameters without an owner
             if not self._to_owners.has_one_owner:
-                return self._to_owners.start(ranks, bucket, joined=joined, all_used=all_used)
+                return self._to_owners.start(ranks, bucket, all_used=all_used)
             state = ranks.process_group
         # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
         work = ranks.during("reduce", is_exposed=False).begin_work(f"bucket {bucket.index()}", runs_hook=True)
@@ -306,7 +303,8 @@ class ZeroStep:
                     self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
         except BaseException:
             of.abandon()
-            self._drop_buffers()
+            if self._to_owners is not None:
+                self._to_owners.reduced = []
             raise
         if of.error is not None:
             raise of.error
@@ -315,14 +313,9 @@ class ZeroStep:
         if self._to_owners is not None and not is_inner:
             self._to_owners.set_partial()
 
-    def _drop_buffers(self) -> None:
-        if self._to_owners is not None:
-            self._to_owners.reduced = []
-
     def _end_joined(self, of: SteppedPass) -> None:
         """Take part in the same gathers."""
         self._pass = None
-        self._drop_buffers()
         self._overlap.wait_for_steps()
         current = self._overlap.current
         lends = current is None or current.lends  # step() lends owners the gradients

@@ -61,15 +61,14 @@ def cut_pair(
     return optimizer_class(params, **options), sharded
 
 
-def sparse_gradient(param: Tensor, step: int, *, coalesced: bool) -> Tensor:
-    """Some rows of a gradient, one of them twice unless it is coalesced; few lie on the first rank."""
+def sparse_gradient(param: Tensor, step: int) -> Tensor:
+    """Some rows of a gradient, one of them twice; few lie on the first rank."""
     generator = torch.Generator().manual_seed(step)
     rows = torch.randint(param.shape[0], (7,), generator=generator)
     rows[3] = rows[1]
-    grad = torch.sparse_coo_tensor(
+    return torch.sparse_coo_tensor(
         rows[None], torch.randn(7, *param.shape[1:], generator=generator), param.shape, check_invariants=True
     )
-    return grad.coalesce() if coalesced else grad
 
 
 def plan_cuts(

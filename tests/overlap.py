@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from cuts import cutting
 from fake_streams import fake_streams
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel as OurDdp
-from zero_optim.hooks import allreduce_hook, zero_step
+from zero_optim.hooks import zero_step
 from zero_optim.step.partial import PartialGradient
 
 WRAPPERS: dict[str, type[TorchDdp]] = {"torch": TorchDdp, "ours": OurDdp}

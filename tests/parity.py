@@ -42,9 +42,8 @@ def refusal(row: Row) -> str:
         "only a wrapper that shards takes a mesh": option.kind == "mesh" and not stage.shards,
         "only parameters on their owners are kept in files": option.kind == "files" and not fully,
         "only over a mesh there are replicas": stage.over_all and option.kind != "mesh",
-        "fully sharded models and meshes take no part in Join": joins and (fully or option.kind == "mesh"),
+        "sharded gradients take no part in Join": joins and stage.to_owners,
         "gradients on owners are no views": stage.shards and row.option == "gradients as views",
-        "units have a policy of their own": fully and row.option == "mixed precision",
         "PyTorch 2.8 does not sum complex numbers over gloo": TORCH == (2, 8) and row.model == "complex",
         "Adafactor, instead of Muon, takes its epsilon from the first dtype": not HAS_MUON
         and row.model == "dtypes"
@@ -55,15 +54,14 @@ def refusal(row: Row) -> str:
         "PyTorch adds sparse gradients of several passes up in an order of its own": is_sparse
         and loop.skips_syncs
         and summed_by_hand(row),
-        "several dtypes": row.model in ("dtypes", "complex")
-        and ("master_dtype" in of_optimizer or row.option == "mixed precision"),
+        "several dtypes": row.model in ("dtypes", "complex") and "master_dtype" in of_optimizer,
         "PyTorch does not fuse, clamp or unscale complex numbers": row.model == "complex"
         and (name in ("clipped by value", "GradScaler") or "fused" in of_optimizer),
         "PyTorch does not clip sparse gradients": is_sparse and loop.clips,
         "norms of complex numbers differ in the last bit": row.model == "complex" and name == "clipped",
         "a mesh sums sparse gradients over all ranks at once": is_sparse and option.kind == "mesh",
+        "sparse gradients are not cut": is_sparse and option.kind == "cuts",
         "the class takes no sparse gradients": is_sparse and (bool(of_optimizer) or option.kind == "classes"),
-        "on the CPU PyTorch's DDP casts nothing": torchs and row.option == "mixed precision",
         "PyTorch's DDP reduces one pass for each forward pass": torchs and twice,
         "PyTorch's DDP fails without syncs": row.option == "static graph" and loop.skips_syncs,
         "PyTorch's DDP marks parameters twice": row.model == "reentrant checkpoints" and name == "freezing",
@@ -72,10 +70,6 @@ def refusal(row: Row) -> str:
         "hooks to owners have no whole gradients to add to": hooked_to_owners and name == "adding",
         "sums by hand need all gradients of all ranks": summed_by_hand(row)
         and (row.model == "unused" or joins),
-        "PyTorch's DDP copies gradients that a joined rank kept into rebuilt buckets": torchs
-        and hooked_to_owners
-        and joins
-        and row.option == "gradients as views",
         "DDP adds up more than two ranks in another order than sums by hand": twice
         and not stage.to_owners
         and option.size > 2,
@@ -92,7 +86,6 @@ MORE_ROWS = [
     Row("overlap, owners", "tower", "ordinary", "cuts, masters, averages"),
     Row("overlap, owners", "unused", "ordinary", "cuts"),
     Row("overlap, owners, no thread, torch's DDP", "tower", "ordinary", "cuts"),
-    Row("lazy", "many tiny", "Join", "mixed precision"),
     Row("our DDP alone", "tower", "no_sync", "gradients as views"),
     Row("our DDP alone", "tower", "adding", "gradients as views"),
     Row("our DDP alone", "tower", "adding", "static graph"),
@@ -241,9 +234,7 @@ def summed_by_hand(row: Row) -> bool:
 def reference(row: Row) -> Trace:
     """The run without sharding, made once in a process."""
     wrapper: Any = InRankOrder if summed_by_hand(row) else TorchDdp
-    if "mixed_precision" in OPTIONS[row.option].of_wrapper or (
-        row.model in ("sparse", "unused") and row.loop == "Join"
-    ):
+    if row.model in ("sparse", "unused") and row.loop == "Join":
         wrapper = DistributedDataParallel  # PyTorch's cannot
     key = (wrapper, *row[1:], current_device().type, dist.get_world_size())
     is_known = torch.tensor(key in _references, dtype=torch.int32)

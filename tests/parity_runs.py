@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import lr_scheduler
 
 from cuts import cutting
@@ -108,7 +107,6 @@ class Option:
     on_request: bool = False
 
 
-_BF16 = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 OPTIONS = {
     "plain": Option(),
     "one rank": Option(size=1),
@@ -119,7 +117,6 @@ OPTIONS = {
     "cuts, masters, averages": Option(
         {"master_dtype": torch.float32, "ema_decay": 0.5}, dtype=torch.bfloat16, kind="cuts"
     ),
-    "mixed precision": Option(of_wrapper={"mixed_precision": _BF16}),
     "gradients as views": Option(of_wrapper={"gradient_as_bucket_view": True}),
     "static graph": Option(of_wrapper={"static_graph": True}),
     "two classes": Option(kind="classes"),

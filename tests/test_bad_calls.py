@@ -10,6 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_wrapper,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from pool import Ranks, on_ranks
@@ -18,10 +24,6 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, fully_shard
 from zero_optim.errors import message_of
 from zero_optim.hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_wrapper,
     zero_step,
 )
 from zero_optim.step.averages import EMA

@@ -1,4 +1,4 @@
-"""Sparse gradients of cut parameters: stepped where the class bears that, else refused on every rank."""
+"""Sparse gradients of cut parameters are refused on every rank, with what keeps parameters whole."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,50 +15,17 @@ from overlap import Embedder
 from pool import on_ranks
 from training import assert_same_bits, make_params, params_of, set_grads, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
-from zero_optim.probe.cut_rows import why_not_sparse_rows
-from zero_optim.step.gradients import is_sparse, rows_of
 
 SHAPES = ((64, 4), (48, 8))
-REFUSED = r"sparse, and the parameter is cut.*SGD.*cuts=False.*\"cuts\": False"
+REFUSED = r"sparse, and the parameter is cut.*cuts=False.*\"cuts\": False"
 MOMENTUM = {"lr": 0.1, "momentum": 0.9}
-
-
-class Keeps(SGD):
-    """Keeps its last gradient, and steps with the new one alone."""
-
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            self.state[param]["last"] = param.grad
-        super().step(closure)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("build", "options", "words"),
-    [
-        (SGD, {}, None),
-        (SGD, {"maximize": True}, None),
-        (SGD, {"foreach": True}, None),
-        (SGD, {"momentum": 0.9}, "state is sparse"),
-        (SGD, {"weight_decay": 0.1}, "it raises RuntimeError"),
-        (torch.optim.Adagrad, {}, "differed"),
-        (torch.optim.SparseAdam, {}, "differed"),
-        (torch.optim.AdamW, {}, "it raises RuntimeError"),
-        (Keeps, {}, "state is sparse"),
-    ],
-)
-def test_plain_sgd_steps_rows_with_rows_of_sparse_gradients(
-    build: Any, options: dict[str, Any], words: str | None, dtype: torch.dtype
-) -> None:
-    reason = why_not_sparse_rows(build, {"lr": 0.1, **options}, {}, dtype, rows_of)
-    assert reason is None if words is None else words in (reason or "")
 
 
 def give_sparse(params: list[nn.Parameter], step: int) -> None:
     for param in params:
-        param.grad = sparse_gradient(param, step, coalesced=False)
+        param.grad = sparse_gradient(param, step)
 
 
 @on_ranks(2)
@@ -67,28 +34,15 @@ def test_a_step_is_refused_on_every_rank_before_anything_is_stepped() -> None:
     mine = params_of(sharded)
     before = [param.detach().clone() for param in mine]
     give_sparse(mine, 0)
-    with pytest.raises(ValueError, match=rf"parameter 0 of group 0 \(shape \(64, 4\)\) is {REFUSED}"):
-        sharded.step()
+    for call in (sharded.step, lambda: sharded.clip_grad_norm_(1.0)):
+        with pytest.raises(ValueError, match=rf"parameter 0 of group 0 \(shape \(64, 4\)\) is {REFUSED}"):
+            call()
     assert_same_bits(mine, before)
     assert not sharded.state_nbytes()
     for optimizer in (plain, sharded):
         set_grads(params_of(optimizer), 1)
         optimizer.step()
     assert_same_bits(mine, params_of(plain))
-
-
-@on_ranks(2)
-def test_momentum_that_is_switched_on_later_is_refused() -> None:
-    plain, sharded = cut_pair(make_params(SHAPES), SGD, options={"lr": 0.1})
-    for step in range(3):
-        for optimizer in (plain, sharded):
-            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
-            give_sparse(params_of(optimizer), step)
-            optimizer.step()
-    assert_same_bits(params_of(sharded), params_of(plain))
-    sharded.param_groups[0]["momentum"] = 0.5
-    with pytest.raises(ValueError, match=REFUSED):
-        sharded.step()
 
 
 @on_ranks(2)
@@ -174,26 +128,27 @@ def step_tokens(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int)
 
 @on_ranks(2)
 def test_sharded_gradients_are_refused_when_wrapped() -> None:
-    model = Table()
-    with pytest.raises(ValueError, match=REFUSED):
-        ShardedDataParallel(model, cut_sgd(model, **MOMENTUM))
-    model = Table()
-    optimizer = cut_sgd(model, lr=0.1)
-    wrapped = ShardedDataParallel(model, optimizer)
-    step_tokens(wrapped, optimizer, 0)
-    optimizer.param_groups[0]["momentum"] = 0.5
-    before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(ValueError, match=REFUSED):
-        step_tokens(wrapped, optimizer, 1)
-    assert_same_bits(list(model.parameters()), before)
+    for options in ({"lr": 0.1}, MOMENTUM):
+        model = Table()
+        with pytest.raises(ValueError, match=REFUSED):
+            ShardedDataParallel(model, cut_sgd(model, **options))
 
 
 @on_ranks(2)
-def test_ranks_without_a_sharded_gradient_know_that_it_is_sparse() -> None:
-    model = Embedder()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
-    step_tokens(ShardedDataParallel(model, optimizer), optimizer, 0)
-    assert [is_sparse(param.grad) for param in model.parameters()] == [True, *[False] * 4]
+def test_units_with_sparse_gradients_are_wrapped_before_an_optimizer_that_cuts_nothing() -> None:
+    model = Table()
+    with finely_cut():
+        wrapped = FullyShardedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), SGD, cuts=False, lr=0.1)
+    step_tokens(wrapped, optimizer, 0)
+
+
+@on_ranks(2)
+def test_a_class_that_takes_sparse_gradients_alone_is_never_cut() -> None:
+    params = make_params(((4096, 16), (512, 16)))
+    with finely_cut():
+        optimizer = ZeroRedundancyOptimizer(params, torch.optim.SparseAdam, bucket_cap_mb=1e-4, lr=0.1)
+    assert all(len(pieces) == 1 for pieces in optimizer.pieces().values())
 
 
 Wrap = Callable[[nn.Module], Any]
@@ -202,18 +157,14 @@ Wrap = Callable[[nn.Module], Any]
 @on_ranks(2)
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
 def test_a_step_in_the_backward_pass_is_refused_on_every_rank(wrap: Wrap) -> None:
-    for options, refused in (({"lr": 0.1}, False), (MOMENTUM, True)):
-        model = Table()
-        optimizer = cut_sgd(model, **options)
-        wrapped = wrap(model)
-        wrapped.register_comm_hook(None, zero_step(optimizer))
-        if not refused:
-            step_tokens(wrapped, optimizer, 0)
-            continue
-        before = model.table.weight.detach().clone()
-        with pytest.raises(ValueError, match=REFUSED):
-            step_tokens(wrapped, optimizer, 0)
-        assert torch.equal(model.table.weight, before)
+    model = Table()
+    optimizer = cut_sgd(model, **MOMENTUM)
+    wrapped = wrap(model)
+    wrapped.register_comm_hook(None, zero_step(optimizer))
+    before = model.table.weight.detach().clone()
+    with pytest.raises(ValueError, match=REFUSED):
+        step_tokens(wrapped, optimizer, 0)
+    assert torch.equal(model.table.weight, before)
 
 
 class Beside(nn.Module):
@@ -243,7 +194,7 @@ def test_what_is_left_to_step_is_refused_on_joined_ranks_too() -> None:
         with Join([wrapped, optimizer]):
             for step in range(1 + (dist.get_rank() == 0)):
                 wrapped(torch.ones(2, 6)).sum().backward()
-                table.grad = sparse_gradient(table, 0, coalesced=False) if step else None
+                table.grad = sparse_gradient(table, 0) if step else None
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_pairs import SMALL_MB, Recomputed, assert_averaged, batch, check_average, mlp, mlp_loss, of_batch
 from pool import on_ranks
@@ -25,7 +27,6 @@ from zero_optim.ddp import (
 )
 from zero_optim.ddp.reducer import inbox
 from zero_optim.errors import RankMismatchError, ReductionError
-from zero_optim.hooks import allreduce_hook
 
 # ---------------------------------------------------------------------- models
 
@@ -75,6 +76,21 @@ def test_models_that_differ_are_named_on_every_rank() -> None:
     with pytest.raises(RuntimeError, match=r"doesn't have any parameter that requires a gradient"):
         DistributedDataParallel(mlp().requires_grad_(False))
     DistributedDataParallel(mlp(), device_ids=None if rank else [])  # each rank may name its own device
+
+
+@on_ranks(2)
+def test_mixed_precision_is_refused_with_what_serves_instead() -> None:
+    policy = _MixedPrecision(torch.bfloat16)
+    for init_sync in (True, False):
+        with pytest.raises(Exception, match="takes no mixed_precision: use") as caught:
+            DistributedDataParallel(
+                mlp(), mixed_precision=policy if dist.get_rank() else None, init_sync=init_sync
+            )
+        assert dist.get_rank() == 0 or isinstance(caught.value, TypeError)
+    net = mlp()
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"ShardedDataParallel takes no mixed_precision: use torch\.autocast"):
+        ShardedDataParallel(net, optimizer, mixed_precision=policy)
 
 
 @on_ranks(2)

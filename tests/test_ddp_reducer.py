@@ -59,6 +59,28 @@ def test_every_backward_pass_leaves_averages() -> None:
 
 
 @on_ranks(2)
+def test_gradients_are_rounded_then_averaged_in_another_dtype() -> None:
+    net, clean = mlp(), mlp()
+    options = ReducerOptions(
+        bucket_caps_nbytes=SMALL, reduce_dtype=torch.bfloat16, gradient_as_bucket_view=True
+    )
+    reducer = Reducer(net.named_parameters(), options=options)
+    for number in range(3):
+        net.zero_grad()
+        mlp_loss(net, number).backward()
+        sums = [torch.zeros_like(param, dtype=torch.bfloat16) for param in clean.parameters()]
+        for rank in range(dist.get_world_size()):
+            clean.zero_grad()
+            mlp_loss(clean, number, rank).backward()
+            for total, param in zip(sums, clean.parameters(), strict=True):
+                assert param.grad is not None
+                total.add_(param.grad.bfloat16() / dist.get_world_size())
+        for param, total in zip(net.parameters(), sums, strict=True):
+            assert_same(param.grad, total.float(), number)
+    reducer.close()
+
+
+@on_ranks(2)
 def test_names_are_numbers_where_none_are_given() -> None:
     rank, net = dist.get_rank(), mlp()
     reducer = Reducer(net.parameters())

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
@@ -25,7 +26,6 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass, Wait
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.stream_order import StreamOrder
-from zero_optim.hooks import allreduce_hook
 
 SMALL = 10
 

@@ -36,7 +36,6 @@ QUICK = (
     "table: fully | tied | ordinary | static graph",
     "table: fully | tower | ordinary | mesh",
     "memory: gradients",  # the others import FSDP2, which takes seconds
-    "hooks: on both DDPs",
     "bucketer: 2 streams",
     "table: overlap, owners | convolutions | scheduled | plain",
     "overlap: several streams",

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 
 import overlap
@@ -15,7 +16,7 @@ from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, both_wrappers, loss_of
 from pool import on_ranks
 from test_overlap_errors import Breaking
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
-from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
+from zero_optim.hooks import reduce_to_owners, zero_step
 from zero_optim.hooks.grad_bucket import BucketOwnership
 from zero_optim.plan.pieces import whole_piece
 
@@ -52,25 +53,29 @@ def clipped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: i
 
 
 @on_ranks(2)
+@both_hooks
 @both_wrappers
-def test_uneven_inputs_give_the_bits_of_ddp(wrapper: str) -> None:
-    runs = pair(wrapper, "reduce_to_owners")
-    for model, optimizer in runs:
+def test_sparse_gradients_are_refused_on_every_rank(wrapper: str, hook: str) -> None:
+    model, _ = built(wrapper, hook, overlap.Embedder)
+    with pytest.raises(ValueError, match=r"reduction to owners expected dense .* torch\.sparse_coo"):
+        model(torch.arange(4)).sum().backward()
+
+
+@on_ranks(2)
+@both_hooks
+@both_wrappers
+@pytest.mark.parametrize("fewest", [0, 1])
+def test_join_is_refused_on_every_rank(wrapper: str, hook: str, fewest: int) -> None:
+    """Rank 1 has one batch more, and meets the refusal in a backward pass."""
+    model, optimizer = built(wrapper, hook)
+
+    def train() -> None:
         with Join([model, optimizer]):
-            for number in range(2 + dist.get_rank()):
-                optimizer.zero_grad()
-                loss_of(model, number).backward()
-                optimizer.clip_grad_norm_(0.01)
-                optimizer.step()
-        optimizer.zero_grad()
-        with Join([model, optimizer]):
-            for number in range(2 - dist.get_rank()):
-                loss_of(model, number).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        loss_of(model, 3).backward()
-        optimizer.step()
-    assert_alike(runs)
+            for number in range(fewest + dist.get_rank()):
+                clipped_step(model, optimizer, number)
+
+    with pytest.raises(RuntimeError, match=r"owners take no part in Join: .* use stage 1"):
+        train()
 
 
 @on_ranks(2)

@@ -29,7 +29,7 @@ from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import RowSum
 from zero_optim.comm.sending import exchange, spread_rows
 from zero_optim.compat.engine import default_store
-from zero_optim.hooks import allreduce_hook
+from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.host import messages
 from zero_optim.host.channel import PIECE, Sender
 from zero_optim.host.messages import OneHost
@@ -156,7 +156,7 @@ def test_an_optimizer_tells_that_it_sends_through_memory() -> None:
 def test_a_hook_sums_in_memory() -> None:
     group, memory = shared()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
-    model.register_comm_hook(None, allreduce_hook)
+    model.register_comm_hook(None, mean_hook)
     number = memory.num_started
     model(torch.full((1, 3), float(group.rank))).sum().backward()
     assert memory.num_started > number

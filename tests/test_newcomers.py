@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,7 +26,6 @@ from training import (
     twin,
 )
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
-from zero_optim.hooks import allreduce_hook
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 

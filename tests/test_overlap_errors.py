@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch_optimizer
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from overlap import (
     Net,
@@ -34,7 +35,7 @@ from waiting import LIMIT
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RemoteRankError
-from zero_optim.hooks import allreduce_hook, zero_step
+from zero_optim.hooks import zero_step
 
 # ---------------------------------------------------------------------- too late
 

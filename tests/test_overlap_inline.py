@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from fake_streams import FakeEvent, FakeStream, fake_streams
 from overlap import (
@@ -26,7 +27,7 @@ from overlap import (
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.hooks import allreduce_hook, zero_step
+from zero_optim.hooks import zero_step
 
 
 def lazily(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from overlap import (
     Grads,
@@ -26,7 +27,6 @@ from overlap import (
 )
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.hooks import allreduce_hook
 
 LONGEST_DELAY = 0.02  # seconds
 

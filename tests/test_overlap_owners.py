@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from overlap import WRAPPERS, assert_same_params, both_wrappers, either_way, run_either_way
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.hooks import allreduce_hook, passes, zero_step
+from zero_optim.hooks import passes, zero_step
 
 
 class Frozen(nn.Module):

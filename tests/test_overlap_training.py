@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import lr_scheduler
 
 from fake_streams import fake_streams
@@ -31,7 +32,6 @@ from pool import on_ranks
 from training import make_params
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import (
-    allreduce_hook,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     zero_step,

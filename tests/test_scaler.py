@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 
 from pool import on_ranks
 from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, sgd
@@ -230,45 +229,3 @@ def test_a_step_that_one_rank_alone_skips_raises_on_every_rank_in_the_next_one()
         step(1)
     with pytest.raises(RankMismatchError, match=r"infinity on some ranks alone\. .*ShardedGradScaler"):
         step(1 + dist.get_rank())
-
-
-# ---------------------------------------------------------------------- Join
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_"])
-def test_inside_join_the_scalers_of_active_ranks_hear_of_each_other(unscales: bool) -> None:
-    """Rank 0 has two batches, the others four; one of them finds an infinity in the last but one."""
-    rank, (model, optimizer, wrapped, scaler) = dist.get_rank(), sharded_net()
-    with Join([wrapped, optimizer]):
-        for step in range(2 if rank == 0 else 4):
-            before = [param.detach().clone() for param in model.parameters()]
-            optimizer.zero_grad()
-            gradient = math.inf if step == 2 and rank == 2 else 0.5
-            scaler.scale(wrapped(torch.full((1, 6), float(step + rank)), gradient)).backward()
-            if unscales:
-                scaler.unscale_(optimizer)
-                optimizer.clip_grad_norm_(0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            assert (step == 2) == all(map(torch.equal, model.parameters(), before)), step
-    for param in model.parameters():
-        other = param.detach().clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(other, param)
-    assert scaler.get_scale() == (2.0**8 if rank else 2.0**9)
-
-
-@on_ranks(2)
-def test_inside_join_ranks_that_clip_and_ranks_that_unscale_raise() -> None:
-    _, optimizer, wrapped, scaler = sharded_net()
-
-    def iterate() -> None:
-        with Join([wrapped, optimizer]):
-            scaler.scale(wrapped(torch.ones(1, 6), 0.5)).backward()
-            if dist.get_rank() == 0:
-                optimizer.clip_grad_norm_(1.0)
-            scaler.unscale_(optimizer)
-
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\), and ranks \[1\] unscaled"):
-        iterate()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import zero_optim
 from pool import on_ranks
@@ -26,7 +27,7 @@ from zero_optim.comm.row_sum import RowSum
 from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Phase
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
-from zero_optim.hooks import allreduce_hook, reduce_to_owners, zero_step
+from zero_optim.hooks import reduce_to_owners, zero_step
 from zero_optim.host.several_hosts import SeveralHosts
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks, on_ranks
@@ -16,7 +17,6 @@ from sharded import Setting, assert_same_gradients
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
 from zero_optim.errors import RankMismatchError, ReductionError
-from zero_optim.hooks import allreduce_hook
 from zero_optim.step.partial import PartialGradient
 
 

@@ -15,7 +15,6 @@ from pool import Ranks
 from sharded import Setting, assert_same_run
 from test_sharded_accumulation import adds_up
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
-from test_sharded_training import epochs_alike
 from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
 from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
 from zero_optim.ddp.owners.owner_rows import OwnerRows, most_portions, num_portions
@@ -164,9 +163,8 @@ def test_portions_are_summed_in_the_order_of_ranks(ranks4: Ranks) -> None:
         (assert_same_run, (Setting(),)),
         (goes_on_after_a_failure, ()),
         (keeps_sums, (Setting(),)),
-        (epochs_alike, (Setting(),)),
     ],
-    ids=["training", "failure", "adding up", "join"],
+    ids=["training", "failure", "adding up"],
 )
 def test_portions_change_nothing_else(
     ranks2: Ranks, check: Callable[..., object], args: tuple[object]

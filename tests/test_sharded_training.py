@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from overlap import Net, adamw, loss_of
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -154,49 +154,13 @@ def test_the_cap_of_buckets_that_is_told_is_that_of_the_optimizer() -> None:
 # ---------------------------------------------------------------------- uneven inputs
 
 
-def train_epochs(
-    model: nn.Module, optimizer: ZeroRedundancyOptimizer, longest: int, set_to_none: bool
-) -> list[float]:
-    """Gradients are clipped, and dropped at the end of an iteration; one rank has more batches."""
-    norms = []
-    for epoch in range(2):
-        with Join([model, optimizer]):
-            for number in range(3 if dist.get_rank() == longest else 1):
-                loss_of(model, 10 * epoch + number).backward()
-                norms.append(float(optimizer.clip_grad_norm_(0.01)))
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=set_to_none)
-        if dist.get_rank() != longest and isinstance(model, ShardedDataParallel):
-            assert all(param.grad is None for param in model.parameters())
-    return norms
-
-
-def epochs_alike(setting: Setting) -> None:
-    for longest, set_to_none in ((0, True), (1, False)):
-        (whole, one), (sharded, other) = setting.whole(), setting.sharded()
-        expected = train_epochs(whole, one, longest, set_to_none)
-        assert train_epochs(sharded, other, longest, set_to_none) == expected
-        for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
-            assert torch.equal(param, want), name
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [Setting(), Setting(Same, options={"find_unused_parameters": True}), Setting(Words, sgd)],
-    ids=["plain", "unused", "sparse"],
-)
-def test_uneven_inputs_give_the_bits_of_whole_gradients(ranks2: Ranks, setting: Setting) -> None:
-    ranks2.run(epochs_alike, setting)
-
-
 @on_ranks(2)
-def test_several_reduced_passes_for_a_step_are_refused_on_every_rank() -> None:
+def test_join_is_refused_on_every_rank_with_what_serves_instead() -> None:
     wrapped, optimizer = Setting().sharded()
-
-    def train() -> None:
-        with Join([wrapped, optimizer]):
-            for number in range(4 if dist.get_rank() == 0 else 0):
-                loss_of(wrapped, number).backward()
-
-    with pytest.raises(RuntimeError, match=r"pass that is reduced must be followed by optimizer\.step"):
-        train()
+    for joinables in ([wrapped, optimizer], [optimizer, wrapped], [wrapped]):
+        with pytest.raises(RuntimeError, match=r"ShardedDataParallel takes no part in Join: .* stage 1"):
+            Join(joinables)
+    with pytest.raises(RuntimeError, match="takes no part in Join"), wrapped.join():
+        pass
+    loss_of(wrapped, 0).backward()
+    optimizer.step()

@@ -4,6 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+)
 
 from pool import Ranks
 from streams_runs import (
@@ -23,7 +28,6 @@ from streams_runs import (
     save,
 )
 from zero_optim.ddp import PrecisionPolicy
-from zero_optim.hooks import allreduce_hook, bf16_compress_wrapper, fp16_compress_hook
 
 pytestmark = pytest.mark.on_sockets("the model has an accelerator, whose tensors go through its backend")
 

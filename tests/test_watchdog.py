@@ -52,7 +52,7 @@ from zero_optim.health.peers import (
 )
 from zero_optim.health.verdicts import EXIT_CODE, Verdicts
 from zero_optim.health.watchdog import AwakeTime, Watchdog, unwatch
-from zero_optim.hooks.allreduce import start_average
+from zero_optim.hooks.allreduce import start_sum
 
 
 def watchdogs() -> int:
@@ -381,7 +381,7 @@ def test_the_future_of_a_hook_that_failed_names_the_rank_that_is_missing() -> No
     work = mock.Mock(spec=dist.Work)
     work.get_future.return_value = failed
     with mock.patch.object(dist, "all_reduce", return_value=work), pytest.raises(RuntimeError) as caught:
-        start_average(group.process_group, torch.ones(2)).wait()
+        start_sum(group.process_group, torch.ones(2)).wait()
     assert "StalledError: stalled: rank 7 cannot be reached" in str(caught.value)
 
 

@@ -83,8 +83,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             time (seconds if it writes notes into its groups), and is refused if results differ in parts.
         cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
             same bits; never what the CPU steps in half precision. ValueError in `step` and `load_state_dict`
-            if later options forbid existing cuts, or in `step` for a sparse gradient of a cut parameter that
-            the class does not bear (plain SGD does). Also a group key.
+            if later options forbid existing cuts, or in `step` for a sparse gradient of a cut parameter. Also
+            a group key.
         timeout: longest wait in seconds; None for the process group's timeout. After half of it a warning is
             logged; then every rank raises `StalledError` with the missing ranks and their last calls.
         on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
@@ -218,8 +218,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             TypeError: ``closure`` cannot be called.
-            ValueError: a cut parameter has a sparse gradient that the class does not bear, see ``cuts``.
-                Nothing was stepped.
+            ValueError: a cut parameter has a sparse gradient, see ``cuts``. Nothing was stepped.
             RankMismatchError: options differ, see ``own_options``, or ranks are in different calls. The step
                 was taken, and parameters are equal on all ranks. Or, before anything is stepped: a parameter
                 was frozen when `zero_optim.ddp` wrapped the model, trains now, and its gradients differ

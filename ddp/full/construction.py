@@ -40,13 +40,14 @@ from zero_optim.ddp.full.filling import (
     take_values_of_first,
 )
 from zero_optim.ddp.full.module_hooks import units_of
-from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
+from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.wrapper_checks import (
     REFUSED,
     check_arguments,
     check_module,
     check_optimizer,
     seen_params,
+    sparse_names,
 )
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.bucket import Bucket
@@ -166,8 +167,10 @@ class UnitConstruction:
         limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
         untyped: type = ZeroRedundancyOptimizer
         params = [*self.registration.params]
-        # A class that bears cuts, so that rows are even.
-        optimizer: ZeroRedundancyOptimizer = untyped(params, torch.optim.SGD, process_group, lr=0.0, **limits)
+        cuts = not sparse_names(self.module)  # SGD bears them, so that rows are even
+        optimizer: ZeroRedundancyOptimizer = untyped(
+            params, torch.optim.SGD, process_group, lr=0.0, cuts=cuts, **limits
+        )
         return optimizer
 
     def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup, *, syncs: bool) -> None:

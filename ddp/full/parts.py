@@ -13,9 +13,8 @@ from zero_optim.compat import private
 from zero_optim.ddp.full.construction import UnitConstruction
 from zero_optim.ddp.full.unit import OUTERMOST, Unit
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
-from zero_optim.ddp.precision.precision import sparse_names
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.wrapper_checks import ignored_names, seen_params
+from zero_optim.ddp.wrapper_checks import ignored_names, seen_params, sparse_names
 from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers

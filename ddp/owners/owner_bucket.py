@@ -120,10 +120,6 @@ class OwnerBucket(ReducerBucket):
         """Rows are made in each pass."""
         return self.params[0].new_empty(0, dtype=dtype, requires_grad=False)
 
-    def shadow(self) -> "OwnerBucket":
-        """Return this one: without gradients it sends zeros."""
-        return self
-
     @property
     def can_carry_failure_word(self) -> bool:
         """Whether there is an element for `write_failure_word`."""
@@ -329,8 +325,6 @@ class OwnerBucket(ReducerBucket):
         """Return ``param.grad`` of the only parameter: owners have the whole sum."""
         owners, param = self._owners, self.params[0]
         if piece_of(owners.pieces[0], owners.rank) is None:
-            elsewhere = PartialGradient(param, owners.pieces[0], None, owners.names[0], agree=owners.agree)
-            elsewhere.is_of_sparse = True
-            return elsewhere
+            return PartialGradient(param, owners.pieces[0], None, owners.names[0], agree=owners.agree)
         reduced = total.to(param.dtype)
         return owned(reduced if earlier is None else earlier + reduced, owners.agree)

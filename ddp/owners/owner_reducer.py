@@ -64,7 +64,6 @@ class OwnerReducer(Reducer):
         self._outermost = outermost
         self._to_hold: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
-        self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
         exchanging, lanes_across = optimizer.ranks, None  # the latter for rows that go on to other replicas
         if mesh is not None and mesh.splits_state:
@@ -167,12 +166,8 @@ class OwnerReducer(Reducer):
     def check_finished(self, *, waits: bool = True) -> None:
         """Do as `Reducer.check_finished`; it raises on every rank.
 
-        RankMismatchError if the replicas of a mesh differ; RuntimeError if inside ``Join`` the pass before
-        had no step, for which ranks that joined wait.
+        RankMismatchError if the replicas of a mesh differ.
         """
-        num_steps, self._num_steps_before = self._num_steps_before, None
-        if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant
-            self._optimizer.iteration.joins.refuse(RuntimeError(_NO_STEP))
         super().check_finished(waits=waits)
         if waits and self._check is not None:
             self._check.read()
@@ -193,21 +188,17 @@ class OwnerReducer(Reducer):
         if self._check is not None:
             self._check.start()
         line = OwnerLine(self._route, self._summing, is_apart=self._is_apart)
-        adds_at_once = self.defers_reports and not self.in_join
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
                 if param.grad is not None and not self.history.carried[index]:
                     earlier[slot], param.grad = param.grad, None
-            bucket.begin(earlier, line.keep_pace, adds_at_once=adds_at_once)
+            bucket.begin(earlier, line.keep_pace, adds_at_once=self.defers_reports)
         return line.launch
 
     def _finish(self, current: BackwardPass) -> None:
-        in_join, before = self.in_join, self.history.num_passes
         super()._finish(current)
-        if in_join and self.history.num_passes > before:
-            self._num_steps_before = self._optimizer.num_steps
         if self._check is not None and not self.defers_reports:
             self._check.read()
 
@@ -224,22 +215,3 @@ class OwnerReducer(Reducer):
                     "add to it. Call zero_grad() first, or put the passes under no_sync() before the one "
                     "that is reduced"
                 )
-
-    @torch.no_grad()
-    def shadow(self) -> None:
-        """Join one backward pass of the others, with zeros, and keep what this rank owns.
-
-        Drops earlier gradients: inside ``Join`` each reduced pass has a step, so they were used. The
-        optimizer drops the new ones after its step.
-        """
-        for param in self.params:
-            param.grad = None
-        self._optimizer.iteration.joins.drop_after_shadow(self.params)
-        super().shadow()
-
-
-_NO_STEP = (
-    "inside Join each backward pass that is reduced must be followed by optimizer.step(), as ranks that ran "
-    "out of inputs take part in both: step after each batch, or give every rank as many batches and leave "
-    "Join out"
-)

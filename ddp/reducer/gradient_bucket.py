@@ -284,11 +284,6 @@ class GradBucket:
         """The parameters of these gradients, in the same order."""
         return list(self._bucket.params)
 
-    @property
-    def is_shadow(self) -> bool:
-        """Whether this rank has no backward pass of its own; for our own hooks."""
-        return self._bucket.is_shadow
-
     def is_last(self) -> bool:
         """Whether this is the last bucket of the backward pass."""
         return self._bucket.is_last

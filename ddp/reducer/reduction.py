@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -133,6 +134,8 @@ class HookSlot:
                     f"the future returned by the comm hook {name} holds {type(value).__name__}: "
                     "expected one tensor, shaped like bucket.buffer()"
                 )
+            if bucket.flat.is_complex() and not result.is_complex():  # they travel as pairs of real numbers
+                result = torch.view_as_complex(result.reshape(-1, 2))
             if not bucket.is_sparse and result.numel() != bucket.flat.numel():
                 raise ValueError(
                     f"the comm hook {name} returned {result.numel()} elements for a bucket of "

@@ -14,13 +14,11 @@ from unittest.mock import patch
 import torch
 
 import parity
-import test_ddp_mixed_precision as casts
 import test_fully_sharded as parameters
 import test_fully_sharded_made as made
 import test_fully_sharded_odd as odd
 import test_fully_sharded_precision as precision
 import test_fully_sharded_state as state
-import test_hooks_arithmetic as hooks
 import test_mesh as mesh
 import test_overlap_training as overlap
 import test_sharded_accumulation as accumulation
@@ -121,11 +119,11 @@ ANYWHERE: Tests = {
     **table("lazy", "convolutions", "clipped"),
     **table("lazy", "tower", "ordinary"),
     **table("our DDP alone", "gpt", "no_sync", "gradients as views"),
-    **table("our DDP alone", "tower", "ordinary", "static graph; mixed precision"),
+    **table("our DDP alone", "tower", "ordinary", "static graph"),
     **table("our DDP alone", "reentrant checkpoints", "ordinary"),
     **table("our DDP alone", "unused", "ordinary", "gradients as views"),
     **table("views", "tower", "Join"),
-    **table("gradients", "tower", "ordinary", "mixed precision"),
+    **table("gradients", "tower", "ordinary"),
     **table("gradients", "unused", "clipped", "momentum, averages"),
     **table("gradients", "tower", "freezing"),
     **table("gradients", "gpt", "no_sync"),
@@ -136,7 +134,6 @@ ANYWHERE: Tests = {
     **table("fully", "unused", "clipped"),
     **table("fully", "gpt", "no_sync", "masters"),
     **table("fully", "reentrant checkpoints", "GradScaler"),
-    "mixed precision: every policy": (casts.test_training_gives_the_bits_of_a_run_by_hand, {}),
     "parameters: units kept": (parameters.test_units_that_stay_have_the_bits_of_whole_parameters, "", False),
     **{
         f"parameters: LoRA{name}": (parameters.test_adapters_train_alike, *of_base)
@@ -207,13 +204,6 @@ WITH_KERNELS: Tests = {
 WITH_FUTURES: Tests = {
     **table("to owners", "tower", "clipped"),
     "overlap: step() never called": (overlap.check_no_step, "ours", True),
-    **{
-        f"hooks: on both DDPs{', as views' * as_views}": (
-            hooks.test_training_has_the_bits_of_pytorchs_hooks,
-            {"gradient_as_bucket_view": True} if as_views else {},
-        )
-        for as_views in (False, True)
-    },
 }
 # Not "ordinary" with batch norms: DDP broadcasts buffers in its evaluation, between forward and backward.
 OVERLAPPED: Tests = {

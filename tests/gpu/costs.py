@@ -28,6 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from gpu.setting import Figures, Here, NotHere, futures_work
@@ -37,7 +38,7 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat import streams
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.stamp import Stamp, stamps_in
-from zero_optim.hooks import allreduce_hook, zero_step
+from zero_optim.hooks import zero_step
 
 MIB = 2**20
 WARM_UP = 4  # iterations: PyTorch's DDP makes its buckets anew after the first

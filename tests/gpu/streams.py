@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from gpu.setting import Here, futures_work, layers_asleep
 from overlap import Net, Setting, assert_same_params, inputs
@@ -16,7 +17,6 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.compat.streams import future_on
 from zero_optim.ddp import ReduceScatterBucketer
-from zero_optim.hooks import allreduce_hook
 
 NUM_STEPS = 6
 LENGTHS = (1000, 40, 3000, 7, 900, 2500)  # some share a bucket, some are larger than one

@@ -108,12 +108,6 @@ def eager(function: F) -> F:
     return disabled
 
 
-def eager_itself(function: F) -> F:
-    """Exclude a function, but not its callees, from ``torch.compile``; otherwise as `eager`."""
-    disabled: F = _disable(function, recursive=False)
-    return disabled
-
-
 _skip_code: Any = private.or_none("skip_code") or (lambda _: None)
 
 

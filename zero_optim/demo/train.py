@@ -18,6 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -31,7 +36,7 @@ from zero_optim.demo.config import RunConfig
 from zero_optim.demo.display import Display, Metric, Records, Shard
 from zero_optim.demo.model import GPT, generate
 from zero_optim.errors import DivergedError
-from zero_optim.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, zero_step
+from zero_optim.hooks import zero_step
 from zero_optim.run.host import num_cores, use_loopback
 
 FINAL = 0.1  # fraction of the full learning rate at the last update

@@ -57,7 +57,7 @@ class Calls:
         with self.telling_replicas(), self.whatever_happens(name, self._gather):
             try:
                 self.prepare(num_begun)
-                self._core.check_sparse(self._core.sparse_cut_params())
+                self._core.check_gradients()
                 return work()
             finally:
                 if at_end is not None:

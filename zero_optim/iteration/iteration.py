@@ -97,7 +97,7 @@ class Iteration:
             try:
                 core.check_unreduced(in_join=in_join)
                 if in_join:
-                    core.check_sparse(core.sparse_cut_params())
+                    core.check_gradients()
                 scaling = Scaling.of(optimizer, scaler)
             except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
                 failure = error
@@ -227,29 +227,28 @@ class Iteration:
     def agree_on_infinity(self, found_inf: Tensor) -> None:
         """Set the scalers' ``found_inf`` if any rank saw an infinity in sharded gradients; all ranks call.
 
-        One collective of 4 bytes, inside ``Join`` of a byte; the CPU waits. ``found_inf``: 0-d or of one
-        element, above zero on a rank with an infinity; afterwards on all ranks.
+        One collective of 4 bytes; the CPU waits. ``found_inf``: 0-d or of one element, above zero on a rank
+        with an infinity; afterwards on all ranks.
         """
         group = self._core.group
         with group.doing("GradScaler.unscale_()"):
-            if self.joins.under_way:
-                self.joins.announce(steps=False)
-                statuses = exchange(group, Status.UNSCALES, found_inf=found_inf)
-                found_inf.fill_(bool(ranks_that(statuses, Status.INFINITE)))
-            elif group.size > 1:
+            if group.size > 1:
                 group.start_sum(found_inf)[1].wait()
 
     def clip(self, arguments: ClipArguments) -> Tensor:
         """Clip all gradients by their global norm; all ranks call, except joined ones."""
-        if self.has_begun:
-            failure = RuntimeError(
-                "the step was taken during the backward pass, too early to clip: leave out "
-                "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
-            )
+        core = self._core
+        try:
+            if self.has_begun:
+                raise RuntimeError(
+                    "the step was taken during the backward pass, too early to clip: leave out "
+                    "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
+                )
+            core.check_gradients()
+        except (RuntimeError, ValueError) as failure:
             self.joins.announce(steps=False)
             self.joins.refuse(failure)
-            raise failure
-        core = self._core
+            raise
         with core.group.doing("clip_grad_norm_()"):
             if self.joins.under_way:
                 self.joins.announce(steps=False)
@@ -271,11 +270,10 @@ class Iteration:
                 self.overlap().finish("", joined=True)
                 return
             statuses = exchange(group, Status.JOINED)
-            while ranks_that(statuses, Status.CLIPS) or ranks_that(statuses, Status.UNSCALES):
-                if ranks_that(statuses, Status.CLIPS):
-                    arguments = self.joins.lend(group.during("clip"), statuses)
-                    params, pieces, _ = self.joins.lendable()
-                    clip_together(group, params, pieces, ClipArguments.received(arguments))
+            while ranks_that(statuses, Status.CLIPS):
+                arguments = self.joins.lend(group.during("clip"), statuses)
+                params, pieces, _ = self.joins.lendable()
+                clip_together(group, params, pieces, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if is_skipped_by_all(statuses):
                 return

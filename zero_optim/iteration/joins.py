@@ -15,6 +15,11 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.state.core import Core
 from zero_optim.step.join import Status, exchange, lend_gradients
 
+NO_JOIN = (
+    "gradients go to their owners alone. For uneven inputs use stage 1: ZeroRedundancyOptimizer with "
+    "PyTorch's or zero_optim.ddp's DistributedDataParallel. Or give every rank as many batches"
+)
+
 
 class ShadowHook(JoinHook):
     """Calls ``shadow`` for each step of the active ranks, which must step once an iteration."""
@@ -34,7 +39,6 @@ class Joins(Joinable):
         super().__init__()
         self._core = core
         self._is_announced = False  # Join knows that this rank is active in this iteration
-        self._shadowed: list[Tensor] = []  # have gradients of a backward pass that this rank shadowed
 
     def let_go(self) -> None:
         """Begin anew, as for a new group: PyTorch leaves the configuration as the last Join set it."""
@@ -106,10 +110,6 @@ class Joins(Joinable):
         status = Status.JOINED if joined else Status.NOTHING
         self.lend(group, exchange(group, status, failure=failure), params=params)
 
-    def drop_after_shadow(self, params: Sequence[Tensor]) -> None:
-        """Drop, after the next shadowed step, gradients of a shadowed backward pass."""
-        self._shadowed += params
-
     @contextmanager
     def borrowing(self) -> Iterator[None]:
         """Use other ranks' gradients in the body, on a joined rank; no communication.
@@ -117,14 +117,13 @@ class Joins(Joinable):
         Afterwards new gradients are dropped. The others are zeroed in place, as they may be views of DDP's:
         they were zeros before, or are old, and the loop drops them before it uses them.
         """
-        params, shadowed = self._core.params, set(self._shadowed)
-        before = {param for param in params if param.grad is not None and param not in shadowed}
+        params = self._core.params
+        before = {param for param in params if param.grad is not None}
         try:
             yield
         finally:
-            self._shadowed = []
             with torch.no_grad():
-                for param in {*params, *shadowed}:
+                for param in params:
                     if param.grad is not None and param in before:
                         param.grad.zero_()
                     else:

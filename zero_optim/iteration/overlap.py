@@ -29,7 +29,6 @@ from zero_optim.iteration.joins import Joins
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.shard.gathers import start_gather
 from zero_optim.state.core import Core
-from zero_optim.step.gradients import is_sparse
 
 
 @dataclass(slots=True, eq=False)
@@ -311,7 +310,7 @@ class Overlap:
         if failure is None and not joined:
             try:
                 core.follow_members()
-                core.check_sparse([param for param in rest if is_sparse(param.grad)])
+                core.check_gradients(rest)
                 core.check_unreduced(in_join=in_join)
             except (ValueError, RuntimeError) as error:
                 failure = error

@@ -26,7 +26,6 @@ from zero_optim.probe.probe import LARGE, STEPS_OF_LARGE, trial_of
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.trials import (
     Cut,
-    Take,
     TrialRecord,
     Variant,
     anywhere,
@@ -44,9 +43,6 @@ _SMALL = 2**18  # parameters with so many elements are tried as they are: some 1
 _NUM_STEPS = 3
 # Many vectors of any processor; cut, no piece fills one.
 _SHORT = (63, 7)
-# With sparse gradients. The second has more entries than elements: some code coalesces then.
-_SPARSE = ((64, 8), (64, 1))
-_SPARSE_SIZES = (16, 32, 16)
 # Numbers that scripts often change between runs.
 _OFTEN_CHANGED = frozenset({"lr", "weight_decay"})
 
@@ -205,36 +201,5 @@ def _try_rows(
             return "it could not be tried"
         if not trial.moved:
             return f"no element changed in {_NUM_STEPS} steps"
-        return difference(trial, _between_rows(sizes))
-
-
-def _between_rows(sizes: Sequence[int], take: Take | None = None) -> Variant:
-    return Variant("cut between rows", cut=lambda _, value: torch.split(value, list(sizes)), take=take)
-
-
-def why_not_sparse_rows(
-    optimizer_class: Callable[..., Optimizer],
-    options: Mapping[str, Any],
-    group: Mapping[str, Any],
-    dtype: torch.dtype,
-    take: Take,
-) -> str | None:
-    """Return why a class steps rows of sparse gradients with other bits, or None.
-
-    Coalescing, as in Adagrad, adds a row's entries in an order that depends on other rows. SGD with momentum
-    keeps a gradient as state, which cannot be joined. Plain SGD adds entry by entry, with equal bits. About
-    10 ms on the CPU; cached. ``take`` returns a piece's rows of a gradient.
-    """
-    return _try_sparse(OptimizerUnderTest.of(optimizer_class, options, [group]), dtype, take)
-
-
-@remembered
-def _try_sparse(subject: OptimizerUnderTest, dtype: torch.dtype, take: Take) -> str | None:
-    feed = replace(Feed(_SPARSE, sparse="many entries", dtype=dtype).of_one(*_SPARSE), num_steps=4)
-    with isolated():
-        trial = first_record(subject, feed)
-        if not isinstance(trial, TrialRecord):
-            return f"with sparse gradients it raises {trial[-1]}"
-        if not trial.moved:
-            return f"no parameter moved in {feed.num_steps} steps"
-        return _why_not_joined(trial, _between_rows(_SPARSE_SIZES, take))
+        variant = Variant("cut between rows", cut=lambda _, value: torch.split(value, list(sizes)))
+        return difference(trial, variant)

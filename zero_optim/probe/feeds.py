@@ -5,13 +5,13 @@ Note [Gradients that trigger]
     constant gradient (SWATS switches a group to SGD when two estimates agree), a norm above any clipping
     threshold, gradients orthogonal to the weights (AdamP and SGDP project), tiny, zero and missing ones,
     changing signs, zero weights (LARS does not scale them), and more steps than RAdam's warm-up and Ranger's
-    look-ahead need. Sparse gradients with several entries for a row show whether a class coalesces them.
+    look-ahead need.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ Shape: TypeAlias = tuple[int, ...]
 _HUGE = 1e4
 # (parameter, step) without a gradient: one, a whole group, and that with the huge gradient.
 _GAPS = frozenset({(1, 3), (1, 5), (3, 5), (5, 5), (0, 6)})
-# Of a gradient with several for a row; sorting that many does not keep the order of those for one row.
-_NUM_ENTRIES = 300
 # In cuts by rows, pieces start at multiples of so many bytes, as in a plan.
 ALIGNMENT_NBYTES = 64
 
@@ -36,7 +34,7 @@ class Feed:
 
     shapes: tuple[Shape, ...]
     gaps: bool = True  # some gradients are None on some steps
-    sparse: Literal["", "one row", "many entries"] = ""
+    sparse: bool = False
     num_groups: int = 2
     num_in_group: int = 2  # at least
     num_steps: int = 9
@@ -89,8 +87,6 @@ class Feed:
         """Return a parameter's gradient at a step, from its current value."""
         if self.gaps and (index, step) in _GAPS:
             return None
-        if self.sparse == "many entries":
-            return self._entries(index, step)
         dense = self._dense(index % 6, step, noise, weights).reshape(weights.shape).to(weights.dtype)
         if not self.sparse:
             return dense
@@ -114,15 +110,6 @@ class Feed:
             row = row.clamp(min=0) * (0 if step == 4 else 3)
         spike = self.huge**2 if step == 7 and kind > 3 else 1.0
         return row * (spike * {6: 1e-6, 7: 30.0}.get(step, 1.0))
-
-    def _entries(self, index: int, step: int) -> Tensor:
-        """Return a sparse gradient with half of its entries in one row; the last one coalesced."""
-        shape, generator = self.shape(index), torch.Generator().manual_seed(20 + 100 * index + step)
-        rows = torch.randint(shape[0], (1, _NUM_ENTRIES), generator=generator)
-        rows[0, ::2] = rows[0, 0].clone()
-        values = torch.randn((_NUM_ENTRIES, *shape[1:]), generator=generator, dtype=torch.float32)
-        gradient = torch.sparse_coo_tensor(rows, values.to(self.dtype), shape, check_invariants=False)
-        return gradient.coalesce() if step == self.num_steps - 1 else gradient
 
 
 def rows_apart(value: Tensor) -> int:

@@ -45,7 +45,7 @@ _FEEDS = (
     Feed(_NO_KERNELS),
     Feed(_MATRICES),
     Feed(_VECTORS),
-    Feed(_MATRICES, sparse="one row"),
+    Feed(_MATRICES, sparse=True),
     Feed(_MIXED, num_groups=1),
     Feed(_MATRICES, num_groups=1),
 )
@@ -97,7 +97,7 @@ def state_entries(
     def entries_of(shape: tuple[int, ...], group: object) -> dict[str, bool]:
         feed = Feed((shape,), gaps=False, num_groups=1, num_steps=1)
         with isolated():
-            trial = first_record(replace(subject, groups=(group,)), feed, replace(feed, sparse="one row"))
+            trial = first_record(replace(subject, groups=(group,)), feed, replace(feed, sparse=True))
         if not isinstance(trial, TrialRecord):
             return {}
         (entries,) = trial.run.state_of(0)

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,13 +19,11 @@ from torch.optim import Optimizer
 
 from zero_optim.compat import private
 from zero_optim.errors import message_of
-from zero_optim.plan.pieces import Piece
 from zero_optim.probe.feeds import ALIGNMENT_NBYTES, Feed, rows_apart
 from zero_optim.probe.subject import OptimizerUnderTest, bits, switch_mode
 
 Gradients: TypeAlias = Mapping[int, Tensor | None]
 Cut: TypeAlias = Callable[[int, Tensor], Sequence[Tensor]]  # cuts a parameter's value, given its index
-Take: TypeAlias = Callable[[Tensor, Piece], Tensor]  # returns rows of a sparse gradient
 
 _STEP_OF_EVALUATION = 5
 
@@ -38,7 +35,6 @@ class Variant:
     how: str  # for the reason
     only: Collection[int] | None = None  # the parameters that the optimizer has; None: all
     cut: Cut | None = None
-    take: Take | None = None  # for sparse gradients of cut parameters
     in_parts: bool = False
 
 
@@ -62,13 +58,8 @@ class TrialRun:
                     leaf.grad = None if gradient is None else gradient.clone()
                 continue
             sizes = [leaf.numel() for leaf in pieces]
-            if self.variant.take is None:
-                parts: Sequence[Tensor] = torch.split(gradient.reshape(-1), sizes)
-            else:
-                ends = np.cumsum([0, *map(len, pieces)]).tolist()
-                parts = [self.variant.take(gradient, Piece(0, *rows)) for rows in pairwise(ends)]
-            for leaf, part in zip(pieces, parts, strict=True):
-                leaf.grad = part.clone() if part.is_sparse else part.reshape(leaf.shape).clone()
+            for leaf, part in zip(pieces, torch.split(gradient.reshape(-1), sizes), strict=True):
+                leaf.grad = part.reshape(leaf.shape).clone()
 
     def step(self, number: int, gradients: Gradients) -> None:
         """Step everything at once, or bucket by bucket, last parameters first, as the variant says."""

@@ -38,7 +38,6 @@ from zero_optim.state.moving import CutState, Held, RowMap
 from zero_optim.state.options import PlanInputs
 from zero_optim.step.averages import EMA
 from zero_optim.step.gradient_sample import GradientSamples
-from zero_optim.step.gradients import is_sparse
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.state_view import OwnedEntries
@@ -173,14 +172,22 @@ class Core:
         return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
-        """Refuse sparse gradients of cut parameters, unless trials of the class gave equal bits."""
-        concerned = [param for param in params if len(self.sharding.pieces.get(param, ())) > 1]
-        if concerned:
-            self.owned.local.check_sparse_rows(self.groups, concerned, self.owned.leaves.tried_dtype)
+        """Raise ValueError if parameters with sparse gradients are cut."""
+        cut = {param for param in params if len(self.sharding.pieces.get(param, ())) > 1}
+        everyone = [param for group in self.groups for param in group["params"]]
+        for name, param in zip(param_names(self.groups), everyone, strict=True):
+            if param not in cut:
+                continue
+            raise ValueError(
+                f"the gradient of {name} is sparse, and the parameter is cut: several ranks own rows of it. "
+                "Build the optimizer with cuts=False, or keep this group whole: "
+                '{"params": [...], "cuts": False}'
+            )
 
-    def sparse_cut_params(self) -> list[Tensor]:
-        """List the cut parameters with sparse gradients, on whichever rank."""
-        return [param for param in self.sharding.cut_params if is_sparse(param.grad)]
+    def check_gradients(self, params: Iterable[Tensor] | None = None) -> None:
+        """Raise ValueError if cut parameters, by default all, have sparse gradients."""
+        params = self.sharding.cut_params if params is None else params
+        self.check_sparse(param for param in params if param.grad is not None and param.grad.is_sparse)
 
     def check_unreduced(self, *, in_join: bool) -> None:
         """Refuse to step with unreduced gradients; communicates only if there may be some."""

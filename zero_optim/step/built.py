@@ -3,16 +3,14 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
 from zero_optim.plan.option_values import plain
-from zero_optim.probe.cut_rows import CutRows, why_not_sparse_rows
+from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.saved import BESIDE, has_own_dict, load_packed
 from zero_optim.probe.traits import Traits, refusal, refusal_in_half
-from zero_optim.step.gradients import rows_of
 from zero_optim.step.spec import OptimizerSpec
 
 
@@ -96,20 +94,6 @@ class BuiltOptimizer:
     def shaped_entries(self, num_dims: int) -> frozenset[str]:
         """Return the state entries with the shape of their parameter."""
         return frozenset(name for name, is_shaped in self.state_entries(num_dims).items() if is_shaped)
-
-    def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
-        """Return why the class cannot step some rows with rows of a sparse gradient; None if it can.
-
-        Called at each step; probes again only if options differ in kind, such as momentum switched on.
-        """
-        if not self._is_tried:
-            return "it was not tried (assume_separable=True)"
-        key = (dtype, _kinds(options))
-        if key not in self._answers:
-            known = self.spec.optimizer_class, self.spec.arguments
-            self._answers[key] = why_not_sparse_rows(*known, options, dtype, rows_of)
-        reason: str | None = self._answers[key]
-        return reason
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
         """Raise ValueError if the class cannot step cut parameters under the present options.

@@ -22,8 +22,7 @@ from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.compat.streams import HostCopy, brought_to, to_device
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import Pieces, piece_of
-from zero_optim.step.gradients import owned_gradient, set_owned_gradient
-from zero_optim.step.partial import PartialGradient
+from zero_optim.step.gradients import rows_of, set_owned_gradient
 
 
 class Status(IntFlag):
@@ -35,10 +34,6 @@ class Status(IntFlag):
     DEAF = 4  # if another rank finds one, its scaler cannot be told
     FAILED = 8  # something raised there
     CLIPS = 16  # it clips gradients, and steps later
-    UNSCALES = 32  # its scaler looks for infinities, and it steps later
-
-
-_BEFORE_STEP = Status.CLIPS | Status.UNSCALES | Status.JOINED
 
 
 def exchange(
@@ -61,12 +56,13 @@ def exchange(
         with failing_together(group):
             if failure is not None:
                 raise failure
-    clipping, unscaling = ranks_that(statuses, Status.CLIPS), ranks_that(statuses, Status.UNSCALES)
-    stepping = [rank for rank, each in enumerate(statuses) if not each & _BEFORE_STEP]
-    in_call = {"called clip_grad_norm_()": clipping, "unscaled gradients": unscaling, "stepped": stepping}
-    calls = [f"ranks {ranks} {call}" for call, ranks in in_call.items() if ranks]
-    if len(calls) > 1:
-        raise RuntimeError(f"inside Join {', and '.join(calls)}: every rank that has inputs left must do all")
+    clipping = ranks_that(statuses, Status.CLIPS)
+    stepping = [rank for rank, each in enumerate(statuses) if not each & (Status.CLIPS | Status.JOINED)]
+    if clipping and stepping:
+        raise RuntimeError(
+            f"inside Join ranks {clipping} called clip_grad_norm_(), and ranks {stepping} stepped: every "
+            "rank that has inputs left must do all"
+        )
     return statuses
 
 
@@ -98,7 +94,7 @@ def lend_gradients(
         if group.rank == lender:
             options = {"options": [options_of(each) for each in groups], "beside": beside}
             for to in have_joined:
-                parcel = {**_lent(to, params, pieces), **options}
+                parcel = {"grads": _lent(to, params, pieces), **options}
                 parcels.append((to, *encode(parcel, "a gradient or option")))
     for to, skeleton, tensors in parcels:
         send_value(group, [to], skeleton, tensors)
@@ -111,24 +107,18 @@ def lend_gradients(
         parcel = decode(skeleton, iter(tensors))
         for own, options in zip(groups, parcel["options"], strict=True):
             own.update(options)
-        partial = frozenset(parcel["partial"])
         for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
             piece = piece_of(of_param, group.rank)
-            if piece is not None and index not in partial:
+            if piece is not None:
                 set_owned_gradient(param, piece, parcel["grads"].get(index))
         return parcel["beside"]
 
 
-def _lent(to: int, params: Sequence[Tensor], pieces: Sequence[Pieces]) -> dict[str, Any]:
-    """Return gradients for a joined rank by index, and indices of sharded ones, which it has already."""
+def _lent(to: int, params: Sequence[Tensor], pieces: Sequence[Pieces]) -> dict[int, Tensor]:
+    """Return gradients for a joined rank by index."""
     grads: dict[int, Tensor] = {}
-    partial: list[int] = []
     for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
         piece = piece_of(of_param, to)
-        if piece is not None and isinstance(param.grad, PartialGradient):
-            partial.append(index)
-        elif piece is not None and param.grad is not None:
-            grad = owned_gradient(param, piece)
-            assert grad is not None  # see above
-            grads[index] = grad
-    return {"grads": grads, "partial": partial}
+        if piece is not None and param.grad is not None:
+            grads[index] = rows_of(param.grad, piece)
+    return grads

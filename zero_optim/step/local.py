@@ -17,7 +17,6 @@ from zero_optim.plan.groups import (
     PARAM_KEYS,
     ParamGroup,
     options_of,
-    param_names,
     params_of,
 )
 from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable, plain
@@ -170,28 +169,6 @@ class LocalOptimizer:
         """Raise ValueError for options that allow no cuts."""
         for built in self._built:
             built.check_cuts(groups, cuts_of)
-
-    def check_sparse_rows(
-        self,
-        groups: Sequence[ParamGroup],
-        params: Collection[Tensor],
-        dtype_of: Callable[[Tensor], torch.dtype],
-    ) -> None:
-        """Raise ValueError unless probes gave equal bits for rows of these parameters' sparse gradients."""
-        concerned, names = set(params), iter(param_names(groups))
-        for number, group in enumerate(groups):
-            for param, name in zip(group["params"], names, strict=False):  # names of later groups are left
-                if param not in concerned:
-                    continue
-                built = self.of_group(number)
-                reason = built.why_not_sparse_rows(options_of(group), dtype_of(param))
-                if reason is not None:
-                    raise ValueError(
-                        f"the gradient of {name} is sparse, and the parameter is cut: several ranks own rows "
-                        f"of it. {built.spec.name} with these options does not bear that ({reason}). Build "
-                        "the optimizer with cuts=False, or keep this group whole: "
-                        '{"params": [...], "cuts": False}'
-                    )
 
     # ------------------------------------------------------------------ steps
 

@@ -58,8 +58,6 @@ class PartialGradient(Tensor):
     gradients].
     """
 
-    is_of_sparse: bool
-
     @staticmethod
     def __new__(cls: type["PartialGradient"], param: Tensor, *_: object, **__: object) -> "PartialGradient":
         """Make the tensor without memory."""
@@ -85,7 +83,6 @@ class PartialGradient(Tensor):
         self._rows = piece
         self._comes = comes
         self._dtype = param.dtype if dtype is None else dtype
-        self.is_of_sparse = False
         self._of = weakref.ref(param)
         self._pieces = pieces
         self._name = name
@@ -131,7 +128,7 @@ class PartialGradient(Tensor):
 
     def _with(self, piece: Tensor | None) -> "PartialGradient":
         gradient = PartialGradient(self, self._pieces, piece, self._name, comes=self._comes)
-        gradient.is_of_sparse, gradient.agree = self.is_of_sparse, self.agree
+        gradient.agree = self.agree
         return gradient
 
     def drop(self) -> None:
