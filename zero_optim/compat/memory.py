@@ -23,7 +23,8 @@ from torch import Tensor
 
 from zero_optim.compat import private
 
-_DONTNEED = 4  # for madvise
+_DONTNEED, _WANTS_HUGE = 4, 14  # for madvise
+_LEAST_HUGE = 2**22  # bytes: a smaller block may hold no whole huge page, of 2 MiB on most systems
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _MOST = 2**25  # glibc takes no higher limit
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
@@ -66,12 +67,22 @@ def give_back_pages(tensor: Tensor) -> None:
 
     For a block whose tensors move out one by one: storages are freed as a whole.
     """
+    _advise(tensor, _DONTNEED)  # where it refuses, as it does for locked pages, they stay until they are freed
+
+
+def ask_for_huge_pages(tensor: Tensor) -> None:
+    """Have the system fill a new, large CPU tensor with huge pages, on Linux: they are zeroed faster."""
+    if tensor.nbytes >= _LEAST_HUGE:
+        _advise(tensor, _WANTS_HUGE)
+
+
+def _advise(tensor: Tensor, advice: int) -> None:
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if stop > start:  # where the system refuses, as it does for locked pages, they stay until they are freed
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONTNEED)
+    if stop > start:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
 
 
 class _Pages(mmap.mmap):
