@@ -65,9 +65,10 @@ def is_seen_by_others(tensor: Tensor) -> bool:
 def give_back_pages(tensor: Tensor) -> None:
     """Return the pages that a CPU tensor fills to the system, on Linux; they then show zeros.
 
-    For a block whose tensors move out one by one: storages are freed as a whole.
+    For a block whose tensors move out one by one, as storages are freed as a whole, or that NumPy has seen.
+    Where the system refuses, as it does for locked pages, they stay until they are freed.
     """
-    _advise(tensor, _DONTNEED)  # where it refuses, as it does for locked pages, they stay until they are freed
+    _advise(tensor, _DONTNEED)
 
 
 def ask_for_huge_pages(tensor: Tensor) -> None:
