@@ -15,7 +15,7 @@ SEEDS ?= 1 2 3
 WORKERS ?= 2
 
 # What `make late` runs: everything that the ranks of the pool do with the optimizer, DDP, hooks and checkpoints.
-LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes overlap_* ddp_* sharded_* fully_sharded* hooks_* checkpoint* cut* rebind* stamps mirror state* join mesh unit_stamps offload offload_mesh,tests/test_$(name).py)
+LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes overlap_* ddp_* sharded_* fully_sharded* hooks_* checkpoint* cut* rebind* stamps mirror state* join mesh unit_stamps,tests/test_$(name).py)
 
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
@@ -66,7 +66,7 @@ gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, min
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
 
 bench: $(STAMP)  ## run every benchmark, about 40 minutes
-	@for name in partition memory muon consolidate checkpoint offload step reducer overlap fully_sharded mesh watchdog; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done
+	@for name in partition memory muon consolidate checkpoint step reducer overlap fully_sharded mesh watchdog; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done
 
 lint: style types imports  ## check all three; add -k to see what else fails after a failure
 

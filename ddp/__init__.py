@@ -23,13 +23,11 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
-from zero_optim.shard.keeping import Offload
 
 __all__ = [
     "DistributedDataParallel",
     "FullyShardedDataParallel",
     "GradBucket",
-    "Offload",
     "PrecisionPolicy",
     "ReduceScatterBucketer",
     "Reducer",

@@ -34,7 +34,6 @@ from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.wrapper_checks import agree_on_model, ignored_names, seen_params
 from zero_optim.health.watchdog import unwatch
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
-from zero_optim.shard.keeping import Offload
 from zero_optim.step.unreduced import FrozenParams
 
 
@@ -69,9 +68,8 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         guards_reads: the backward pass may come to a unit by a tensor that its modules kept aside and did not
             return. Takes about 2 µs of the CPU for each tensor that autograd saves. Use False if modules call
             ``torch.func.grad`` or ``torch.func.vjp``.
-        offload: an `Offload` keeps what this rank owns in files; the class must bear to be stepped some
-            parameters at a time. "cpu", for a model on an accelerator, keeps rows, gradients and state in
-            pinned CPU memory, where the optimizer steps. None keeps them with the parameters.
+        offload: "cpu", for a model on an accelerator, keeps rows, gradients and state in pinned CPU memory,
+            where the optimizer steps. None keeps them with the parameters.
         accumulate: as in `ShardedDataParallel`, as are the other options.
         process_group: that of the optimizer; if it comes later, None for the default group.
         mesh: as in `ShardedDataParallel`; units are gathered inside each replica. Build the optimizer over
@@ -87,9 +85,8 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
-        ValueError: likewise; or a unit is no module of the model; ``mixed_precision`` does not fit it; the
-            budget of ``offload`` is too small; or a module on the meta device cannot be initialized.
-        OSError: on the rank where the disk is too small for ``offload``; a `RemoteRankError` on the others.
+        ValueError: likewise; or a unit is no module of the model; ``mixed_precision`` or
+            ``offload`` does not fit it; or a module on the meta device cannot be initialized.
     """
 
     units: UnitsInUse
@@ -104,7 +101,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         reshard_after_forward: bool | int = True,
         guards_reads: bool = True,
         accumulate: Accumulate = "owner",
-        offload: Offload | Literal["cpu"] | None = None,
+        offload: Literal["cpu"] | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         mixed_precision: PrecisionPolicy | object | None = None,

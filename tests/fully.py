@@ -20,7 +20,6 @@ from zero_optim.ddp import (
 from zero_optim.shard.places import is_freed
 
 NARROW = PrecisionPolicy(params=torch.bfloat16, gradients=torch.float32, outputs=torch.float32)
-BUDGET = 240_000  # what the largest parameter of a Tower of width 48 takes in its first step, and a bit more
 Loss = Callable[[Any, int], Tensor]
 
 

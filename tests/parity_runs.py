@@ -1,6 +1,5 @@
 """The stages, options and loops of the table of parity, and a run of them."""
 
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from parity_models import MODELS
 from parity_reference import ByHand, InRankOrder
 from training import HAS_MUON
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, Offload, ShardedDataParallel
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import reduce_to_owners, zero_step
 
 STEPS = 4
@@ -95,7 +94,7 @@ class Option:
         of_wrapper: arguments of the wrapper.
         dtype: of the model.
         size: number of ranks.
-        kind: "cuts", "mesh", "classes" or "files"; what needs more than arguments.
+        kind: "cuts", "mesh" or "classes"; what needs more than arguments.
         on_request: for the GPU suite, not for rows in which all pairs meet.
     """
 
@@ -130,7 +129,6 @@ OPTIONS = {
             "ema_decay": 0.9,
         }
     ),
-    "in files": Option(kind="files"),
     "foreach": Option({"foreach": True, "amsgrad": True}, on_request=True),
     "capturable": Option({"capturable": True}, on_request=True),
     "Adafactor": Option({"optimizer_class": torch.optim.Adafactor}, on_request=True),
@@ -224,8 +222,6 @@ class Run:
         options.pop("bucket_cap_mb")
         if stage.wrapper is FullyShardedDataParallel:
             options["units"] = [*net.blocks] if hasattr(net, "blocks") else "auto"
-            if option.kind == "files":
-                options["offload"] = Offload(tempfile.gettempdir(), 2**20)
         return stage.wrapper(net, optimizer, **options)
 
     def batch(self, step: int) -> Tensor:

@@ -4,6 +4,7 @@ Run as ``python tests/resident.py RANK WORLD_SIZE FOLDER``, once for each rank. 
 higher resident memory gets in training than it was before the model was made, and how much is planned.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -11,12 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offloaded import clean_up
-from process_memory import forget_peak, peak_nbytes, resident_nbytes
+from process_memory import forget_peak, peak_nbytes, resident_nbytes, trim
 from zero_optim import ZeroRedundancyOptimizer, return_freed_memory
 from zero_optim.ddp import FullyShardedDataParallel
 
 WIDTH, NUM_LAYERS = 896, 64  # 205 MB of parameters, in units of 3.2 MB
+
+
+def clean_up() -> None:
+    """Return what nobody uses to the system."""
+    gc.collect()
+    trim()
 
 
 def made(width: int, num_layers: int) -> tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer]:

@@ -1,6 +1,5 @@
-"""A wrapper before its optimizer takes every form of units: dtypes, files and meshes, also together."""
+"""A wrapper before its optimizer takes every form of units: dtypes and meshes, also together."""
 
-import errno
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fully import BUDGET, NARROW, Tower, adamw, assert_alike, assert_equal, batch, on_meta, state_of, train
+from fully import NARROW, Tower, adamw, assert_alike, assert_equal, batch, on_meta, state_of, train
 from meshes import mesh_of
 from pool import on_ranks
-from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, Offload, fully_shard, unsharded
-from zero_optim.shard.mapped import MappedMemory
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, fully_shard, unsharded
 
 
-def forms(names: Collection[str], folder: str) -> dict[str, Any]:
+def forms(names: Collection[str]) -> dict[str, Any]:
     """Options of the wrapper, by name."""
     given: dict[str, Any] = {}
     if "dtypes" in names:
         given["mixed_precision"] = NARROW
-    if "files" in names:
-        given["offload"] = Offload(folder, BUDGET)
     if "mesh" in names:
         given["mesh"] = mesh_of(2)
     return given
@@ -36,18 +32,18 @@ def adam(params: Any, name: str = "AdamW", **options: Any) -> ZeroRedundancyOpti
     return ZeroRedundancyOptimizer(params, getattr(torch.optim, name), **given)
 
 
-def before(names: Collection[str], folder: str, name: str = "AdamW") -> tuple[Any, ZeroRedundancyOptimizer]:
+def before(names: Collection[str], name: str = "AdamW") -> tuple[Any, ZeroRedundancyOptimizer]:
     """Build the optimizer, then the wrapper."""
-    model, given = Tower(width=48), forms(names, folder)
+    model, given = Tower(width=48), forms(names)
     ranks = {"process_group": given["mesh"].get_group(1)} if "mesh" in given else {}
     optimizer = adam(model.parameters(), name, **ranks)
     return FullyShardedDataParallel(model, optimizer, units=[*model.blocks], **given), optimizer
 
 
-def after(names: Collection[str], folder: str, name: str = "AdamW") -> tuple[Any, ZeroRedundancyOptimizer]:
+def after(names: Collection[str], name: str = "AdamW") -> tuple[Any, ZeroRedundancyOptimizer]:
     """Build the wrapper, then the optimizer."""
     model = on_meta(Tower, 48) if "meta" in names else Tower(width=48)
-    given = forms(names, folder) | {"units": [*model.blocks]}
+    given = forms(names) | {"units": [*model.blocks]}
     wrapped: Any = (FullyShardedDataParallel if "wrapper" in names else fully_shard)(model, **given)
     saved = state_of(wrapped)
     optimizer = adam(wrapped.parameters(), name)
@@ -66,33 +62,30 @@ def assert_same_states(first: Any, later: Any) -> None:
         assert_equal(two.state.get(twin, {}), one.state.get(param, {}))
 
 
-def trains_as_optimizer_first(names: Collection[str], folder: str, name: str) -> None:
-    first, later = before(names, folder, name), after(names, folder, name)
+def trains_as_optimizer_first(names: Collection[str], name: str) -> None:
+    first, later = before(names, name), after(names, name)
     assert_same_states(first, later)
     assert train(*first, steps=4, most=0.5) == train(*later, steps=4, most=0.5)
     assert_same_states(first, later)
-    assert not [*Path(folder).iterdir()]
 
 
 SOME = [
     ("AdamW", ["wrapper", "dtypes"]),
     ("Adafactor", ["dtypes", "meta"]),  # takes no cuts: owners change
-    ("AdamW", ["wrapper", "files"]),
-    ("Adafactor", ["wrapper", "dtypes", "files", "meta"]),
 ]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "names"), SOME)
 def test_a_wrapper_before_its_optimizer_trains_to_the_bits_of_one_behind_it(
-    tmp_path: Path, name: str, names: list[str]
+    name: str, names: list[str]
 ) -> None:
-    trains_as_optimizer_first(names, str(tmp_path), name)
+    trains_as_optimizer_first(names, name)
 
 
 ON_MESHES = [
     ("AdamW", ["wrapper", "mesh"]),
-    ("AdamW", ["mesh", "dtypes", "files", "meta"]),
+    ("AdamW", ["mesh", "dtypes", "meta"]),
     pytest.param("Adafactor", ["wrapper", "mesh", "dtypes"], marks=pytest.mark.exhaustive),
     pytest.param("Adafactor", ["mesh", "meta"], marks=pytest.mark.exhaustive),
 ]
@@ -100,8 +93,8 @@ ON_MESHES = [
 
 @on_ranks(4)
 @pytest.mark.parametrize(("name", "names"), ON_MESHES)
-def test_over_a_mesh_too(tmp_path: Path, name: str, names: list[str]) -> None:
-    trains_as_optimizer_first(names, str(tmp_path), name)
+def test_over_a_mesh_too(name: str, names: list[str]) -> None:
+    trains_as_optimizer_first(names, name)
 
 
 # ---------------------------------------------------------------------- what the optimizer is built from
@@ -152,8 +145,8 @@ def test_frozen_parameters_that_the_optimizer_lacks_become_whole_in_the_dtype_of
 
 
 @on_ranks(2)
-def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded(tmp_path: Path) -> None:
-    wrapped = FullyShardedDataParallel(Tower(width=48), **forms(["dtypes", "files"], str(tmp_path)))
+def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded() -> None:
+    wrapped = FullyShardedDataParallel(Tower(width=48), **forms(["dtypes"]))
     state = {key: value + 0.001 for key, value in state_of(wrapped).items()}
     wrapped.module.load_state_dict(state)
     with unsharded(wrapped), torch.no_grad():
@@ -171,10 +164,10 @@ def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded(tmp_path: P
 @on_ranks(4)
 def test_checkpoints_of_a_mesh_take_an_optimizer_that_came_later(tmp_path: Path) -> None:
     saved, names = tmp_path / "saved", ["mesh", "dtypes", "wrapper", "meta"]
-    wrapped, optimizer = after(names, "")
+    wrapped, optimizer = after(names)
     train(wrapped, optimizer)
     checkpoint.save(saved, model=wrapped, optimizer=optimizer)
-    first, again = before(["dtypes"], ""), after(names, "")
+    first, again = before(["dtypes"]), after(names)
     for model, steps in (first, again):
         checkpoint.load(saved, model=model, optimizer=steps)
     assert_equal(state_of(first[0]), state_of(wrapped))
@@ -185,27 +178,15 @@ def test_checkpoints_of_a_mesh_take_an_optimizer_that_came_later(tmp_path: Path)
 
 
 @on_ranks(2)
-def test_a_later_optimizer_that_does_not_fit_the_forms_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_later_optimizer_that_does_not_fit_the_forms_is_refused_and_changes_nothing() -> None:
     """What cannot be is refused on every rank, and another optimizer takes over."""
-    folder, model = str(tmp_path), Tower(width=48)
+    model = Tower(width=48)
     want = state_of(model)
     given: Any = {"mixed_precision": NARROW, "units": [*model.blocks]}
-    with pytest.raises(ValueError, match="expected a budget of at least"):
-        FullyShardedDataParallel(model, **given, offload=Offload(folder, 10_000))
+    with pytest.raises(ValueError, match=r'expected offload to be "cpu", .* or None, got .*scratch'):
+        FullyShardedDataParallel(model, **given, offload="/scratch")  # type: ignore[arg-type]
     assert not any(param.isnan().any() for param in model.parameters())
-    tight = Offload(folder, 150_000)  # enough for rows and gradients, and not for their state
-    wrapped = FullyShardedDataParallel(model, **given, offload=tight)
-    with pytest.raises(ValueError, match="expected a budget of at least"):
-        adam(wrapped.parameters())
-
-    def is_full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space is left")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank():
-            patch.setattr(MappedMemory, "reserve", is_full)
-        with pytest.raises(OSError if dist.get_rank() else RemoteRankError, match="no space is left"):
-            ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=1e-2)
+    wrapped = FullyShardedDataParallel(model, **given)
     with pytest.raises(ValueError, match="another process group"):
         ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, process_group=dist.new_group())
     assert_equal(state_of(wrapped), want)

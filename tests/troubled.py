@@ -26,7 +26,6 @@ from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
-    Offload,
     ShardedDataParallel,
 )
 from zero_optim.errors import ZeroOptimError
@@ -140,8 +139,8 @@ class Scene:
         if self.kind == "mesh" and self.mesh is None:
             self.mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
         optimizer = self.optimizer_of(model, None if self.mesh is None else self.mesh.get_group(1))
-        if self.kind in ("units", "offloaded", "mesh"):
-            wrapper: nn.Module = self.fully_sharded(model, optimizer, mesh=self.mesh, offload=self.offload())
+        if self.kind in ("units", "mesh"):
+            wrapper: nn.Module = self.fully_sharded(model, optimizer, mesh=self.mesh)
         elif self.kind == "sharded":
             wrapper = ShardedDataParallel(model, optimizer, timeout=self.timeout)
         else:
@@ -170,14 +169,6 @@ class Scene:
         """Wrap a model, each of whose layers is a unit; this communicates."""
         units = [model[0], model[2], model[3]]
         return FullyShardedDataParallel(model, optimizer, units=units, timeout=self.timeout, **options)
-
-    def offload(self) -> Offload | None:
-        """Where a rank keeps what it owns, if not in memory."""
-        if self.kind != "offloaded":
-            return None
-        place = self.folder / f"kept by rank {dist.get_rank()}"
-        place.mkdir(parents=True, exist_ok=True)
-        return Offload(place, budget=2**16)
 
     def build_optimizer(self) -> None:
         """Build another model and its optimizer, without a wrapper; this communicates."""
@@ -332,7 +323,6 @@ PHASES = {
         Scene.build_later_optimizer, "zero_optim.state.building.check_reader", before=Scene.build_wrapper
     ),
     "fully sharded: step": Phase(_step, "step", kind="units", before=_begin_step, raises_alone=True),
-    "offloaded step": Phase(_step, "step", kind="offloaded", before=_begin_step, raises_alone=True),
     "mesh: construction": Phase(Scene.build, "zero_optim.comm.mesh._table", kind="mesh", reshape=_widen),
     "mesh: step": Phase(_step, "step", kind="mesh", before=_begin_step, raises_alone=True),
 }

@@ -51,17 +51,14 @@ from zero_optim.ddp.wrapper_checks import (
 )
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.keeping import Offload, keeping_for
 from zero_optim.shard.registration import Registration, is_registered
+from zero_optim.shard.row_storage import storage_for
 from zero_optim.shard.store import Store
 from zero_optim.state.rebinding import shard_parameters
 
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
 _IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
-_OFFLOADS = (
-    'offload="cpu" keeps what a rank owns on the CPU, and offload=zero_optim.ddp.Offload(folder, budget) '
-    "in files"
-)
+_OFFLOADS = 'offload="cpu" keeps what a rank owns on the CPU'
 _TAKES_FIRST = "every rank takes the values of rank 0; leave it out"
 
 # Options of PyTorch's wrappers that are not ours, each with what to do in its place.
@@ -93,7 +90,7 @@ class Arguments:
     units: Units
     reshard_after_forward: bool | int
     guards_reads: bool
-    offload: Offload | Literal["cpu"] | None
+    offload: Literal["cpu"] | None
     precision: PrecisionPolicy | object | None
     accumulate: str
     process_group: dist.ProcessGroup | None
@@ -156,9 +153,9 @@ class UnitConstruction:
         owned = set(names) if optimizer is None else set(optimizer.pieces())
         units = {param: number for param, number in self.choice.unit_of.items() if param in owned}
         sharded = {param: name for param, name in names.items() if param in units}
-        keeping = keeping_for(self._arguments.offload, self.choice.unit_of)
+        storage = storage_for(self._arguments.offload, self.choice.unit_of)
         self.policy.check(sharded, sparse_names(self.module), self._arguments.accumulate)
-        self.registration.store = Store(units, self.policy.compute_dtypes(sharded), keeping)
+        self.registration.store = Store(units, self.policy.compute_dtypes(sharded), storage)
 
     def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
         """Build an optimizer that never steps, to hold the rows until one comes; all ranks call."""
@@ -238,7 +235,7 @@ def construct(
     items = [
         f"accumulate={arguments.accumulate!r}",
         f"mixed_precision: {construction.policy.describe()}",
-        f"offload={construction.registration.store.keeping.description}",
+        f"offload={construction.registration.store.rows.description}",
     ]
     ranks.agree(items, f"the arguments of {wrapper.__name__}")
     if optimizer is None:

@@ -80,9 +80,9 @@ def make_gathers(
         return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(labels, ranks))
     parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
     inner, across = (lanes_for_rows(part, params) for part in parts)
-    history, keeping = reducer.history, optimizer.core.inputs.store.keeping
+    history, storage = reducer.history, optimizer.core.inputs.store.rows
     return GathersInReplicas(
-        mesh, inner, across, units, stamps, reducer.params, lambda: history.num_passes, keeping
+        mesh, inner, across, units, stamps, reducer.params, lambda: history.num_passes, storage
     )
 
 

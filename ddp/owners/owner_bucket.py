@@ -36,7 +36,7 @@ from zero_optim.plan.layout import Row, rows_apart, spans_of
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
-from zero_optim.shard.keeping import HostKeeping, RowKeeping
+from zero_optim.shard.row_storage import RowStorage
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
 
@@ -50,7 +50,7 @@ class BucketOwners:
     rank: int
     size: int
     dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
-    keeping: RowKeeping = field(default_factory=RowKeeping)  # of the rows of this rank
+    storage: RowStorage = field(default_factory=RowStorage)  # of the rows of this rank
     agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
 
 
@@ -247,7 +247,7 @@ class OwnerBucket(ReducerBucket):
         return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it
 
     def _copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
-        return self._owners.keeping.copies(tensor.to(dtype) for tensor, dtype in sums)
+        return self._owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Hand out reduced gradients on their owners, and partial gradients elsewhere."""
@@ -290,19 +290,19 @@ class OwnerBucket(ReducerBucket):
         if reduced is not None:
             target = earlier.rows_to_come if isinstance(earlier, PartialGradient) else earlier
             assert target is not None  # this rank owns rows of it
-            owners.keeping.add(target, reduced)
+            owners.storage.add(target, reduced)
         return earlier if isinstance(earlier, PartialGradient) else owned(earlier, owners.agree)
 
     def _keeps_another(self, slot: int) -> bool:
         """Whether owners keep gradients in a dtype or place that ``param.grad`` does not take."""
         owners = self._owners
-        return owners.dtype not in (None, self.params[slot].dtype) or isinstance(owners.keeping, HostKeeping)
+        return owners.dtype not in (None, self.params[slot].dtype) or owners.storage.on_host
 
     def _partial(self, slot: int, rows: Tensor | None) -> PartialGradient:
         if rows is None and slot in self._elsewhere:
             return self._elsewhere[slot]
         owners = self._owners
-        comes = owners.keeping.wait if isinstance(owners.keeping, HostKeeping) else None
+        comes = owners.storage.wait if owners.storage.on_host else None
         pieces, name, param = owners.pieces[slot], owners.names[slot], self.params[slot]
         gradient = PartialGradient(param, pieces, rows, name, owners.dtype, comes, owners.agree)
         if rows is None:

@@ -95,7 +95,7 @@ class OwnerReducer(Reducer):
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         """Make buckets of the optimizer's, the last parameter first."""
         optimizer, reduced, params = self._optimizer, self._reduced, self.params
-        pieces, keeping = optimizer.pieces(), optimizer.core.inputs.store.keeping
+        pieces, storage = optimizer.pieces(), optimizer.core.inputs.store.rows
         index_lists = indices_of_members(reduced, optimizer.core.bucket_members())
         if self._outermost is not None and self._may_differ:
             last = self._outermost
@@ -126,7 +126,7 @@ class OwnerReducer(Reducer):
                 optimizer.ranks.rank,
                 optimizer.ranks.size,
                 None if own_dtype == first.dtype else own_dtype,
-                keeping,
+                storage,
                 WeakMethod(optimizer.iteration.agree_on_infinity),
             )
             bucket = OwnerBucket(

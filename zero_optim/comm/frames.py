@@ -71,5 +71,5 @@ def tensor_to_bytes(tensor: Tensor) -> bytes:
     """Copy a uint8 tensor into bytes."""
     if tensor.numel() <= _FEW:
         return bytes(tensor.flatten().tolist())
-    # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs where pages cannot move.
+    # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs.
     return tensor.cpu().clone().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Host memory: what the C library keeps, pages that move, pages that CUDA knows.
+"""Host memory: what the C library keeps, pages that go back, pages that CUDA knows.
 
 Note [Blocks that the C library keeps]
     glibc keeps freed small blocks in its heap, and returns large ones to the system. The limit rises from 128
@@ -14,7 +14,6 @@ Note [Pinned in full]
 
 import ctypes
 import mmap
-import os
 import sys
 from contextlib import suppress
 from typing import Any
@@ -24,15 +23,8 @@ from torch import Tensor
 
 from zero_optim.compat import private
 
-READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-PRIVATE = getattr(mmap, "MAP_PRIVATE", 2)
-ANONYMOUS = getattr(mmap, "MAP_ANONYMOUS", 0x20)
-MAP_FIXED = 0x10
-NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # most addresses have no memory at a time
-_MAY_MOVE, _FIXED, _DONT_UNMAP = 1, 2, 4  # of mremap
-_FAILED = ctypes.c_void_p(-1).value
-_HUGE = 2**21  # bytes of a huge page, on most systems
 _DONTNEED, _WANTS_HUGE = 4, 14  # for madvise
+_LEAST_HUGE = 2**22  # bytes: a smaller block may hold no whole huge page, of 2 MiB on most systems
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _MOST = 2**25  # glibc takes no higher limit
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
@@ -73,86 +65,25 @@ def is_seen_by_others(tensor: Tensor) -> bool:
 def give_back_pages(tensor: Tensor) -> None:
     """Return the pages that a CPU tensor fills to the system, on Linux; they then show zeros.
 
-    For a block whose tensors move out one by one: storages are freed as a whole.
+    For a block whose tensors move out one by one, as storages are freed as a whole, or that NumPy has seen.
+    Where the system refuses, as it does for locked pages, they stay until they are freed.
     """
+    _advise(tensor, _DONTNEED)
+
+
+def ask_for_huge_pages(tensor: Tensor) -> None:
+    """Have the system fill a new, large CPU tensor with huge pages, on Linux: they are zeroed faster."""
+    if tensor.nbytes >= _LEAST_HUGE:
+        _advise(tensor, _WANTS_HUGE)
+
+
+def _advise(tensor: Tensor, advice: int) -> None:
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if stop > start:  # where the system refuses, as it does for locked pages, they stay until they are freed
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONTNEED)
-
-
-def with_room_to_align(nbytes: int) -> int:
-    """Return how many bytes to allocate so that `aligned` finds ``nbytes`` in them."""
-    return nbytes + _HUGE if nbytes >= _HUGE else nbytes
-
-
-def aligned(start: int, nbytes: int) -> int:
-    """Return the first address, from ``start`` on, that may have huge pages."""
-    return -(-start // _HUGE) * _HUGE if nbytes >= _HUGE else start
-
-
-class PageMoves:
-    """Moves pages with their content to other addresses: Note [Pages that move] in `shard.pages`."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None, use_errno=True)
-        address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self.mmap: Any = library.mmap
-        self.mmap.argtypes = (address, size, number, number, number, ctypes.c_long)
-        self.mmap.restype = address
-        self.mremap: Any = library.mremap
-        self.mremap.argtypes = (address, size, size, number, address)
-        self.mremap.restype = address
-        self.munmap: Any = library.munmap
-        self.munmap.argtypes = (address, size)
-        self.madvise: Any = library.madvise
-        self.madvise.argtypes = (address, size, number)
-
-    def new_pages(self, start: int, nbytes: int) -> None:
-        """Put fresh pages at an address; MemoryError if the system gives none."""
-        flags = PRIVATE | ANONYMOUS | MAP_FIXED | NO_RESERVE
-        if self.mmap(start, nbytes, READ_WRITE, flags, -1, 0) != start:
-            why = os.strerror(ctypes.get_errno())
-            raise MemoryError(f"{nbytes} bytes to make a unit of a fully sharded model whole: {why}")
-        if nbytes >= _HUGE:  # all of it: pages with different wishes cannot be moved at once
-            self.madvise(start, nbytes, _WANTS_HUGE)
-
-    def moved_away(self, start: int, nbytes: int) -> int | None:
-        """Move pages away and return their new address; fresh ones replace them. None if impossible."""
-        length = with_room_to_align(nbytes)
-        begin: int = self.mmap(None, length, 0, PRIVATE | ANONYMOUS | NO_RESERVE, -1, 0)
-        if begin == _FAILED:
-            return None
-        target = aligned(begin, nbytes)
-        result: int = self.mremap(start, nbytes, nbytes, _MAY_MOVE | _FIXED | _DONT_UNMAP, target)
-        for rest, end in ((begin, target), (target + nbytes, begin + length)):
-            if end > rest:
-                self.munmap(rest, end - rest)
-        # If it failed, another thread may have the target by now, so it is not unmapped: it has no memory.
-        return target if result == target else None
-
-    def moved_to(self, start: int, nbytes: int, source: int) -> bool:
-        """Move pages to an address; returns whether that was possible."""
-        return bool(self.mremap(source, nbytes, nbytes, _MAY_MOVE | _FIXED, start) == start)
-
-
-def page_moves() -> PageMoves | None:
-    """Return the calls, tried on one page; None if this system cannot move pages."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return None
-    try:
-        system = PageMoves()
-        with mmap.mmap(-1, mmap.PAGESIZE, flags=PRIVATE | ANONYMOUS, prot=READ_WRITE) as page:
-            page[0] = 1
-            start = ctypes.addressof(ctypes.c_char.from_buffer(page))
-            away = system.moved_away(start, mmap.PAGESIZE)
-            if away is None or page[0] != 0:
-                return None
-            return system if system.moved_to(start, mmap.PAGESIZE, away) and page[0] == 1 else None
-    except (AttributeError, BufferError, OSError):
-        return None
+    if stop > start:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
 
 
 class _Pages(mmap.mmap):

@@ -255,7 +255,7 @@ class Iteration:
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces, _ = self.joins.lendable()
-            return clip_together(core.group, params, pieces, arguments, core.inputs.store.files)
+            return clip_together(core.group, params, pieces, arguments)
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""

@@ -119,20 +119,13 @@ class Registration:
         for bucket in self.all_buckets:
             bucket.refresh()
 
-    def next_store(self) -> Store:
-        """Return where the next optimizer stores the rows."""
-        return self.store.anew() if self.is_open else self.store
-
     def reusable(self) -> list[RowBucket]:
-        """List buckets for reuse by the next optimizer; none if rows must move to other files."""
-        return self.all_buckets if self.is_open and not self.store.keeping.is_apart else []
+        """List buckets for reuse by the next optimizer."""
+        return self.all_buckets if self.is_open else []
 
-    def fill(self, buckets: Sequence[RowBucket], store: Store) -> None:
+    def fill(self, buckets: Sequence[RowBucket]) -> None:
         """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""
         assert self.group is not None
-        if store.keeping.is_apart:
-            with failing_together(self.group):
-                store.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         for bucket in self.all_buckets:
             bucket.free()
@@ -155,7 +148,7 @@ class Registration:
             agree_between_replicas(self.everyone, items)
 
     def hand_over(
-        self, buckets: Sequence[RowBucket], store: Store, group: RankGroup, params: Sequence[Tensor]
+        self, buckets: Sequence[RowBucket], group: RankGroup, params: Sequence[Tensor]
     ) -> Callable[[Any], None] | None:
         """Move the units to other buckets; return the callback for the new optimizer. All ranks call.
 
@@ -164,7 +157,6 @@ class Registration:
         was_open, self.is_open = self.is_open, False
         if was_open:
             self._make_whole(set(self.params).difference(params), group)
-        self.store = store
         self.place(buckets, group)
         if not was_open:
             return None

@@ -1,18 +1,17 @@
 """A bucket of which each rank keeps its own row; its parameters are *whole* in use, else *freed*.
 
-No communication. `fill` gives a unit's flat tensor its memory again: pages of units that are freed, or new
-ones (`zero_optim.shard.pages`). Units run the rows `ZERO3` and `ZERO3_KEPT` of the schedule.
+No communication. `fill` gives a unit's flat tensor its memory again (`zero_optim.shard.unit_memory`). Units
+run the rows `ZERO3` and `ZERO3_KEPT` of the schedule.
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, without the second gather's values. So
-    one storage stays, and its memory comes and goes: Note [Pages that move] in `zero_optim.shard.pages`.
+    one storage stays, and its memory comes and goes.
     PyTorch does not check reads of an emptied storage. So a freed parameter shows one expanded NaN (zero for
     dtypes without), and a write in place raises. `receive` changes the version only after a step or load.
 
 Note [Views that somebody keeps]
-    While the parameters are freed, a user's view shows NaN on the CPU and loses writes; the next gather or
-    step raises if autograd counts them. On an accelerator operators raise or read address 0. Storage
+    While the parameters are freed, a user's view has no memory: operators raise or read address 0. Storage
     references do not tell these views from autograd's, which `zero_optim.ddp.full.saved_reads` guards.
 
 Note [Kept in one dtype, computed with in another]
@@ -40,9 +39,9 @@ from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import is_whole
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.keeping import RowKeeping
-from zero_optim.shard.pages import FreePages
 from zero_optim.shard.places import FreedParams, zero_padding
+from zero_optim.shard.row_storage import RowStorage
+from zero_optim.shard.unit_memory import UnitMemory
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
@@ -104,14 +103,13 @@ class RowBucket(Uncopied, Bucket):
         label: str = "",
         *,
         dtype: torch.dtype | None = None,
-        keeping: RowKeeping | None = None,
-        pages: FreePages | None = None,
+        storage: RowStorage | None = None,
     ) -> None:
         super().__init__(params, layout, rank, label, as_views=False)
         # The parameters have the compute dtype already where another bucket held them.
         self.dtype, row_dtype = self.dtype if dtype is None else dtype, kept_dtype(params[0])
-        self._keeping = RowKeeping() if keeping is None else keeping
-        self._memory = (FreePages() if pages is None else pages).memory(layout.numel, self.dtype, self.device)
+        self._storage = RowStorage() if storage is None else storage
+        self._memory = UnitMemory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
         self._views = self.views(self._flat)
         rows = [slice(row.start, row.stop) for row in layout.rows if row.owner == rank]
@@ -119,7 +117,7 @@ class RowBucket(Uncopied, Bucket):
         self._flat_row = self._flat[self.span]
         self._memory.free()
         is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
-        self._stays = is_all and not self._keeping.is_apart and self.dtype == row_dtype
+        self._stays = is_all and not self._storage.on_host and self.dtype == row_dtype
         self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
         self._has_row = False  # it gets memory at its first use
         self._freed = FreedParams(params, self.dtype, self.device)
@@ -167,10 +165,10 @@ class RowBucket(Uncopied, Bucket):
             return
         self._has_row = True
         if self._stays:
-            self._memory.grow(stays=True)
+            self._memory.grow()
             zero_padding(self._flat, self.layout)
-        elif self._keeping.is_apart:
-            self.row = self._keeping.new_row(self.row.new_zeros(self._flat_row.numel()))
+        elif self._storage.on_host:
+            self.row = self._storage.new_row(self.row.new_zeros(self._flat_row.numel()))
         else:
             self.row = self.row.new_empty(self._flat_row.numel())
             zero_padding(self.row, self.layout, self.span.start)
@@ -178,7 +176,7 @@ class RowBucket(Uncopied, Bucket):
     def places(self) -> Iterator[Place]:
         """Yield this rank's parts of parameters, as views of `row`."""
         self._make_row()
-        self._keeping.wait()
+        self._storage.wait()
         offsets = self.layout.offsets()
         for index, piece in self.own:
             form, at = self.forms[index], offsets[index] - self.span.start
@@ -198,7 +196,6 @@ class RowBucket(Uncopied, Bucket):
         for index, first, rows in self.places():
             if self.params[index] is param:
                 rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
-                self._keeping.keep([rows])
         if values is None:
             self.let_go(param)
 
@@ -209,7 +206,6 @@ class RowBucket(Uncopied, Bucket):
         for param, rows in self.own_rows().items():
             if param in values:
                 rows.copy_(values[param])
-                self._keeping.keep([rows])
         self.has_changed()
 
     def let_go(self, only: Tensor | None = None) -> None:
@@ -225,12 +221,12 @@ class RowBucket(Uncopied, Bucket):
 
     def read_row(self, target: Tensor) -> None:
         """Start to copy this rank's row to a tensor of its length and any dtype."""
-        self._keeping.read(self.row, target)
+        self._storage.read(self.row, target)
 
     def write_row(self, values: Tensor) -> None:
         """Copy a tensor of its length to the row and free the parameters; RuntimeError if pinned."""
         self.check_unpinned()
-        self._keeping.write(self.row, values)
+        self._storage.write(self.row, values)
         self.has_changed()
 
     # ------------------------------------------------------------------ steps and writes
@@ -280,11 +276,11 @@ class RowBucket(Uncopied, Bucket):
                 view.copy_(param)
                 param.data = view
         if self.is_rounded:
-            written = self._keeping.brought(self._flat_row)
+            written = self._storage.brought(self._flat_row)
             is_same = self.row.to(written.dtype) == written
-            self._keeping.write(self.row, torch.where(is_same, self.row, written.to(self.row.dtype)))
+            self._storage.write(self.row, torch.where(is_same, self.row, written.to(self.row.dtype)))
         elif not self._stays:
-            self._keeping.write(self.row, self._flat_row)
+            self._storage.write(self.row, self._flat_row)
 
     # ------------------------------------------------------------------ whole and freed
 

@@ -20,7 +20,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
@@ -30,8 +29,8 @@ from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
 from zero_optim.plan.layout import Span
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
-from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.row_storage import RowStorage
 
 
 class UnitGathers(Protocol):
@@ -79,9 +78,9 @@ class GathersFromOwners:
 class _Column:
     """This rank's copies of one bucket; ``renewed_in`` is the pass of the last renewal."""
 
-    def __init__(self, bucket: RowBucket, mesh: RankMesh, keeping: RowKeeping) -> None:
+    def __init__(self, bucket: RowBucket, mesh: RankMesh, storage: RowStorage) -> None:
         self.bucket = bucket
-        self._keeping = keeping
+        self._storage = storage
         self.renewed_in = -1
         self._rank, self._places = mesh.everyone.rank, mesh.places
         number = mesh.places[self._rank][1]
@@ -118,26 +117,22 @@ class _Column:
         return row
 
     def _place_for(self, span: Span) -> Tensor:
-        """Return a row's receive buffer: the copy itself, unless in a file."""
-        if span in self._copies and not self._keeping.is_apart:
+        """Return a row's receive buffer: the copy itself, unless on the host."""
+        if span in self._copies and not self._storage.on_host:
             return self._copies[span]
         return self.bucket.params[0].new_empty(span.stop - span.start)
 
     def _take(self, received: Mapping[Span, Tensor]) -> None:
         for span, row in received.items():
-            if span in self._copies and self._keeping.is_apart:
-                self._keeping.write(self._copies[span], row)
+            if span in self._copies and self._storage.on_host:
+                self._storage.write(self._copies[span], row)
             else:
-                self._copies[span] = self._keeping.new_row(row)
-
-    def nbytes_to_keep(self) -> list[int]:
-        size = self.bucket.params[0].element_size()
-        return [(span.stop - span.start) * size for span in self.spans if span.owner != self._rank]
+                self._copies[span] = self._storage.new_row(row)
 
     def fill(self) -> Tensor:
         flat = self.bucket.fill()
         for span, copy in self._copies.items():
-            self._keeping.read(copy, flat[span.start : span.stop])
+            self._storage.read(copy, flat[span.start : span.stop])
         return flat
 
 
@@ -145,7 +140,7 @@ class GathersInReplicas:
     """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
 
     Lanes ``inner`` (replica) and ``across`` (column) serve these gathers alone. ``num_reduced`` counts
-    reduced backward passes, which may change ``trained``. OSError if the disk has no place for the copies.
+    reduced backward passes, which may change ``trained``.
     """
 
     def __init__(
@@ -157,7 +152,7 @@ class GathersInReplicas:
         stamps: UnitStamps,
         trained: Collection[Tensor],
         num_reduced: Callable[[], int],
-        keeping: RowKeeping,
+        storage: RowStorage,
     ) -> None:
         labels = {bucket.params[0]: name for bucket, name in units.items()}
         self._marks, marks = UnitMarks(labels, mesh.inner), UnitMarks(labels, mesh.everyone)
@@ -165,16 +160,11 @@ class GathersInReplicas:
         self._mesh = mesh
         self._inner = inner
         self._across = across
-        self._columns = {bucket: _Column(bucket, mesh, keeping) for bucket in units}
-        self._renewals = Flow(2 if keeping.is_apart else math.inf)
+        self._columns = {bucket: _Column(bucket, mesh, storage) for bucket in units}
+        self._renewals = Flow(2 if storage.on_host else math.inf)
         self._stamps = stamps
         self._trained = {bucket for bucket in units if not set(bucket.params).isdisjoint(trained)}
         self._num_reduced = num_reduced
-        if keeping.is_apart:
-            with failing_together(mesh.everyone):
-                keeping.reserve_rows(
-                    nbytes for each in self._columns.values() for nbytes in each.nbytes_to_keep()
-                )
 
     @property
     def nbytes_held(self) -> int:

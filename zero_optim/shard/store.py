@@ -7,7 +7,7 @@ Note [Every rank is heard]
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import is_
 
 import torch
@@ -18,36 +18,25 @@ from zero_optim.health.stamp import STAMP_NBYTES
 from zero_optim.plan.layout import Layout, with_rooms, with_rooms_behind
 from zero_optim.plan.plan import Plan, alignment_of
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.keeping import FileKeeping, HostKeeping, RowKeeping
-from zero_optim.shard.pages import FreePages
 from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.row_storage import HostStorage, RowStorage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """The parameters of which ranks keep rows, and how they keep them.
+    """The parameters of which ranks keep rows, and where these are stored.
 
     Of ``params``, those with one number become whole together.
     """
 
     params: dict[Tensor, int] = field(default_factory=dict)
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
-    keeping: RowKeeping = field(default_factory=RowKeeping)
-    pages: FreePages = field(default_factory=FreePages)  # of the CPU, that flat tensors use in turn
+    rows: RowStorage = field(default_factory=RowStorage)
 
     @property
-    def files(self) -> FileKeeping | None:
-        """The storage in files, or None."""
-        return self.keeping if isinstance(self.keeping, FileKeeping) else None
-
-    @property
-    def on_host(self) -> HostKeeping | None:
+    def on_host(self) -> HostStorage | None:
         """The storage on the host of an accelerator's model, or None."""
-        return self.keeping if isinstance(self.keeping, HostKeeping) else None
-
-    def anew(self) -> "Store":
-        """Return the same for another optimizer, with new files."""
-        return replace(self, keeping=self.keeping.anew())
+        return self.rows if isinstance(self.rows, HostStorage) else None
 
 
 class BucketMaker:
@@ -76,8 +65,8 @@ class BucketMaker:
                 continue
             bucket = there.get(first)
             if bucket is None or bucket.layout != layout or not _are_same(bucket.params, members):
-                dtype, keeping, pages = store.compute_dtypes.get(first), store.keeping, store.pages
-                bucket = RowBucket(members, layout, group.rank, dtype=dtype, keeping=keeping, pages=pages)
+                dtype = store.compute_dtypes.get(first)
+                bucket = RowBucket(members, layout, group.rank, dtype=dtype, storage=store.rows)
             rows[first] = bucket
         self._prepared = layouts, rows
         return list(rows.values())

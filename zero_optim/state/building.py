@@ -1,7 +1,7 @@
 """Build an optimizer's parts and add groups: plan, agree, build; all ranks call."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.groups import ParamGroup, params_of, short_names
+from zero_optim.plan.groups import params_of, short_names
 from zero_optim.plan.pieces import Piece
 from zero_optim.shard.gathers import Gathers
 from zero_optim.shard.lazy import LazyGather, check_reader
@@ -22,7 +22,6 @@ from zero_optim.step.averages import WeightAverage
 from zero_optim.step.leaves import Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
-from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
 
 logger = logging.getLogger("zero_optim")
@@ -54,7 +53,7 @@ def build(
             if registration.params:
                 options.check_rows()
             registration.check(every, group)
-            inputs.store = registration.next_store()
+            inputs.store = registration.store
             sharding = new_sharding(inputs, group)
             leaves, average = new_leaves(inputs)
             own = GroupOptions.taken_from(groups, default, options)
@@ -70,14 +69,13 @@ def build(
     with together():
         buckets = sharding.make_row_buckets(every, plan, registration.reusable())
         if registration.is_open:
-            registration.fill(buckets, inputs.store)
+            registration.fill(buckets)
             leaves.keep(buckets)
         local_over = partial(own.local_over, groups)
-        owned = new_owned(inputs, group, leaves, average, groups, pieces, local_over)
-        owned.keep()
+        owned = new_owned(group, leaves, average, pieces, local_over)
     # Now that no leaf holds the memory that parameters leave.
     sharding.add(every, plan, short_names(groups))
-    callback = registration.hand_over(buckets, inputs.store, group, every)
+    callback = registration.hand_over(buckets, group, every)
     core = Core(inputs, group, sharding, owned, groups)
     _begin(core, read_by)
     return core, callback
@@ -115,26 +113,18 @@ def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
 
 
 def new_owned(
-    inputs: PlanInputs,
     group: RankGroup,
     leaves: Leaves,
     average: WeightAverage,
-    groups: Sequence[ParamGroup],
     pieces: Mapping[Tensor, Piece],
     local_over: Callable[[dict[Tensor, Tensor]], LocalOptimizer],
 ) -> OwnedState:
-    """Build this rank's owned state, with files if the store has some; all ranks call."""
+    """Build this rank's owned state; all ranks call."""
     with answering_together(group) as answers:
         local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
         answers.extend(local.answers())
     local.combine(answers)
-    files = inputs.store.files
-    in_files = None if files is None else KeptState(files, leaves, average, local)
-    owned = OwnedState(group, leaves, average, local, pieces, in_files)
-    if in_files is not None:
-        with failing_together(group):
-            in_files.reserve(groups, pieces)
-    return owned
+    return OwnedState(group, leaves, average, local, pieces)
 
 
 def add_group(core: Core, group: dict[str, Any]) -> None:

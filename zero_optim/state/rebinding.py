@@ -111,7 +111,7 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
                     "into one, or give each an optimizer"
                 )
             inputs.options.check_rows()
-        agree(group, [f"offload={store.keeping.description}"], "where a rank keeps what it owns")
+        agree(group, [f"offload={store.rows.description}"], "where a rank keeps what it owns")
         core.sharding.under_way.wait()
         before, inputs.store, former = inputs.store, store, core.sharding.buckets
         try:
@@ -165,7 +165,6 @@ def go_over(
         for index, value in part.values.items():
             owned.leaves.rows(params[index]).copy_(value)
     sharding.add(params, plan, short_names(groups))
-    owned.keep()
     core.show_state()
     if holders is None:
         core.snapshot = Snapshot()
@@ -227,4 +226,4 @@ def _built(
         return local
 
     pieces = sharding.owned(params, plan)
-    return new_owned(core.inputs, group, leaves, average, groups, pieces, local_over)
+    return new_owned(group, leaves, average, pieces, local_over)

@@ -32,7 +32,6 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.keeping import FileKeeping, gradients_in_portions
 from zero_optim.step.partial import PartialGradient, is_on_host, rows_here
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
@@ -97,16 +96,15 @@ def clip_together(
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
     arguments: ClipArguments,
-    keeping: FileKeeping | None = None,
 ) -> Tensor:
     """Clip the gradients by their global norm, and return the norm before that.
 
     All ranks call, with parameters in the same order; one small collective or two. Raises on every rank
     RankMismatchError, TypeError or ValueError for arguments that differ or are wrong, and RuntimeError for a
-    non-finite norm with ``error_if_nonfinite``. ``keeping``: keeps the gradients in files.
+    non-finite norm with ``error_if_nonfinite``.
     """
     rows = list(map(rows_here, params))
-    norm = _global_norm(group.during("clip"), params, rows, pieces, arguments, keeping)
+    norm = _global_norm(group.during("clip"), params, rows, pieces, arguments)
     if arguments.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {arguments.norm_type} of all gradients is {norm.item()}: they cannot be "
@@ -119,9 +117,8 @@ def clip_together(
     if on_host:
         on_cpu = HostCopy(norm).read()
         private.foreach_mul_(on_host, torch.clamp(arguments.max_norm / (on_cpu + 1e-6), max=1.0))
-    for portion in gradients_in_portions(keeping, beside):
-        scaled: Any = list(map(_Holder, portion))
-        torch.nn.utils.clip_grads_with_norm_(scaled, arguments.max_norm, norm, arguments.foreach)
+    scaled: Any = list(map(_Holder, beside))
+    torch.nn.utils.clip_grads_with_norm_(scaled, arguments.max_norm, norm, arguments.foreach)
     return norm
 
 
@@ -138,7 +135,6 @@ def _global_norm(
     rows: Sequence[Tensor | None],
     pieces: Sequence[Pieces],
     arguments: ClipArguments,
-    keeping: FileKeeping | None,
 ) -> Tensor:
     """Compute the norm of all gradients as one vector; all ranks call. ``rows``: those here.
 
@@ -158,9 +154,7 @@ def _global_norm(
     heading, norms, failure = b"\1", None, None
     try:
         order, present = arguments.check(), [grad for grad in grads if grad is not None]
-        portions = gradients_in_portions(keeping, present, are_read=True)
-        some = [of for portion in portions if (of := _norms(portion, order, arguments.foreach)) is not None]
-        norms = torch.cat(some) if some else None
+        norms = _norms(present, order, arguments.foreach)
         heading = b"\0" + hashlib.sha256(str(arguments).encode()).digest()[: _HEADING_NBYTES - 1]
     except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
         failure = error

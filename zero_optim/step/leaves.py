@@ -28,9 +28,9 @@ from zero_optim.errors import StateMismatchError
 from zero_optim.plan.pieces import Piece, Pieces, is_whole
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.probe.cut_rows import CutRows
-from zero_optim.shard.keeping import HostKeeping
 from zero_optim.shard.places import is_freed, shown_when_freed
 from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.row_storage import HostStorage
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient, is_on_host
 
@@ -49,7 +49,7 @@ class Leaves:
         self,
         master_dtype: torch.dtype | None,
         apart: Collection[Tensor] = (),
-        home: HostKeeping | None = None,
+        home: HostStorage | None = None,
     ) -> None:
         if master_dtype is not None and not isinstance(master_dtype, torch.dtype):
             raise TypeError(f"expected master_dtype to be a torch.dtype or None, got {master_dtype!r}")

@@ -15,7 +15,6 @@ from zero_optim.step.averages import EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.partial import make_plain
-from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
 from zero_optim.step.state_view import OwnedStateView
 
@@ -23,10 +22,7 @@ T = TypeVar("T")
 
 
 class OwnedState:
-    """The state that a rank owns and steps. Communicates only to fail together.
-
-    ``kept``: stores it in files; None for ordinary memory.
-    """
+    """The state that a rank owns and steps. Communicates only to fail together."""
 
     def __init__(
         self,
@@ -35,13 +31,11 @@ class OwnedState:
         average: WeightAverage,
         local: LocalOptimizer,
         owned: Iterable[Tensor],
-        kept: KeptState | None = None,
     ) -> None:
         self.local = local
         self.average = average
         self.leaves = leaves
         self._group = group
-        self._kept = kept
         average.add(owned)
         leaves.let_go(owned)
         self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
@@ -95,30 +89,13 @@ class OwnedState:
         make_plain(self.leaves.owned)
         result = self._on_leaves(work)
         self.average.update()
-        self.keep()
         return result
 
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
-        """Step everything, with files as much at a time as the budget allows; returns the class's result."""
-        if self._kept is None:
-            return self.run(partial(self.local.step, groups, closure, **kwargs))
-        assert closure is None  # see `takes_closures`
-        make_plain(self.leaves.owned)
-        for gradients in self._kept.portions():
-            leaves = list(map(self.leaves.leaf, gradients))
-            try:
-                self._on_leaves(partial(self.local.step_some, groups, leaves, **kwargs), gradients)
-                self.average.update(gradients)
-            finally:
-                self._kept.take_back(gradients)
-        return None
-
-    def keep(self) -> None:
-        """Move everything back to the files."""
-        if self._kept is not None:
-            self._kept.keep()
+        """Step everything; returns the class's result."""
+        return self.run(partial(self.local.step, groups, closure, **kwargs))
 
     def _on_leaves(self, work: Callable[[], T], gradients: Mapping[Tensor, Tensor | None] | None = None) -> T:
         """Run ``work`` with the leaves' values and gradients set, and write the leaves back."""
@@ -169,27 +146,19 @@ class OwnedState:
             raise
         self.leaves.let_go(owned)
         self.average.add(owned)
-        if self._kept is not None:
-            self._kept.add(before, group, owned)
 
     def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
         """Copy owned parameters and record what `load` replaces; returns a function that restores both."""
         before = self.local.save()
         beside = [*self.leaves.masters.values(), *self.average.averages.values()]
-        copies = list(self._copies([*map(self.leaves.rows, owned), *beside]))
+        copies = [tensor.detach().clone() for tensor in (*map(self.leaves.rows, owned), *beside)]
 
         def undo() -> None:
             self.local.restore(before)
             for tensor, copy in zip([*map(self.leaves.rows, owned), *beside], copies, strict=True):
                 tensor.data.copy_(copy)
-            self.keep()
 
         return undo
-
-    def _copies(self, tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-        if self._kept is not None:
-            return self._kept.keeping.copies(tensors)
-        return (tensor.detach().clone() for tensor in tensors)
 
     def load(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         """Replace the state by the owned part of a whole state, on all ranks or none; all ranks call.
@@ -222,4 +191,3 @@ class OwnedState:
             self.leaves.let_go()
         self.leaves.load(masters)
         self.average.load(averages)
-        self.keep()
