@@ -37,7 +37,8 @@ help:  ## list the targets
 	@echo "ARGS='...' is handed on, as in: make train ARGS='--stage 3', make test ARGS='-k pool'"
 
 train: $(STAMP)  ## train the small GPT of examples/, sharded over two processes
-	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
+	GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node 2 \
+	    examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)  ## run the quick tests; TORCH=2.8.0 runs them on that PyTorch, in an environment of its own
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
