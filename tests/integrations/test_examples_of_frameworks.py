@@ -31,4 +31,14 @@ def test_the_example_of_lightning_trains_and_goes_on_with_another_number_of_rank
     tmp_path: Path, strategy: str
 ) -> None:
     run(tmp_path, "--epochs", "1", "--strategy", strategy)
-    run(tmp_path, "--epochs", "2", "--devices", "1", "--resume", "lightning_zero2.ckpt")
+    run(
+        tmp_path,
+        "--epochs",
+        "2",
+        "--strategy",
+        strategy,
+        "--devices",
+        "1",
+        "--resume",
+        "lightning_zero2.ckpt",
+    )

@@ -101,7 +101,7 @@ def _check(
 
 
 def _start(processes: list[BaseProcess], job: Job) -> None:
-    """Start the ranks, and append each to ``processes`` before, so that a Ctrl-C loses none."""
+    """Start the ranks; each is in ``processes`` before, so that a Ctrl-C loses none."""
     # Starting a process starts the resource tracker first, which would unblock SIGINT for the ranks.
     resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -119,9 +119,8 @@ def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
     while running := [process.sentinel for process in processes if process.exitcode is None]:
         if grace is None and any(process.exitcode for process in processes):
             grace = monotonic() + _GRACE
-        ends = [each for each in (deadline, grace) if each is not None]
-        left = min(ends) - monotonic() if ends else None
-        if left is not None and left <= 0:
+        end = min((each for each in (deadline, grace) if each is not None), default=None)
+        if (left := None if end is None else end - monotonic()) is not None and left <= 0:
             return
         wait(running, left)
 
