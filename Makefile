@@ -20,7 +20,7 @@ LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes ove
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
-EXTRAS := demo,optimizers,test,dev,docs
+EXTRAS := examples,optimizers,test,dev,docs
 PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # make gpu PYTHON=/path/to/python3 takes that interpreter as it is, with the PyTorch that it has, and makes no
@@ -34,10 +34,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
-	@echo "ARGS='...' is handed on, as in: make train ARGS='--nproc 4', make test ARGS='-k pool'"
+	@echo "ARGS='...' is handed on, as in: make train ARGS='--stage 3', make test ARGS='-k pool'"
 
-train: $(STAMP)  ## train the small GPT, sharded over two processes
-	$(VENV)/bin/zero-optim train $(ARGS)
+train: $(STAMP)  ## train the small GPT of examples/, sharded over two processes
+	GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node 2 \
+	    examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)  ## run the quick tests; TORCH=2.8.0 runs them on that PyTorch, in an environment of its own
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)

@@ -30,16 +30,12 @@ from harness import (
 from link import Link, add_options, linked, rate_of, where
 from models import Gpt, Workload, workload
 from recipes import ALONE, CONSECUTIVE, OPTIONS, Contender, compute_alone, training
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.optim import AdamW, Muon
 
 from zero_optim import ZeroRedundancyOptimizer, return_freed_memory
 from zero_optim.ddp import FullyShardedDataParallel
-from zero_optim.demo.config import ModelShape
-from zero_optim.demo.model import GPT
 
 SENT = "sent_bytes/total"
 
@@ -51,27 +47,25 @@ class Wrapped(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-class Matrices(GPT):
+class Matrices(Gpt):
     """A GPT of 0.9 M parameters, each a matrix, for Muon."""
 
     def __init__(self) -> None:
-        super().__init__(ModelShape(context=64, layers=4, width=128, heads=4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
-
-
-Model = Gpt | Matrices
+        super().__init__(layers=4, width=128, vocab=256, heads=4)
+        for module in self.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                if param.ndim < 2:
+                    module.register_parameter(name, None)
 
 
-def optimizer_of(model: Model) -> dict[str, Any]:
+def optimizer_of(model: Gpt) -> dict[str, Any]:
     """Give the class of the optimizer, and its options."""
     if isinstance(model, Matrices):
         return {"optimizer_class": Muon, "lr": 1e-3}
     return {"optimizer_class": AdamW, **OPTIONS}
 
 
-def fsdp2(model: Model, *, reshards: bool = True, mesh: DeviceMesh | None = None) -> Wrapped:
+def fsdp2(model: Gpt, *, reshards: bool = True, mesh: DeviceMesh | None = None) -> Wrapped:
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
@@ -80,14 +74,14 @@ def fsdp2(model: Model, *, reshards: bool = True, mesh: DeviceMesh | None = None
     return Wrapped(model, options.pop("optimizer_class")(model.parameters(), **options))
 
 
-def ours(model: Model, *, reshards: bool) -> Wrapped:
+def ours(model: Gpt, *, reshards: bool) -> Wrapped:
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks], reshard_after_forward=reshards)
     optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), **optimizer_of(model))
     return Wrapped(wrapped, optimizer)
 
 
 MODES = ("resharded", "kept")
-KINDS: dict[str, Callable[[Model], Wrapped]] = {
+KINDS: dict[str, Callable[[Gpt], Wrapped]] = {
     "FSDP2, resharded": partial(fsdp2, reshards=True),
     "ours, resharded": partial(ours, reshards=True),
     "FSDP2, kept": partial(fsdp2, reshards=False),

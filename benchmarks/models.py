@@ -37,10 +37,12 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """6 layers, width 384, vocabulary 4096, untied head: 13.8 M parameters."""
 
-    def __init__(self, layers: int = 6, width: int = 384, vocab: int = 4096, context: int = 64) -> None:
+    def __init__(
+        self, layers: int = 6, width: int = 384, vocab: int = 4096, context: int = 64, heads: int = 6
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*[Block(width, 6) for _ in range(layers)])
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -4,25 +4,79 @@ Run from the checkout: ``python docs/make_overlap_picture.py``, or with ``overla
 them. Takes half a minute each.
 """
 
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from zero_optim.demo import trace
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.profiler import record_function
 
-SIZES = "--width 384 --layers 6 --heads 6 --batch-size 2 --steps 12 --eval-every 0 --sample-length 0"
-# By the name of the picture: the title of each run, and its options.
-PICTURES = {
+from zero_optim import ZeroRedundancyOptimizer, launch
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.hooks import zero_step
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "examples"), str(ROOT / "notebooks")]
+import timeline  # noqa: E402 - lies there
+from train_gpt import GPT, Text  # noqa: E402 - the same
+
+UPDATES, TRACED = 7, 5  # the allocator and the buckets no longer change then
+
+
+def plain(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
+    """Step after the backward pass."""
+    return DistributedDataParallel(gpt), ZeroRedundancyOptimizer(gpt.parameters(), torch.optim.AdamW)
+
+
+def overlapped(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
+    """Step during it."""
+    model, optimizer = plain(gpt)
+    model.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    return model, optimizer
+
+
+def sharded(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
+    """Reduce gradients to their owners, in small buckets."""
+    optimizer = ZeroRedundancyOptimizer(gpt.parameters(), torch.optim.AdamW, bucket_cap_mb=1)
+    return ShardedDataParallel(gpt, optimizer), optimizer
+
+
+Build = Callable[[GPT], tuple[Any, ZeroRedundancyOptimizer]]
+PICTURES: dict[str, dict[str, tuple[Build, bool]]] = {  # by name: each title, and whether it clips
     "overlap": {
-        "step() after the backward pass": "--overlap off --clip 0",
-        'zero_step(optimizer, gradients="owners")': "--overlap owners --clip 0",
+        "step() after the backward pass": (plain, False),
+        'zero_step(optimizer, gradients="owners")': (overlapped, False),
     },
     "sharded": {
-        "DistributedDataParallel, clipping: every rank gets all gradients": "--clip 1",
-        "ShardedDataParallel, clipping: each gradient goes to its owner": "--shard gradients --clip 1",
+        "DistributedDataParallel, clipping: every rank gets all gradients": (plain, True),
+        "ShardedDataParallel, clipping: each gradient goes to its owner": (sharded, True),
     },
 }
+
+
+def trace(build: Build, clips: bool, path: Path) -> list[timeline.Span]:
+    """Train, and return the spans of one update; on each rank."""
+    torch.manual_seed(0)
+    text = Text(128)
+    model, optimizer = build(GPT(128, layers=6, width=384, heads=6))
+    for number in range(UPDATES):
+        inputs, targets = text.batch(text.train, number, 2)
+        is_traced = number == TRACED and dist.get_rank() == 0
+        with timeline.traced(path) if is_traced else nullcontext():
+            with record_function(timeline.FORWARD):
+                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            with record_function(timeline.BACKWARD):
+                loss.backward()
+            if clips:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return timeline.spans_of(path) if dist.get_rank() == 0 else []
 
 
 def main(names: list[str]) -> None:
@@ -33,15 +87,12 @@ def main(names: list[str]) -> None:
     """
     for name in names or PICTURES:
         pictures = []
-        for title, options in PICTURES[name].items():
+        for title, (build, clips) in PICTURES[name].items():
             with tempfile.TemporaryDirectory() as folder:
-                command = [sys.executable, "-m", "zero_optim", "train", *SIZES.split(), *options.split()]
-                command += ["--trace", "--out", f"{folder}/run"]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                pictures.append((title, trace.spans_of(Path(folder, "run", trace.EVENTS))))
-        for title, spans in pictures:
-            print(f"{title}: {trace.hidden(spans):.0%} under forward and backward")  # noqa: T201
-        trace.draw(pictures, Path(__file__).with_name(f"{name}.png"))
+                spans = launch(trace, 2, build, clips, Path(folder, "trace.json"), threads=1)[0]
+            pictures.append((title, spans))
+            print(f"{title}: {timeline.hidden(spans):.0%} under forward and backward")  # noqa: T201
+        timeline.draw(pictures, Path(__file__).with_name(f"{name}.png"))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def refusal(row: Row) -> str:
     """Why a row is no run; empty if it is one."""
     stage, loop, option = STAGES[row.stage], LOOPS[row.loop], OPTIONS[row.option]
     name, of_optimizer, is_sparse = row.loop, option.of_optimizer, row.model == "sparse"
-    fully, torchs = stage.wrapper is FullyShardedDataParallel, stage.wrapper is TorchDdp
+    torchs = stage.wrapper is TorchDdp
     hooked_to_owners = stage.to_owners and stage.hook is not None
     varies = row.model == "unused" or loop.leaves_out
     twice, joins = name == "graph gone through twice", name == "Join"

@@ -150,7 +150,7 @@ def check_explained() -> str:
     assert mine.num_params == len(optimizer.owned_parameters())
     assert mine.state_nbytes == optimizer.state_nbytes()
     assert sum(rank.numel for rank in told.ranks) == sum(p.numel() for p in params)
-    assert [bucket.active for bucket in told.buckets].count(False) == 1
+    assert sum("frozen" in line for line in told.buckets) == 1
     assert count_collectives(optimizer).get("broadcast", 0) == told.collectives_per_step
     assert told.balance >= 1
     return str(told)
@@ -162,4 +162,3 @@ def test_explain_tells_what_is_held_the_same_on_every_rank(ranks: Ranks) -> None
     assert len(set(texts)) == 1
     assert "broadcasts a step" in texts[0]
     assert "1 bfloat16 on cpu" in texts[0]
-    assert ("stamps alone of [3]" in texts[0]) == (ranks.size == 4)  # it owns the frozen parameter alone

@@ -14,7 +14,11 @@ import pytest
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(path for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern))
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "examples/*.md")
+    for path in ROOT.glob(pattern)
+)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 NOTES = re.compile(
     r"\bNotes? ((?:\[[^]]+\](?:, and | and |, )?)+)"

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -28,8 +27,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import StalledError, heard_of
 from zero_optim.run import host
 from zero_optim.run import rank as rank_side
-from zero_optim.run.launch import encode_call
-from zero_optim.run.rank import decode_call
+from zero_optim.run.rank import decode_call, encode_call
 
 CHECKOUT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "notebooks")))}
@@ -277,33 +275,6 @@ def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
         assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_ctrl_c_that_another_thread_of_the_process_gets_acts_when_the_ranks_have_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started = []
-
-    def interrupt() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.raise_signal(signal.SIGINT)
-
-    def start(*_: object, **__: object) -> SimpleNamespace:
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        thread.join()
-        started.append("all")
-        return SimpleNamespace(processes=[])
-
-    monkeypatch.setattr("zero_optim.run.launch.start_processes", start)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            launch(time.sleep, 2, 600)
-        assert started == ["all"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 @contextmanager
 def python(code: str) -> Iterator[subprocess.Popen[str]]:
     """Runs code in a session of its own, and ends it."""
@@ -329,7 +300,7 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
     done = run_script(tmp_path, "import os\nfrom zero_optim import launch\nlaunch(os.getpid, 1)\n")
     assert done.returncode == 1
-    assert "put the code that calls it under `if __name__" in done.stderr
+    assert "forgotten to use the proper idiom" in done.stderr
     assert "\nzero_optim.errors.RankFailedError: rank 0 of 1 ended with status 1" in done.stderr
     assert "needs `if __name__ ==" in done.stderr
 

@@ -1,7 +1,6 @@
 """Whole state dicts: snapshots, staleness, loading, and what does not fit."""
 
 import copy
-import io
 import sys
 import warnings
 from typing import Any
@@ -29,7 +28,6 @@ from zero_optim import (
     StateMismatchError,
     ZeroRedundancyOptimizer,
 )
-from zero_optim.run import progress
 
 
 @on_ranks(2, slow=4)
@@ -257,27 +255,3 @@ def test_a_rank_that_is_dealt_its_part_grows_by_little_more() -> None:
     growth = (peak_nbytes() - before) // 2**20
     # MiB: two of eight parameters with two moments of 8 MiB each, and 64
     assert dist.get_rank() == 0 or growth <= 32 + 64
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def drawn(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, patience: float) -> str:
-    """What a bar has drawn by the time that half is done, if it is drawn after so many seconds."""
-    monkeypatch.setattr(progress, "_PATIENCE", patience)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    with progress.progress("consolidating", 4 * 2**20) as advance:
-        advance(2**21)
-        return stderr.getvalue()
-
-
-def test_a_bar_is_drawn_on_a_terminal_with_tqdm_once_some_time_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert "consolidating" in drawn(monkeypatch, Terminal(), patience=0)
-    assert drawn(monkeypatch, Terminal(), patience=3600) == ""
-    assert drawn(monkeypatch, io.StringIO(), patience=0) == ""
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert drawn(monkeypatch, Terminal(), patience=0) == ""

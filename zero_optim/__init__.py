@@ -4,8 +4,6 @@ from zero_optim.comm.agreement import share_host_memory
 from zero_optim.compat.memory import return_freed_memory
 from zero_optim.errors import (
     CheckpointError,
-    DivergedError,
-    InterruptedRunError,
     LaunchTimeoutError,
     LostStateError,
     NotConsolidatedError,
@@ -22,8 +20,6 @@ from zero_optim.run.launch import launch
 
 __all__ = [
     "CheckpointError",
-    "DivergedError",
-    "InterruptedRunError",
     "LaunchTimeoutError",
     "LostStateError",
     "NotConsolidatedError",

@@ -1,30 +1,20 @@
 """The command ``zero-optim``. Errors become one line and an exit status here, and nowhere else.
 
-Exit status: 0 done, 1 a rank failed or a checkpoint is not complete, 2 bad input, 128 + n ended by signal n.
+Exit status: 0 done, 1 a checkpoint is not complete, 2 bad input, 130 ended by Ctrl-C.
 """
 
 import argparse
 import json
-import os
 import platform
-import shlex
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from zero_optim import __version__
-from zero_optim.demo import prepare
-from zero_optim.demo.config import RunConfig, add_options
-from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
-from zero_optim.run.launch import launch
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+from zero_optim.errors import ZeroOptimError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,93 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line, without the program's name; None for those of this process.
     """
     options = vars(_parser().parse_args(arguments))
-    command = options.pop("command")
     try:
-        return int(command(options))
-    except KeyboardInterrupt:  # before the launcher handles signals
+        return _run(options.pop("command"), options)
+    except KeyboardInterrupt:
         _complain("ended by SIGINT")
         return 130
-
-
-def run_train(options: dict[str, Any]) -> int:
-    """Run ``zero-optim train``: as a rank if torchrun started this process, else as the launcher."""
-    started = prepare.Started.here()
-    try:
-        config = prepare.prepare(options, started)
-        if started is None or started.rank == 0:
-            prepare.make_folder(config)
-    except ValueError as error:
-        if started is None or started.local_rank == 0:  # on each host: a file may be missing on one of them
-            _complain(str(error))
-        return 2
-    if started is None:
-        return _launch(config)
-    from zero_optim.demo.train import train_under_torchrun
-
-    train_under_torchrun(config, started)
-    return 0
-
-
-def _launch(config: RunConfig) -> int:
-    """Run ``config.nproc`` ranks to their end. None still runs when this returns."""
-    from zero_optim.demo.train import train
-
-    backend = "nccl" if prepare.choose_device(config.device, config.nproc) == "cuda" else "gloo"
-    threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or None
-    try:
-        with _as_launcher():
-            launch(train, config.nproc, config, backend=backend, threads=threads)
-    except RankFailedError as error:
-        _leave_bar()
+    except (ZeroOptimError, ValueError, TypeError) as error:
         _complain(str(error))
-        return 1
-    except InterruptedRunError as error:
-        _leave_bar()
-        _complain(f"{error}; {_what_is_left(config)}")
-        return 128 + error.signum
-    return 0
-
-
-@contextmanager
-def _as_launcher() -> Iterator[None]:
-    """Raise InterruptedRunError for signals, but for those that the caller ignores, as nohup and shells do.
-
-    New processes import nothing from the current folder, where a run or a checkpoint may have left modules.
-    """
-
-    def interrupt(signum: int, _: object) -> None:
-        raise InterruptedRunError(signum)
-
-    signals = [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-    before = {signum: signal.signal(signum, interrupt) for signum in signals}
-    safe_path = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"  # Python 3.11 or newer
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if safe_path is not None:
-            os.environ["PYTHONSAFEPATH"] = safe_path
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _leave_bar() -> None:
-    """Start a new line and show the cursor, which a bar hides until its rank ends it."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h\n")
-        sys.stdout.flush()
-
-
-def _what_is_left(config: RunConfig) -> str:
-    try:
-        source = prepare.look(prepare.locate(config.out))
-    except ValueError:
-        return "no checkpoint was saved yet"
-    command = ["zero-optim", "train", "--resume", config.out]
-    if ":" in config.optimizer:  # not taken from a checkpoint
-        command += ["--optimizer", config.optimizer]
-    return f"update {source.step} is saved; resume with: {shlex.join(command)}"
+        return 2
 
 
 def _complain(line: str) -> None:
@@ -138,27 +49,11 @@ def _complain(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="zero-optim",
-        description="Train with optimizer state that is sharded over ranks; work with its checkpoints.",
+        description="Work with checkpoints of zero_optim: one process, no process group.",
     )
     software = f"zero-optim {__version__} (PyTorch {torch.__version__}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=software)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "train",
-        help="train a small GPT on text, with sharded optimizer state",
-        description="Train a small GPT on text with DistributedDataParallel and a sharded optimizer. Under "
-        "torchrun, on one host or several, each process is one rank. Otherwise it starts --nproc ranks on "
-        "this host. Defaults are in parentheses.",
-        argument_default=argparse.SUPPRESS,  # options not given come from the checkpoint or the defaults
-    )
-    command.set_defaults(command=run_train)
-    add_options(command)
-    _add_tools(commands)
-    return parser
-
-
-def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public name for it
-    """Add the commands for checkpoints, which need one process and no process group."""
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, description: str, out: str = "", foreign: bool = False) -> Any:  # noqa: ANN401
         command = commands.add_parser(name, help=text, description=description)
@@ -170,7 +65,6 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
         command.add_argument("source", metavar="SRC" if foreign else "DIR", type=Path, help=source)
         if out:
             command.add_argument("out", metavar="OUT", type=Path, help=out)
-        command.set_defaults(command=partial(_run_tool, name))
         return command
 
     command = add(
@@ -207,26 +101,22 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
         "is read and compared with its checksums. The exit status is 1 if it is not complete.",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
-def _run_tool(name: str, options: dict[str, Any]) -> int:
-    """Run a tool; an error prints one line and gives exit status 2."""
+def _run(name: str, options: dict[str, Any]) -> int:
     from zero_optim.checkpoint import offline
 
-    try:
-        if name == "consolidate":
-            offline.consolidate(options["source"], options["out"], weights=options["weights"])
-        elif name == "reshard":
-            offline.reshard(options["source"], options["out"], options["world_size"], _names_in(options))
-        elif name == "convert":
-            offline.convert(options["source"], options["out"], options["to"], _names_in(options))
-        else:
-            report = offline.inspect(options["source"])
-            print(json.dumps(report, indent=1) if options["json"] else _as_table(report))
-            return 0 if report["complete"] else 1
-    except (ZeroOptimError, ValueError, TypeError) as error:
-        _complain(str(error))
-        return 2
+    if name == "consolidate":
+        offline.consolidate(options["source"], options["out"], weights=options["weights"])
+    elif name == "reshard":
+        offline.reshard(options["source"], options["out"], options["world_size"], _names_in(options))
+    elif name == "convert":
+        offline.convert(options["source"], options["out"], options["to"], _names_in(options))
+    else:
+        report = offline.inspect(options["source"])
+        print(json.dumps(report, indent=1) if options["json"] else _as_table(report))
+        return 0 if report["complete"] else 1
     return 0
 
 

@@ -10,14 +10,11 @@
     ├── LostStateError           nobody in a new process group holds the state of some parameters
     ├── StateMismatchError       a state dict does not fit this optimizer
     ├── CheckpointError          a checkpoint is incomplete or damaged, or could not be written
-    ├── ReductionError           gradients of a backward pass could not be reduced
-    ├── DivergedError            the loss of zero-optim train is no longer finite
-    └── InterruptedRunError      zero-optim train was ended by a signal
+    └── ReductionError           gradients of a backward pass could not be reduced
 
 Wrong arguments raise plain ``ValueError`` and ``TypeError``, as in ``torch.optim``.
 """
 
-import signal
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -113,23 +110,3 @@ class ReductionError(ZeroOptimError, RuntimeError):
 
 class CheckpointError(ZeroOptimError, RuntimeError):
     """A checkpoint is incomplete or damaged, or could not be written; the message has the reason."""
-
-
-class DivergedError(ZeroOptimError, ArithmeticError):
-    """The loss is no longer finite."""
-
-
-class InterruptedRunError(ZeroOptimError):
-    """A signal to the launcher ended the run.
-
-    Attributes:
-        signum: number of the signal.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"ended by {signal.Signals(signum).name}")
-        self.signum = signum
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the argument."""
-        return type(self), (self.signum,)

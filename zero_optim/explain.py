@@ -1,120 +1,42 @@
 """What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 from zero_optim.comm.agreement import check_flags, failing_together
-from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import inner_tensors
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
 from zero_optim.probe.traits import Traits
-from zero_optim.shard.bucket import Bucket
 from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE
-from zero_optim.step.averages import EMA
-from zero_optim.step.leaves import MASTER
 
 _MIB = 2**20
-_NO_PLACE = "it has no rows that could be shared out evenly"
-_MOST_SHOWN = 20  # lines about cuts in the table
 
 
 @dataclass(frozen=True, slots=True)
 class RankHolding:
-    """What one rank holds.
+    """What one rank holds. State is measured on its storages."""
 
-    Args:
-        rank: group rank.
-        num_params: number of parameters of which it owns all rows, or some.
-        numel, param_nbytes: the elements of these rows, and their bytes.
-        state_nbytes: bytes of optimizer state, measured on its storages.
-        cost: of these rows, in the unit of the cost function.
-        mirror_sent_nbytes: bytes of tensors that go to its buddy at each step, with ``mirror=True``; before
-            the first step with the state that trials of the class have shown.
-        mirror_held_nbytes: CPU memory of mirrors: two copies of what it and the rank before it own.
-    """
-
-    rank: int
-    num_params: int
-    numel: int
+    rank: int  # of the group
+    num_params: int  # of which it owns all rows, or some
+    numel: int  # of these rows
     param_nbytes: int
     state_nbytes: int
-    cost: float
-    mirror_sent_nbytes: int = 0
-    mirror_held_nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BucketHolding:
-    """One bucket.
-
-    Args:
-        dtype, device: of its parameters.
-        num_params: number of parameters in it.
-        nbytes: bytes that a gather sends, including padding.
-        owners: ranks that broadcast a row of it.
-        active: whether steps gather it; not if all its parameters have always been frozen.
-        balance: bytes of the fullest row, divided by the mean over all ranks; 1 is even.
-        heard: ranks that broadcast a stamp alone: Note [Every rank is heard] in `zero_optim.shard.store`.
-    """
-
-    dtype: str
-    device: str
-    num_params: int
-    nbytes: int
-    owners: tuple[int, ...]
-    active: bool
-    balance: float
-    heard: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, bucket: Bucket, is_gathered: bool, num_ranks: int) -> "BucketHolding":
-        """Describe a bucket."""
-        param, layout = bucket.params[0], bucket.layout
-        fullest = max((row.stop - row.start for row in layout.rows), default=0)
-        return cls(
-            dtype=str(param.dtype).removeprefix("torch."),
-            device=str(param.device),
-            num_params=len(bucket.params),
-            nbytes=layout.numel * param.element_size(),
-            owners=tuple(row.owner for row in layout.rows if row.stop > row.start),
-            active=is_gathered,
-            balance=fullest * num_ranks / layout.end_of_rows if layout.end_of_rows else 1.0,
-            heard=tuple(room.owner for room in layout.rooms_behind),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.num_params} {self.dtype} on {self.device}, {self.nbytes / _MIB:.2f} MiB"
+    cost: float  # of these rows, in the unit of the cost function
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What all ranks hold. ``str()`` gives a table.
-
-    Args:
-        ranks: by rank.
-        buckets: in the order of gathers.
-        traits: a line for each optimizer class: what it tolerates, as trials show.
-        cuts: a line for each cut parameter, and for each uneven bucket why its parameters are not cut.
-        in_memory: whether ranks send through memory, see `share_host_memory`.
-        why_sockets: why they send CPU tensors through sockets, if they do.
-    """
+    """What all ranks hold. ``str()`` gives a table."""
 
     ranks: tuple[RankHolding, ...]
-    buckets: tuple[BucketHolding, ...]
-    traits: tuple[str, ...]
-    cuts: tuple[str, ...]
-    in_memory: bool = False
-    why_sockets: str = ""
-
-    @property
-    def collectives_per_step(self) -> int:
-        """How many broadcasts a step starts; none in a group of one."""
-        sent = sum(len(b.owners) + len(b.heard) for b in self.buckets if b.active)
-        return sent if len(self.ranks) > 1 else 0
+    buckets: tuple[str, ...]  # a line for each, in the order of gathers
+    traits: tuple[str, ...]  # of each optimizer class: what it tolerates, as trials show
+    cuts: tuple[str, ...]  # a line for each cut parameter, and for each uneven bucket the reason
+    collectives_per_step: int  # broadcasts that a step starts; none in a group of one
+    transport: str  # of CPU tensors: "memory", or "sockets" and why, see `share_host_memory`; else ""
 
     @property
     def balance(self) -> float:
@@ -123,30 +45,15 @@ class Explanation:
         return max(rank.cost for rank in self.ranks) * len(self.ranks) / total if total else 1.0
 
     def __str__(self) -> str:
-        rows = [("rank", "parameters", "elements", "parameter MiB", "state MiB", "cost")]
+        lines = ["rank  parameters      elements  parameter MiB  state MiB      cost"]
         for r in self.ranks:
-            sizes = (f"{r.param_nbytes / _MIB:.2f}", f"{r.state_nbytes / _MIB:.2f}", f"{r.cost:.3g}")
-            rows.append((str(r.rank), str(r.num_params), f"{r.numel:,}", *sizes))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-        through = "memory" if self.in_memory else f"sockets ({self.why_sockets})"
-        broadcasts = f"{self.collectives_per_step} broadcasts a step"
-        if self.in_memory or self.why_sockets:
-            broadcasts += f", through {through}"
+            sizes = f"{r.param_nbytes / _MIB:13.2f}  {r.state_nbytes / _MIB:9.2f}  {r.cost:8.3g}"
+            lines.append(f"{r.rank:4}  {r.num_params:10}  {r.numel:12,}  {sizes}")
+        through = f", through {self.transport}" if self.transport else ""
+        broadcasts = f"{self.collectives_per_step} broadcasts a step{through}"
         lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {broadcasts}")
-        lines += [
-            f"mirror: rank {r.rank} sends {r.mirror_sent_nbytes / _MIB:.2f} MiB a step to "
-            f"rank {(r.rank + 1) % len(self.ranks)}, and keeps {r.mirror_held_nbytes / _MIB:.2f} MiB"
-            for r in self.ranks
-            if r.mirror_held_nbytes
-        ]
-        for b in self.buckets:
-            heard = f", stamps alone of {list(b.heard)}" if b.heard else ""
-            lines.append(f"bucket: {b}, owners {list(b.owners)}{heard}{'' if b.active else ', frozen'}")
-        lines += self.cuts[:_MOST_SHOWN]
-        if len(self.cuts) > _MOST_SHOWN:
-            lines.append(f"and {len(self.cuts) - _MOST_SHOWN} more lines in `cuts`")
-        return "\n".join([*lines, *self.traits])
+        more = [f"and {len(self.cuts) - 20} more lines in `cuts`"] if len(self.cuts) > 20 else []
+        return "\n".join([*lines, *self.buckets, *self.cuts[:20], *more, *self.traits])
 
 
 def explain(core: Core, *, quiet: bool) -> Explanation:
@@ -154,85 +61,60 @@ def explain(core: Core, *, quiet: bool) -> Explanation:
     with core.group.doing("explain()"):
         with failing_together(core.group):
             check_flags(quiet=quiet)
-        explanation = _explained(core)
+        group, works = core.group, core.group.works
+        payloads = group.all_gather_bytes(json.dumps(asdict(_holding(core))).encode())
+        cuts = [
+            f"cut: {name} in {len(pieces)} pieces, owners {[piece.owner for piece in pieces]}"
+            for name, pieces in zip(param_names(core.groups), core.piece_list(), strict=True)
+            if len(pieces) > 1
+        ]
+        buckets, uneven, num_sent = zip(*_buckets(core), strict=True)
+        transport = "memory" if group.shared_memory(group.device) is not None else ""
+        if not transport and group.size > 1 and group.device.type == "cpu":
+            why = works.why_no_memory if works.log.shares_memory else "share_host_memory(False)"
+            transport = f"sockets ({why})" if why else ""
+        explanation = Explanation(
+            ranks=tuple(RankHolding(**json.loads(payload)) for payload in payloads),
+            buckets=buckets,
+            traits=tuple(_traits_text(*of_class) for of_class in core.owned.local.traits()),
+            cuts=(*cuts, *filter(None, uneven)),
+            collectives_per_step=sum(num_sent) if group.size > 1 else 0,
+            transport=transport,
+        )
     if core.group.rank == 0 and not quiet:
         print(explanation)  # noqa: T201 - what it is for
     return explanation
 
 
-def _explained(core: Core) -> Explanation:
-    group, sharding, local = core.group, core.sharding, core.owned.local
-    ranks = _exchange(group, core)
-    active = [moves or local.moves_frozen for moves in sharding.active()]
-    buckets = tuple(
-        BucketHolding.of(bucket, is_gathered, group.size)
-        for bucket, is_gathered in zip(sharding.buckets, active, strict=True)
-    )
-    traits = tuple(_traits_text(*of_class) for of_class in local.traits())
-    cuts = (*_cut_texts(core), *_uneven_texts(core, buckets))
-    is_in_memory, why_sockets = group.shared_memory(group.device) is not None, ""
-    if not is_in_memory and group.size > 1 and group.device.type == "cpu":
-        works = group.works
-        why_sockets = works.why_no_memory or "" if works.log.shares_memory else "share_host_memory(False)"
-    return Explanation(ranks, buckets, traits, cuts, is_in_memory, why_sockets)
-
-
-def _exchange(group: RankGroup, core: Core) -> tuple[RankHolding, ...]:
-    owned = [
-        (numel_of(piece, param.shape), param.element_size())
-        for param in core.own_params()
-        if (piece := core.sharding.piece_here(param)) is not None
-    ]
+def _holding(core: Core) -> RankHolding:
+    params = [(param, core.sharding.piece_here(param)) for param in core.own_params()]
+    owned = [(numel_of(piece, param.shape), param.itemsize) for param, piece in params if piece is not None]
     numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
-    cost, state, mirror = core.sharding.loads[group.rank], core.state_nbytes(), _mirrored_nbytes(core)
-    mine = RankHolding(group.rank, len(owned), numel, nbytes, state, cost, mirror)
-    payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
-    ranks = [RankHolding(**json.loads(payload)) for payload in payloads]
-    sent = [each.mirror_sent_nbytes for each in ranks]  # [-1] is before the first
-    return tuple(
-        replace(each, mirror_held_nbytes=2 * (sent[rank] + sent[rank - 1])) for rank, each in enumerate(ranks)
-    )
+    cost = core.sharding.loads[core.group.rank]
+    return RankHolding(core.group.rank, len(owned), numel, nbytes, core.state_nbytes(), cost)
 
 
-def _mirrored_nbytes(core: Core) -> int:
-    """Return the bytes of tensors that go to the buddy after a step; before the first as trials showed."""
-    if not core.is_mirrored:
-        return 0
-    core.follow_state()
-    leaves, params, held, total = core.owned.leaves, core.params, core.held(), 0
-    shaped = [names - {MASTER, EMA} for names in core.shaped_entries(params).values()]
-    for index, rows in held.values.items():
-        entries = held.state.get(index, {})
-        total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))
-        if core.snapshot.untouched:
-            itemsize = leaves.stepped_dtype(params[index]).itemsize
-            total += len(shaped[index] - entries.keys()) * rows.numel() * itemsize
-    return total
-
-
-def _cut_texts(core: Core) -> Iterator[str]:
-    for name, pieces in zip(param_names(core.groups), core.piece_list(), strict=True):
-        if len(pieces) > 1:
-            yield f"cut: {name} in {len(pieces)} pieces, owners {[piece.owner for piece in pieces]}"
-
-
-def _uneven_texts(core: Core, buckets: Sequence[BucketHolding]) -> Iterator[str]:
-    sharding, num_ranks = core.sharding, core.group.size
-    whole_because = sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
-    for bucket, holding in zip(sharding.buckets, buckets, strict=True):
-        above = (holding.balance - 1) * holding.nbytes / num_ranks
-        if holding.active and above > max(MIN_ROW_NBYTES, TOLERANCE * holding.nbytes / num_ranks):
-            reasons = dict.fromkeys(whole_because[param] for param in bucket.params if param in whole_because)
-            why = "; ".join(reasons) or _NO_PLACE
-            yield f"not cut: {holding}; the fullest rank sends {holding.balance:.1f} x the mean ({why})"
+def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
+    """Yield each bucket's line, why it is uneven or "", and its number of broadcasts in a step."""
+    reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
+    for bucket, moves in zip(core.sharding.buckets, core.sharding.active(), strict=True):
+        (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
+        rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
+        mean, fullest = layout.end_of_rows / core.group.size, max(rows.values(), default=0)
+        kind, size = str(param.dtype).removeprefix("torch."), layout.numel * param.itemsize / _MIB
+        text = f"{len(bucket.params)} {kind} on {param.device}, {size:.2f} MiB, owners {[*rows]}"
+        uneven, least = "", max(MIN_ROW_NBYTES / param.itemsize, TOLERANCE * mean)
+        if active and fullest - mean > least:
+            why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
+            why = why or "it has no rows that could be shared out evenly"
+            uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
+        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(layout.spans()) * active
 
 
 def _traits_text(name: str, traits: Traits | None) -> str:
     if traits is None:
         return f"{name}: not tried (assume_separable=True)"
-    answers = {
-        "separable": traits.separable,
-        "steppable in parts": traits.steppable_in_parts,
-        "element-wise": traits.elementwise,
-    }
-    return f"{name}: " + ", ".join(what if holds else f"not {what}" for what, holds in answers.items())
+    whole, parts, each = (
+        "" if holds else "not " for holds in (traits.separable, traits.steppable_in_parts, traits.elementwise)
+    )
+    return f"{name}: {whole}separable, {parts}steppable in parts, {each}element-wise"

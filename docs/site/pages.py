@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("*.md", "docs/*.md", "benchmarks/*.md", "docs/*.png", "benchmarks/*.png")
+DOCUMENTS = ("*.md", "docs/*.md", "benchmarks/*.md", "examples/*.md", "docs/*.png", "benchmarks/*.png")
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 LINK = re.compile(r"(?<=\]\()[^)\s#]+")
 UNSEARCHED = "---\nsearch: { exclude: true }\nhide: [toc]\n---\n"

@@ -248,9 +248,9 @@ def _own() -> Iterator[Case]:
         yield Case(f"start: {how}, no set_device", starting.started, (how,), own, starts_itself=True)
     yield Case("start: gloo, no set_device", starting.started, ("backend",), (GLOO,), starts_itself=True)
     yield Case("start: launch()", costs.apart, ("launch", {}, "1"), (NCCL,), starts_itself=True)
-    for more in ((), ("--overlap", "owners"), ("--bf16",)):
-        name = " ".join(("start: zero-optim train", *more))
-        yield Case(name, costs.command_line, more, (NCCL,), starts_itself=True)
+    for more in (("--stage", "1"), ("--stage", "2"), ("--stage", "3", "--bf16")):
+        name = " ".join(("start: examples/train_gpt.py", *more))
+        yield Case(name, costs.example, more, (NCCL,), starts_itself=True)
     for background, alone in product((False, True), (False, True)):
         name = f"checkpoint: {'save_async' if background else 'save'}, {'on one rank' if alone else 'load'}"
         setups = (GLOO, NCCL_2) if alone else EVERYWHERE

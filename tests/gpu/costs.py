@@ -272,18 +272,18 @@ def apart(here: Here, job: str, settings: dict[str, str], *arguments: str) -> Fi
     return {"reports": 0} if job == "watch" else {}
 
 
-def command_line(here: Here, *arguments: str) -> None:
-    """Run ``zero-optim train`` for a few updates, on one rank."""
-    for name in ("rich", "matplotlib"):
-        if find_spec(name) is None:
-            raise NotHere(f"zero-optim train needs {name}")
-    text = here.folder / "corpus.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    small = "--steps 4 --layers 1 --width 32 --heads 2 --context 16 --batch-size 4 --eval-every 2"
-    command = [sys.executable, "-m", "zero_optim", "train", "--nproc", "1", "--device", here.device.type]
-    paths = ["--text", str(text), "--out", str(here.folder / "run")]
-    _output_of([*command, *small.split(), *paths, *arguments], {})
-    assert (here.folder / "run" / "metrics.jsonl").exists()
+def example(here: Here, *arguments: str) -> None:
+    """Run ``examples/train_gpt.py`` for a few updates, in one process, then some more from the checkpoint."""
+    if find_spec("tqdm") is None:
+        raise NotHere("examples/train_gpt.py needs tqdm")
+    small = "--layers 1 --width 32 --heads 2 --context 16 --batch-size 4 --eval-every 2"
+    script, run = Path(__file__).parents[2] / "examples" / "train_gpt.py", here.folder / "run"
+    command = [sys.executable, str(script), *small.split(), "--run", str(run), *arguments]
+    settings = {} if here.is_cuda else {"CUDA_VISIBLE_DEVICES": ""}
+    for steps in (4, 6):
+        shown = _output_of([*command, "--steps", str(steps)], settings)
+        assert f"from update {0 if steps == 4 else 4} to {steps}" in shown
+        assert f"({here.device.type}, " in shown
 
 
 def _output_of(command: Sequence[str], settings: dict[str, str]) -> str:

@@ -42,7 +42,6 @@ from zero_optim.checkpoint.sections import (
 from zero_optim.checkpoint.values import kinds_in, tensors_in, unpack, without_arrays
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.partition import assign_owners
-from zero_optim.run.progress import progress
 
 FORMATS = ("torch", "torch-names", "dcp")
 _OBJECTS = {"array", "class", "deque", "enum", "object"}  # kinds of values that are read by running code
@@ -75,18 +74,17 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
         raise ValueError(f"{out} is no regular file: name one that may be made or replaced")
     reader = CheckpointReader(source.absolute())
     wanted = MODEL if weights or out.suffix == ".safetensors" else OPTIMIZER
-    values, entries = reader.manifest.values, reader.manifest.entries
+    values = reader.manifest.values
     if wanted not in values:
         raise StateMismatchError(f"{source} holds no {wanted}")
-    total = sum(entry.nbytes for key, entry in entries.items() if key.startswith(wanted + "/"))
-    with progress("consolidating", total) as advance, blamed_on(source):
+    with blamed_on(source):
         try:
             remove_stale_parts(out)
             with replacing(out) as file:
                 if out.suffix == ".safetensors":
-                    _write_safetensors(file, reader, advance)
+                    _write_safetensors(file, reader)
                 else:
-                    get = mapping(of_reader(reader), out, advance)
+                    get = mapping(of_reader(reader), out)
                     if wanted == MODEL:
                         whole = {name: unpack(part, get) for name, part in model_parts(values).items()}
                     else:
@@ -102,7 +100,7 @@ def _save(whole: object, file: FileIO) -> None:
     buffered.detach()
 
 
-def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable[[int], object]) -> None:
+def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
     keys, entries = dict[str, str](), reader.manifest.entries
     for name, (kind, body) in model_parts(reader.manifest.values).items():
         if kind in _SUBCLASSES:
@@ -118,7 +116,6 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable
     write_all(file, memoryview(head))
     for box, _ in placed:
         write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
-        advance(box.nbytes)
 
 
 # ---------------------------------------------------------------------- from and to other libraries
@@ -164,17 +161,17 @@ def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None
         raise ValueError(f"{out} exists, and is not overwritten: name another place, or remove it")
     content = _open(source, names)
     _check_kinds(content, _OBJECTS if to.startswith("torch") else _OBJECTS | _SUBCLASSES)
-    with progress("converting", content.nbytes) as advance, blamed_on(source):
+    with blamed_on(source):
         try:
             remove_stale_parts(out)
             if to == "dcp":
                 from zero_optim.checkpoint.formats.dcp_folder import write_dcp
 
-                places, get = placeholders_of(content, advance)
+                places, get = placeholders_of(content)
                 with new_folder(out) as folder:
                     write_dcp(sections_of(content.values, get, by_name=True), places, folder)
             else:
-                get = mapping(content, out, advance)
+                get = mapping(content, out)
                 whole = sections_of(content.values, get, by_name=to == "torch-names")
                 with replacing(out) as file:
                     _save(whole, file)
@@ -264,20 +261,16 @@ def _write(source: Source, owner_of: Callable[[str], int], out: Path) -> tuple[d
     for key, box in source.boxes.items():
         boxes.setdefault(owner_of(key), []).append(box)
     files, written = dict[str, DataFile](), Written()
-    with progress("resharding", source.nbytes) as advance:
-
-        def read(box: Box) -> memoryview:
-            advance(box.nbytes)
-            return bytes_of(source.read(box.key))
-
-        try:
-            for rank in sorted(boxes):
-                file, places = write_tensors(out, token, rank, boxes[rank], read)
-                files.update(file)
-                written += places
-        except BaseException:
-            discard(out, token, *boxes)
-            raise
+    try:
+        for rank in sorted(boxes):
+            file, places = write_tensors(
+                out, token, rank, boxes[rank], lambda box: bytes_of(source.read(box.key))
+            )
+            files.update(file)
+            written += places
+    except BaseException:
+        discard(out, token, *boxes)
+        raise
     return files, written
 
 

@@ -57,11 +57,6 @@ class Source(NamedTuple):
     read: Callable[[str], Tensor]
     mapped: Callable[[str], Tensor | None]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(box.nbytes for box in self.boxes.values())
-
 
 class Placeholders:
     """Tensors without memory, on the device "meta", that are read one at a time."""
@@ -272,14 +267,11 @@ def state_dict_of(
     return with_beside({"state": state, "param_groups": groups})
 
 
-def mapping(
-    source: Source, out: Path, advance: Callable[[int], object]
-) -> Callable[[str, Sequence[int]], Tensor]:
+def mapping(source: Source, out: Path) -> Callable[[str, Sequence[int]], Tensor]:
     """Return a function that maps tensors from files; if need be from a temporary one next to ``out``."""
 
     def mapped(key: str, strides: Sequence[int]) -> Tensor:
         tensor = source.mapped(key)
-        advance(source.boxes[key].nbytes)
         is_all = tensor is not None and tensor.untyped_storage().nbytes() == tensor.nbytes
         if tensor is not None and is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
             return tensor
@@ -306,19 +298,13 @@ def torch_save(value: object, file: IO[bytes]) -> None:
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def placeholders_of(
-    source: Source, advance: Callable[[int], object]
-) -> tuple[Placeholders, Callable[..., Tensor]]:
+def placeholders_of(source: Source) -> tuple[Placeholders, Callable[..., Tensor]]:
     """Return placeholders, and a function that makes one for the tensor of a key."""
     places = Placeholders()
-
-    def read(key: str) -> Tensor:
-        advance(source.boxes[key].nbytes)
-        return source.read(key)
 
     def placed(key: str, _strides: Sequence[int]) -> Tensor:
         box = source.boxes[key]
         assert box.dtype is not None  # `unpack` asks for tensors only
-        return places.add(box.dtype, box.shape, partial(read, key))
+        return places.add(box.dtype, box.shape, partial(source.read, key))
 
     return places, placed

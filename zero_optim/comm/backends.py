@@ -2,7 +2,7 @@
 
 Note [A new transport]
     `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
-    new transport is a subclass here, with its name in `TRANSPORTS`. Beside launchers (`run`, `demo`) nothing
+    new transport is a subclass here, with its name in `TRANSPORTS`. Beside the launcher (`run`) nothing
     compares their names. Collectives that start in another way get a branch in `collectives` or, for
     exchanges, `sending`.
 

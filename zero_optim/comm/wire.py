@@ -3,7 +3,7 @@
 The skeleton goes first, then the tensors' memory in bounded pieces, so no side needs a second copy of all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -136,19 +136,14 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([part.to(device) for part in parts])
 
 
-def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] = int) -> Nested:
+def recv_value(group: RankGroup, source: int) -> Nested:
     """Receive and decode a value; TypeError on this rank alone for an unknown tensor subclass."""
-    skeleton, tensors = recv_encoded(group, source, advance)
+    skeleton, tensors = recv_encoded(group, source)
     return decode(skeleton, iter(tensors))
 
 
-def recv_encoded(
-    group: RankGroup, source: int, advance: Callable[[int], object] = int, place: Place = new_memory
-) -> tuple[Skeleton, list[Tensor]]:
-    """Receive a value into CPU memory, for `decode`.
-
-    ``advance`` is called with the bytes of each piece; ``place`` allocates a tensor with given strides.
-    """
+def recv_encoded(group: RankGroup, source: int, place: Place = new_memory) -> tuple[Skeleton, list[Tensor]]:
+    """Receive a value into CPU memory, for `decode`; ``place`` allocates a tensor with given strides."""
     length = torch.zeros(1, dtype=torch.int64)
     recv(group, length, source)
     header = torch.empty(int(length), dtype=torch.uint8)
@@ -158,7 +153,6 @@ def recv_encoded(
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in pieces_of([memory.numel() for memory in memories]):
         _recv_piece(group, source, [memories[index][start:stop] for index, start, stop in piece])
-        advance(sum(stop - start for _, start, stop in piece))
     return skeleton, tensors
 
 

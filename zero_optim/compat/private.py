@@ -76,7 +76,6 @@ OPTIONAL = (  # the library does without them
     "torch._C._distributed_autograd._get_debug_info",
     "torch._C._distributed_rpc._is_current_rpc_agent_set",
     "torch._C._dynamo.eval_frame.skip_code",
-    "torch._C._profiler._ExperimentalConfig",
     "torch._C._storage_Use_Count",
     "torch._compile._disable_dynamo",
     "torch.autograd.profiler._is_profiler_enabled",

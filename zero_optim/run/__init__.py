@@ -1,1 +1,1 @@
-"""Launching ranks, sending them a call, and progress bars."""
+"""Launching ranks, and sending them a call."""

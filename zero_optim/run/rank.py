@@ -161,8 +161,34 @@ def destroy_group() -> None:
         dist.destroy_process_group()
 
 
+def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    """Encode a call once for all ranks; TypeError if the function, or what it uses, cannot be sent.
+
+    cloudpickle, an optional package, sends functions as code, here with the lines of a notebook, for
+    tracebacks.
+    """
+    name, main = getattr(function, "__qualname__", repr(function)), sys.modules["__main__"]
+    is_typed = getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")  # at a prompt
+    needs_code = getattr(function, "__module__", None) == "__main__" and is_typed
+    try:
+        if not (needs_code or "<locals>" in name or "<lambda>" in name):
+            return pickle.dumps((function, args, {}))
+        if importlib.util.find_spec("cloudpickle") is None:
+            raise TypeError("no import finds it, and cloudpickle is not installed (pip install cloudpickle)")
+        import cloudpickle
+
+        cells = {key: entry for key, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
+        encoded: bytes = cloudpickle.dumps((function, args, cells))
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"{name} cannot be sent to new processes with its arguments and what it uses: {error}. Make such "
+            "things on the ranks, inside the function, or define them in a module"
+        ) from error
+    return encoded
+
+
 def decode_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Decode what `encode_call` of the launcher wrote."""
+    """Decode what `encode_call` wrote."""
     function, args, sources = pickle.loads(call)
     linecache.cache.update(sources)
     return function, args

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree, agreeing, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import inner_tensors, map_tensors
+from zero_optim.comm.encoding import map_tensors
 from zero_optim.comm.wire import copied, copied_to_cpu
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.probe.saved import BESIDE
-from zero_optim.run.progress import progress
 from zero_optim.state.core import Core
 from zero_optim.state.moving import Held, move, sent_by
 from zero_optim.step.averages import EMA
@@ -49,16 +48,12 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
             agreed.items += [f"to={describe(to)}", f"groups of {sizes} parameters"]
         targets = check_targets(to, group.size)
         wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
-        # All ranks own about the same number of bytes, so this rank's number gives the total.
-        total = group.size * sum(tensor.nbytes for tensor in inner_tensors(dict(held.state)))
-        with progress("consolidating", total, shown=group.rank == targets[0]) as advance:
-            whole = move(
-                group,
-                core.row_map(core.piece_list(), wanted),
-                {group.rank: Held(held.state, {}, held.everywhere)},
-                copy_with=copied_to_cpu,
-                advance=advance,
-            )
+        whole = move(
+            group,
+            core.row_map(core.piece_list(), wanted),
+            {group.rank: Held(held.state, {}, held.everywhere)},
+            copy_with=copied_to_cpu,
+        )
         if group.rank in targets:
             core.snapshot.hold({**whole.state, **whole.everywhere})
 

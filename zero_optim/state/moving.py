@@ -268,13 +268,12 @@ def move(
     *,
     copy_with: Callable[[Tensor], Tensor] | None = None,
     about: str = "optimizer state",
-    advance: Callable[[int], object] = int,
 ) -> Held:
     """Bring state to the ranks that want it; all ranks call. Returns this rank's part.
 
     Received state is in new CPU memory. A sender needs memory for one more piece of 16 MiB. ``rows`` is equal
     on every rank, but for rows that stay; ``held`` is this rank's state, by holder. ``copy_with`` copies
-    uncut state that stays on a rank. ``advance`` is called with the bytes of each received piece.
+    uncut state that stays on a rank.
 
     On every rank, TypeError if some state cannot be sent without pickle, has a tensor subclass that a
     receiver has not imported, or is cut and no plain tensor; StateMismatchError if the holders of a parameter
@@ -297,7 +296,7 @@ def move(
         if group.rank in takers and number in mine:
             stays[holder] = mine[number]
         elif group.rank in takers:
-            received[holder] = recv_encoded(group, rows.hosts[holder], advance, joined.places_of(holder))
+            received[holder] = recv_encoded(group, rows.hosts[holder], joined.places_of(holder))
     with failing_together(group):  # only now, as a rank that raises receives nothing more
         parts = {holder: decode(skeleton, iter(tensors)) for holder, (skeleton, tensors) in received.items()}
         for holder, message in stays.items():

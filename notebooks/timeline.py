@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from zero_optim.compat import private
-
-EVENTS, PICTURE = "trace.json", "trace.png"
-FORWARD, BACKWARD = "forward", "backward"  # ranges that the trainer marks
+FORWARD, BACKWARD = "forward", "backward"  # ranges that a training loop marks
 # How the profiler's names of events begin. Sends are left out, since each has a receive.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "compute": (FORWARD, BACKWARD),
@@ -50,7 +47,7 @@ def traced(path: Path) -> Iterator[None]:
     """Profile all threads of this rank, and write a Chrome trace, which ui.perfetto.dev shows."""
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
     try:
-        threads = {"experimental_config": private.or_none("ExperimentalConfig")(profile_all_threads=True)}
+        threads = {"experimental_config": _ExperimentalConfig(profile_all_threads=True)}
     except TypeError:  # this PyTorch has no such option
         threads = {}
     with profile(activities=activities, **threads) as profiler:

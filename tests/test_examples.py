@@ -1,0 +1,112 @@
+"""The examples train, resume on another number of ranks, and do the same at every stage."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import muon
+import pytest
+import torch
+import train_gpt
+
+from pool import Pool
+from training import needs_muon
+
+CHECKOUT = Path(__file__).parents[1]
+EXAMPLES = CHECKOUT / "examples"
+TINY = "--layers 1 --width 16 --heads 2 --context 16 --batch-size 12 --warmup 2 --log-every 1 --eval-every 2"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def losses(run: Path, options: str = "--steps 6") -> list[float]:
+    """Train on this rank; returns the losses of training, then of validation, from the first update on."""
+    args = train_gpt.parse([*TINY.split(), *options.split(), "--run", str(run)])
+    trainer = train_gpt.Trainer(args, torch.device("cpu"))
+    trainer.train()
+    return [loss for _, loss in [*trainer.losses, *trainer.validations]]
+
+
+def test_every_stage_of_train_gpt_has_the_same_losses(pool: Pool, tmp_path: Path) -> None:
+    for options in ("--steps 6 --clip 0.1", "--steps 6 --accumulate 2"):
+        plain, other = pool.run(2, losses, tmp_path / "none", f"--stage 0 {options}")
+        assert plain == other
+        assert plain[5] < plain[0]
+        for stage in (1, 2, 3):
+            run = tmp_path / f"{stage}{options}"
+            assert (
+                pool.run(2, losses, run, f"--stage {stage} {options}") == [pytest.approx(plain, rel=1e-6)] * 2
+            )
+
+
+def test_train_gpt_goes_on_at_another_stage_and_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    (whole, _) = pool.run(2, losses, tmp_path / "whole")
+    for part, (stage, ranks, steps) in enumerate([(1, 2, 2), (3, 3, 4), (2, 1, 6)]):
+        options = f"--stage {stage} --steps {steps} --save-every 1"
+        parts = pool.run(ranks, losses, tmp_path / "parts", options)
+        assert len(parts[0]) == steps + part + 2
+    # The schedule of the parts ends with each, so that their first two updates alone are those of the whole.
+    assert parts[0][:2] == pytest.approx(whole[:2], rel=1e-5)
+    assert parts[0][5] < parts[0][1]
+
+
+def test_train_gpt_takes_classes_of_other_packages_with_their_options(pool: Pool, tmp_path: Path) -> None:
+    for kind in ("SGD --options lr=0.5 momentum=0.9", "torch_optimizer.DiffGrad --options lr=0.01"):
+        got = pool.run(2, losses, tmp_path / kind.split()[0], f"--optimizer {kind} --steps 6 --bf16")
+        assert got[0][5] < got[0][0]
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="--batch-size must be a multiple of 10"):
+        pool.run(2, losses, tmp_path, "--accumulate 5")
+
+
+@needs_muon
+def test_muon_and_adamw_train_in_one_optimizer(pool: Pool) -> None:
+    first, second = pool.run(2, muon.train, 20, torch.device("cpu"))
+    assert first == second
+    assert first[-1] < 0.95 * first[0]
+
+
+def started(command: list[str], folder: Path) -> str:
+    """What a command shows that ends well."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_train_gpt_runs_under_torchrun_and_goes_on_in_one_process(tmp_path: Path) -> None:
+    script = [str(EXAMPLES / "train_gpt.py"), *TINY.split(), "--stage", "2"]
+    shown = started([*TORCHRUN, *script, "--steps", "4"], tmp_path)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert "ranks     2 (cpu, gloo)" in shown
+    assert f"runs/{run.name}, from update 0 to 4" in shown
+    assert shown.count("validation") == 3
+    assert "balance: fullest rank / mean" in shown
+    assert {path.name for path in run.iterdir()} == {"000004", "loss.png"}
+    shown = started([sys.executable, *script, "--steps", "6", "--run", str(run)], tmp_path)
+    assert "ranks     1 (cpu, gloo)" in shown
+    assert "from update 4 to 6" in shown
+    assert {path.name for path in run.iterdir()} == {"000004", "000006", "loss.png"}
+
+
+@pytest.mark.slow
+@needs_muon
+def test_muon_runs_under_torchrun(tmp_path: Path) -> None:
+    shown = started([*TORCHRUN, str(EXAMPLES / "muon.py")], tmp_path)
+    assert "update  100  loss " in shown
+    assert "Muon: separable" in shown
+
+
+def test_each_example_is_named_in_its_readme() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == {name for name in names if f"[{name}]({name})" in text}
