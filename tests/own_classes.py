@@ -2,7 +2,6 @@
 
 import random
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -224,40 +223,6 @@ class ClipsGlobally(Small):
             p.add_(p.grad * (group["max_norm"] / total).clamp(max=1), alpha=-group["lr"])
 
 
-class DAdaptation(Small):
-    """Estimates one distance per group from inner products over all its parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group.setdefault("d", 1e-6)
-            group.setdefault("numerator", 0.0)
-            norm, members = 0.0, [p for own, p in self.each() if own is group]
-            for p in members:
-                s = self.state[p].setdefault("s", torch.zeros_like(p))
-                group["numerator"] += group["d"] * float((p.grad * s).sum())
-                s.add_(p.grad, alpha=group["d"])
-                norm += float(s.norm() ** 2)
-            group["d"] = max(group["d"], group["numerator"] / (norm**0.5 + 1e-12))
-            for p in members:
-                p.add_(p.grad.sign(), alpha=-group["lr"] * group["d"])
-
-
-class Prodigy(Small):
-    """Hides its distance in an attribute of its own, over all groups."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.d = getattr(self, "d", 1e-6)
-        moved = 0.0
-        for _, p in self.each():
-            first = self.state[p].setdefault("p0", p.clone())
-            moved = max(moved, float((p.grad * (first - p)).sum()))
-        self.d = max(self.d, min(moved, 1e-2))
-        for group, p in self.each():
-            p.add_(p.grad.sign(), alpha=-group["lr"] * self.d)
-
-
 class GlobalCounter(Small):
     """Decays by steps it counts in an entry of the state that is no parameter's."""
 
@@ -433,14 +398,6 @@ class NeverMoves(Small):
         pass
 
 
-class Warns(Small):
-    """Warns in every step."""
-
-    def step(self, closure: Any = None) -> None:
-        warnings.warn("old", stacklevel=1)
-        super().step()
-
-
 class ChangesItsRate(Small):
     """Changes in place the tensor it was given as rate."""
 
@@ -463,15 +420,6 @@ class Counted(Small):
 
 
 # ---------------------------------------------------------------------- rows that are not stepped apart
-
-
-class Lion(Small):
-    """Steps by the sign of a blend of momentum and gradient: each element by itself."""
-
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-        p.sub_(torch.sign(average * 0.9 + p.grad * 0.1), alpha=group["lr"])
-        average.lerp_(p.grad, 0.01)
 
 
 class LargeFactored(Small):

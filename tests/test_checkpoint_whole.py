@@ -333,31 +333,6 @@ def test_state_dicts_of_dcp_step_no_rank_alone() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{}, {"master_dtype": torch.float32}, {"ema_decay": 0.9}])
-def test_state_dicts_of_dcp_are_not_empty_before_the_first_step_but_refused(options: dict[str, Any]) -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    def build() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-        model = nn.Linear(3, 3, bias=False, dtype=torch.bfloat16)
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, **options)
-
-    model, optimizer = build()
-    train(model, optimizer, 0)
-    optimizer.zero_grad()
-    optimizer.consolidate_state_dict(to=None)
-    expected = get_optimizer_state_dict(model, optimizer)
-    model, optimizer = build()
-    with pytest.raises(NotConsolidatedError, match="consolidate_state_dict"):
-        get_optimizer_state_dict(model, optimizer)
-    set_optimizer_state_dict(model, optimizer, expected)
-    optimizer.consolidate_state_dict(to=None)
-    loaded = get_optimizer_state_dict(model, optimizer)["state"]["weight"]
-    assert loaded.keys() == expected["state"]["weight"].keys()  # type: ignore[union-attr]
-    for name, value in expected["state"]["weight"].items():  # type: ignore[union-attr]
-        assert torch.equal(loaded[name], value)  # type: ignore[index]
-
-
-@on_ranks(2)
 def test_steps_of_a_warm_up_or_without_autograd_are_steps_also_where_a_rank_owns_nothing() -> None:
     for lr, grad, records in product((0.0, 0.1), (0.0, 1.0), (False, True)):
         model = nn.Linear(3, 3, bias=False)  # one parameter: the other rank owns nothing

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from make_outputs import run_cells
 
-from processes import children, is_alive, listening, reachable_from_outside
+from processes import is_alive, listening, reachable_from_outside
 from waiting import LIMIT, wait_until
 from zero_optim import LaunchTimeoutError, RankFailedError, RemoteRankError, launch
 from zero_optim.comm.agreement import failing_together
@@ -183,21 +183,6 @@ def test_a_rank_that_repeats_the_exception_of_another_one_lets_that_end_first(tm
     assert "raise mine" in message
 
 
-def hear_of_each_other() -> None:
-    raise RemoteRankError("another rank failed")
-
-
-def have_all_the_time(rank: int) -> None:
-    rank_side.CAUSE = 10 * LIMIT
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_ranks_that_all_only_heard_of_a_failure_wait_for_nobody() -> None:
-    with pytest.raises(RankFailedError, match=r"^rank [01] of 2 failed:"):
-        launch(hear_of_each_other, 2, prepare=have_all_the_time)
-
-
 @pytest.mark.slow
 def test_a_rank_that_was_killed_is_told_before_those_that_lost_it(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 of 2 was killed by SIGKILL") as caught:
@@ -258,23 +243,6 @@ def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> 
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
-    code = """
-        import signal, time
-        from zero_optim import launch
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        launch(time.sleep, 2, 600)
-    """
-    with python(code) as caller:
-        wait_until(lambda: len(children(caller.pid)) == 3)  # two ranks, and Python's tracker of resources
-        os.killpg(caller.pid, signal.SIGINT)  # as a terminal does it: to all of them
-        _, errors = caller.communicate(timeout=LIMIT)
-        assert errors.count("Traceback") == 1, errors
-        assert errors.rstrip().endswith("KeyboardInterrupt")
-
-
 @contextmanager
 def python(code: str) -> Iterator[subprocess.Popen[str]]:
     """Runs code in a session of its own, and ends it."""
@@ -303,29 +271,6 @@ def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> Non
     assert "forgotten to use the proper idiom" in done.stderr
     assert "\nzero_optim.errors.RankFailedError: rank 0 of 1 ended with status 1" in done.stderr
     assert "needs `if __name__ ==" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_script_launches_its_own_function(tmp_path: Path) -> None:
-    text = """
-        from dataclasses import dataclass
-        import torch.distributed as dist
-        from zero_optim import launch
-
-        @dataclass
-        class Place:
-            rank: int
-
-        def place():
-            return Place(dist.get_rank())
-
-        if __name__ == "__main__":
-            assert launch(place, 1) == [Place(0)]
-            print("well")
-    """
-    done = run_script(tmp_path, text)
-    assert done.stdout == "well\n", done.stderr
 
 
 FIRST_CELL = """

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,6 @@ from fake_streams import FakeEvent, FakeStream, fake_streams
 from overlap import (
     WRAPPERS,
     Setting,
-    adamw,
     assert_same_params,
     both_wrappers,
     either_way,
@@ -28,26 +26,6 @@ from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.hooks import zero_step
-
-
-def lazily(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    optimizer = adamw(model, **options)
-    optimizer.gather_lazily(model)
-    return optimizer
-
-
-@on_ranks(2)
-@both_wrappers
-def test_lazy_gathers_give_the_same_bits(wrapper: str) -> None:
-    for as_view in (True, False):
-        setting = Setting(wrapper, optimizer=partial(lazily, parameters_as_bucket_view=as_view))
-        with fake_streams():
-            runs = [setting.build(overlap) for overlap in (False, True)]
-            for model, optimizer in runs:
-                for number in range(4):
-                    plain_step(model, optimizer, number)
-                optimizer.wait_for_gathers()
-            assert_same_params(runs[1][0], runs[0][0], as_view)
 
 
 def traced(trace: list[str], groups: list[dist.ProcessGroup]) -> tuple[Callable[..., Any], Any]:
