@@ -446,16 +446,6 @@ class RemembersItsSize(Small):
         self.state[p]["numel"] = p.numel()
 
 
-class RemembersInBlocks(Small):
-    """Keeps a momentum in int8, scaled by the largest of every 48 values in a row."""
-
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        flat = torch.nn.functional.pad(p.grad.reshape(-1), (0, -p.numel() % 48)).reshape(-1, 48)
-        scale = flat.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        coarse = ((flat / scale * 127).round() * scale / 127).reshape(-1)[: p.numel()]
-        p.sub_(coarse.reshape(p.shape), alpha=group["lr"])
-
-
 class Replaces(Small):
     """Replaces its state by a new tensor in every step, once as a list."""
 

@@ -282,36 +282,27 @@ def test_frozen_parameters_are_gathered_when_the_class_moves_them(view: bool) ->
 
 
 class OwnMasters(torch.optim.SGD):
-    """Steps copies of its parameters, held in groups of its own making, and copies them back."""
+    """Steps copies of its parameters, or of those added later alone, in groups of its making."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
+    def __init__(self, params: Any, lr: float = 0.1, late: bool = False) -> None:
+        self.masters: dict[Any, Any] = {}
+        self.late = late
         super().__init__(params, lr=lr)
-        self._pairs: list[tuple[Any, Any]] = []
-        for group in self.param_groups:
-            self._replace(group)
-
-    def _replace(self, group: dict[str, Any]) -> None:
-        masters = [nn.Parameter(p.detach().float().clone()) for p in group["params"]]
-        self._pairs += zip(group["params"], masters, strict=True)
-        group["params"] = masters
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p, master in self._pairs:
-            master.grad = None if p.grad is None else p.grad.float()
-        super().step()
-        for p, master in self._pairs:
-            p.copy_(master)
-
-
-class LateMasters(torch.optim.SGD):
-    """Holds copies of parameters added later only."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if len(self.param_groups) > 1:
-            last = self.param_groups[-1]
-            last["params"] = [nn.Parameter(p.detach().clone()) for p in last["params"]]
+        group = self.param_groups[-1]
+        if not self.late or len(self.param_groups) > 1:
+            self.masters |= {p: nn.Parameter(p.detach().float().clone()) for p in group["params"]}
+            group["params"] = [self.masters[p] for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, master in self.masters.items():
+            master.grad = None if p.grad is None else p.grad.float()
+        super().step()
+        for p, master in self.masters.items():
+            p.copy_(master)
 
 
 @on_ranks(2)
@@ -319,8 +310,8 @@ def test_a_class_with_groups_over_tensors_of_its_own_is_refused() -> None:
     for assume in (False, True):
         with pytest.raises(ValueError, match=r"OwnMasters .*groups over other tensors.*master_dtype"):
             ZeroRedundancyOptimizer(make_params(), OwnMasters, assume_separable=assume, lr=0.1)
-    sharded = ZeroRedundancyOptimizer(make_params(), LateMasters, assume_separable=True, lr=0.1)
-    with pytest.raises(ValueError, match=r"LateMasters .*groups over other tensors"):
+    sharded = ZeroRedundancyOptimizer(make_params(), OwnMasters, assume_separable=True, lr=0.1, late=True)
+    with pytest.raises(ValueError, match=r"OwnMasters .*groups over other tensors"):
         sharded.add_param_group({"params": make_params(((3,), (4,)), seed=1)})
     assert len(sharded.param_groups) == 1
     set_grads(params_of(sharded), 0)

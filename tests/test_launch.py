@@ -22,8 +22,6 @@ from make_outputs import run_cells
 from processes import is_alive, listening, reachable_from_outside
 from waiting import LIMIT, wait_until
 from zero_optim import LaunchTimeoutError, RankFailedError, RemoteRankError, launch
-from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import StalledError, heard_of
 from zero_optim.run import host
 from zero_optim.run import rank as rank_side
@@ -138,49 +136,6 @@ def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:
     assert message.index("ValueError: the cause of it all") < message.index("afterwards failed: rank ")
     assert "zero_optim/run/" not in message  # frames of the launcher tell nothing
     assert_gone(pids_in(tmp_path, 2))
-
-
-class SlowToTell(ValueError):
-    """Says what it is when the other rank is about to end, and has had time for that."""
-
-    heard: Path | None = None
-
-    def __str__(self) -> str:
-        if self.heard is not None:
-            wait_until(self.heard.exists)
-            time.sleep(1)  # twice what is left to a rank once another one has ended
-        return str(self.args[0])
-
-
-SlowToTell.__name__ = "ValueError"  # the others raise this class themselves
-
-
-def fail_together(folder: Path) -> None:
-    heard = folder / "heard"
-    if dist.get_rank() == 0:
-        unpatched = rank_side.let_the_cause_end_first
-
-        def leave_word_first(*args: Any) -> None:
-            heard.touch()
-            unpatched(*args)
-
-        rank_side.let_the_cause_end_first = leave_word_first
-    mine = SlowToTell("the cause of it all")
-    try:
-        with failing_together(RankGroup.of(None)):
-            if dist.get_rank() == 1:
-                raise mine
-    finally:
-        mine.heard = heard
-
-
-def test_a_rank_that_repeats_the_exception_of_another_one_lets_that_end_first(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError) as caught:
-        launch(fail_together, 2, tmp_path)
-    message = str(caught.value)
-    assert caught.value.rank == 1
-    assert message.startswith("rank 1 of 2 failed:\n\nTraceback")
-    assert "raise mine" in message
 
 
 @pytest.mark.slow

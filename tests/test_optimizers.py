@@ -221,35 +221,6 @@ def test_class_whose_steps_join_parameters_is_refused(name: str) -> None:
         check_refusal(name, options)
 
 
-@on_ranks(1, 2)
-def test_adahessian_if_wanted_all_the_same_sees_the_owned_blocks_of_the_hessian() -> None:
-    """Each rank steps what it owns as a plain Adahessian over just that would, with its own draws."""
-    params = make_params()
-    sharded = ZeroRedundancyOptimizer(params, torch_optimizer.Adahessian, assume_separable=True)
-    owned = sharded.owned_parameters()
-    of_rank = twin(owned)
-    plain = torch_optimizer.Adahessian(of_rank)
-    for step in range(4):
-        set_grads(params, step)
-        if step == 0:
-            with pytest.raises(RuntimeError, match="create_graph"):
-                sharded.step()
-        for own, optimizer in ((params, sharded), (of_rank, plain)):
-            # Gradients with a graph of their own, as ``backward(create_graph=True)`` leaves them.
-            loss = torch.stack([(p**4).sum() + p.sum() for p in own]).sum()
-            for p, grad in zip(own, torch.autograd.grad(loss, own, create_graph=True), strict=True):
-                p.grad = grad
-            torch.manual_seed(step)
-            optimizer.step()
-            for p in own:
-                p.grad = None
-        assert_same_bits(owned, of_rank, f"after step {step}")
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, [p.detach() for p in params])
-    for other in everywhere:
-        assert_same_bits(other, params)
-
-
 # ---------------------------------------------------------------------- constructor forms
 
 

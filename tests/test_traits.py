@@ -92,7 +92,6 @@ HABITS: list[tuple[Builder, dict[str, Any], str, str]] = [
     (own.LargeFactored, {}, WHOLE, "cut in pieces"),
     (own.RowNormalized, {}, WHOLE, "cut in pieces"),
     (own.RemembersItsSize, {}, WHOLE, "the state of"),
-    (own.RemembersInBlocks, {}, WHOLE, DIFFERED),
     (own.WrapsAll, {}, WHOLE, "the state of"),
     (torch.optim.SparseAdam, {}, WHOLE, "sparse gradients"),
     (torch_optimizer.NovoGrad, {}, WHOLE, "differed"),
