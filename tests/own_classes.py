@@ -341,23 +341,17 @@ class LeavesMemoryUnwritten(Small):
 
 
 class ScheduleFree(Small):
-    """Averages its iterates, with weights counted in the group; has to be told its mode."""
+    """Counts its steps in the group; has to be told its mode."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, train_mode=False, k=0, weight_sum=0.0)
+        super().__init__(params, train_mode=False, k=0)
 
-    def _blend(self, weight: float, mode: bool) -> None:
+    def train(self, mode: bool = True) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
-                if group["train_mode"] != mode and "z" in self.state[p]:
-                    p.data.lerp_(self.state[p]["z"], weight)
             group["train_mode"] = mode
 
-    def train(self) -> None:
-        self._blend(0.1, True)
-
     def eval(self) -> None:
-        self._blend(1 - 1 / 0.9, False)
+        self.train(mode=False)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -365,13 +359,8 @@ class ScheduleFree(Small):
             if not group["train_mode"]:
                 raise RuntimeError("call train() first")
             group["k"] += 1
-            group["weight_sum"] += group["lr"] ** 2 * group["k"]
-            share = group["lr"] ** 2 * group["k"] / group["weight_sum"]
-            for p in group["params"]:
-                if p.grad is not None:
-                    z = self.state[p].setdefault("z", p.clone())
-                    p.lerp_(z, share).add_(p.grad, alpha=-0.1 * group["lr"])
-                    z.sub_(p.grad, alpha=group["lr"])
+        for group, p in self.each():
+            self.update(p, {"lr": group["lr"] / group["k"]})
 
 
 class SharpnessAware(Small):

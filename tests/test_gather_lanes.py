@@ -15,7 +15,7 @@ from torch import nn
 
 from overlap import Setting, plain_step
 from pool import Ranks, on_ranks
-from training import assert_same_bits, set_grads, twin
+from training import assert_same_bits, params_of, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import backends, collectives
 from zero_optim.comm.backends import TRANSPORTS, Transport
@@ -35,10 +35,6 @@ def make(shapes: list[tuple[int, ...]] = LARGE, **options: Any) -> ZeroRedundanc
     return ZeroRedundancyOptimizer(
         params, torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, "bucket_cap_mb": CAP, **options}
     )
-
-
-def params_of(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
-    return list(optimizer.owners())
 
 
 def step(optimizer: ZeroRedundancyOptimizer, number: int = 0) -> None:

@@ -248,19 +248,14 @@ class Outcome:
     loss: float
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
+class Net(nn.Linear):
     def forward(self, x):
-        return self.layer(x).square().mean()
+        return super().forward(x).square().mean()
 
 
 def train(width):
     torch.manual_seed(0)
-    model = zero_optim.ddp.DistributedDataParallel(Net())
-    loss = model(torch.ones(1024, width))
+    loss = zero_optim.ddp.DistributedDataParallel(Net(width, width))(torch.ones(1024, width))
     loss.backward()
     return Outcome(dist.get_rank(), torch.get_num_threads(), loss.item())
 

@@ -31,6 +31,7 @@ from overlap import (
     run_either_way,
 )
 from pool import on_ranks
+from training import assert_equal_on_all_ranks
 from waiting import LIMIT
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
@@ -102,13 +103,6 @@ TOO_LATE: dict[str, tuple[Callable[[nn.Module, ZeroRedundancyOptimizer], None], 
 }
 
 
-def assert_equal_on_all_ranks(model: nn.Module, where: object) -> None:
-    for name, param in model.named_parameters():
-        other = param.detach().clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(other, param), (where, name)
-
-
 @on_ranks(2)
 @both_wrappers
 def test_what_comes_too_late_raises_on_every_rank(wrapper: str) -> None:
@@ -123,7 +117,7 @@ def test_what_comes_too_late_raises_on_every_rank(wrapper: str) -> None:
             if act is clip_by_optimizer or (act is second_pass and number):
                 optimizer.step()
         plain_step(model, optimizer, 50)
-        assert_equal_on_all_ranks(model, name)
+        assert_equal_on_all_ranks(model.parameters(), name)
 
 
 # ---------------------------------------------------------------------- failures
@@ -162,13 +156,13 @@ def check_failing_step(wrapper: str, interleave: bool, late: bool = False) -> No
             loss_of(model, number).backward()
         assert all(param.grad is not None for param in model.parameters())
         optimizer.step()
-        assert_equal_on_all_ranks(model, number)
+        assert_equal_on_all_ranks(model.parameters(), number)
     marked.fails = False
     with pytest.raises(RemoteRankError, match=HEARD) if late and not fails_here else nullcontext():
         plain_step(model, optimizer, 3)
     if late:
         plain_step(model, optimizer, 4)
-    assert_equal_on_all_ranks(model, "afterwards")
+    assert_equal_on_all_ranks(model.parameters(), "afterwards")
 
 
 @on_ranks(2, slow=4)
@@ -220,13 +214,13 @@ def check_failing_hook(wrapper: str, late: bool = False) -> None:
     with expected if fails_here or not late else nullcontext():
         loss_of(model, 1).backward()
     optimizer.step()
-    assert_equal_on_all_ranks(model, "failed")
+    assert_equal_on_all_ranks(model.parameters(), "failed")
     fails[0] = False
     with pytest.raises(RemoteRankError, match=heard) if late and not fails_here else nullcontext():
         plain_step(model, optimizer, 2)
     if late:
         plain_step(model, optimizer, 3)
-    assert_equal_on_all_ranks(model, "afterwards")
+    assert_equal_on_all_ranks(model.parameters(), "afterwards")
 
 
 @on_ranks(2, slow=4)
@@ -296,7 +290,7 @@ def run_broken_off(interleave: bool) -> tuple[nn.Module, ZeroRedundancyOptimizer
 def assert_trains_on(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     for number in range(2):
         plain_step(model, optimizer, 3 + number)
-        assert_equal_on_all_ranks(model, number)
+        assert_equal_on_all_ranks(model.parameters(), number)
 
 
 def check_broken_off(interleave: bool, waits: bool) -> None:

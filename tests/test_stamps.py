@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from breaking import Breaks, BreaksAnywhere
 from fake_streams import without_thread
 from pool import Ranks, on_ranks
+from training import assert_equal_on_all_ranks, params_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
@@ -24,10 +25,6 @@ def make(cls: Any = torch.optim.SGD, **options: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(params, cls, **{"lr": 0.125, **options})
 
 
-def params_of(optimizer: ZeroRedundancyOptimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def give_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
     for param in params_of(optimizer):
         param.grad = torch.ones_like(param) if param.requires_grad else None
@@ -39,11 +36,7 @@ def step(optimizer: ZeroRedundancyOptimizer) -> None:
 
 
 def check_equal(optimizer: ZeroRedundancyOptimizer) -> None:
-    """The weights are equal on all ranks."""
-    for param in params_of(optimizer):
-        every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, param.detach())
-        assert all(torch.equal(every[0], other) for other in every)
+    assert_equal_on_all_ranks(params_of(optimizer))
 
 
 @on_ranks(2)
