@@ -434,11 +434,6 @@ def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding(avera
 # ---------------------------------------------------------------------- steps during the backward pass
 
 REFUSED_IN_PARTS = ("torch_optimizer.Lookahead", "torch_optimizer.MADGRAD")  # they count their steps
-SOME = [
-    name
-    for name in ("torch.optim.AdamW", "torch.optim.Muon", "torch.optim.SparseAdam", "torch_optimizer.AccSGD")
-    if name in BITWISE
-]
 
 
 def in_small_buckets(optimizer_class: Any, options: Options, model: nn.Module) -> ZeroRedundancyOptimizer:
@@ -477,12 +472,6 @@ def test_steps_in_the_backward_pass_give_the_same_bits_or_are_refused(wrapper: s
 @on_ranks(2)
 def test_classes_that_count_their_steps_are_refused_with_the_reason() -> None:
     check_overlapped("torch", REFUSED_IN_PARTS)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("wrapper", ["torch", "ours"])
-def test_some_classes_step_in_the_backward_pass_with_the_same_bits_on_four_ranks(wrapper: str) -> None:
-    check_overlapped(wrapper, SOME)
 
 
 # ---------------------------------------------------------------------- the table in the documentation
