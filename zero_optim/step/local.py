@@ -176,18 +176,26 @@ class LocalOptimizer:
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
         """Step every leaf under the public groups' options; returns the class's result."""
+        steps = [built.step for built in self._built]
         if closure is not None and len(self._built) > 1:  # once, for all of them
             with torch.enable_grad():
                 loss = closure()
-            self.call(groups, self.find("step"), **kwargs)
+            self.call(groups, steps, **kwargs)
             return loss
         arguments = () if closure is None else (closure,)
-        stepped: float | None = self.call(groups, self.find("step"), *arguments, **kwargs)
+        stepped: float | None = self.call(groups, steps, *arguments, **kwargs)
         return stepped
 
     def find(self, name: str) -> list[Any]:
         """Return a public attribute of each optimizer that has it."""
         return [getattr(built.optimizer, name) for built in self._built if hasattr(built.optimizer, name)]
+
+    def assign(self, name: str, value: object) -> bool:
+        """Set a public attribute of each optimizer that has it; returns whether one does."""
+        having = [built.optimizer for built in self._built if hasattr(built.optimizer, name)]
+        for optimizer in having:
+            setattr(optimizer, name, value)
+        return bool(having)
 
     def call(
         self, groups: list[ParamGroup], methods: list[Callable[..., Any]], *args: object, **kwargs: object
