@@ -46,13 +46,16 @@ def test_a_path_that_names_no_folder_of_its_own_is_refused_and_nothing_is_remove
 
 
 @on_ranks(1)
-def test_keep_removes_only_folders_whose_names_differ_in_digits(tmp_path: Path) -> None:
+def test_keep_removes_only_folders_whose_names_differ_in_the_number_at_the_end(tmp_path: Path) -> None:
     for name in ("step-1", "best", "b-1", "step-2", "step-10"):
         save(tmp_path / name)
     save(tmp_path / "step-11", keep=2)
     assert names(tmp_path) == ["b-1", "best", "step-10", "step-11"]
     save(tmp_path / "best", keep=1)
     assert names(tmp_path) == ["b-1", "best", "step-10", "step-11"]
+    for name in ("model7b", "run1-step9", "model13b", "run2-step9"):
+        save(tmp_path / "runs" / name, keep=1)
+    assert names(tmp_path / "runs") == ["model13b", "model7b", "run1-step9", "run2-step9"]
 
 
 @on_ranks(1)

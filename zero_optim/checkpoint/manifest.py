@@ -251,6 +251,11 @@ def number_in(folder: Path) -> int:
 def read(folder: Path) -> Manifest:
     """Read the manifest as `parse` does, and check that its data files exist in full length."""
     manifest = parse(folder)
+    _check_files(folder, manifest)
+    return manifest
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
     for name, file in manifest.files.items():
         with blamed_on(folder):
             path = folder / name
@@ -260,7 +265,6 @@ def read(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"no whole checkpoint at {folder}: {name} should have {file.nbytes:,} bytes, {got}"
             )
-    return manifest
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -268,3 +272,4 @@ def commit(folder: Path, manifest: Manifest) -> None:
     with replacing(folder / FILE) as file:
         write_all(file, memoryview(manifest.to_json().encode()))
         sync_folder(folder)  # the data files' names
+        _check_files(folder, manifest)  # at the last moment before what was there is replaced
