@@ -33,6 +33,7 @@ class Run:
         self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
         self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, lr=0.1)
         self.save(checkpoint.save)
+        dist.barrier()  # rank 0 has removed the lock
 
     def save(self, call: Callable[..., None]) -> None:
         self.step += 1

@@ -18,13 +18,16 @@ from zero_optim.checkpoint.content import (
     places_of,
 )
 from zero_optim.checkpoint.data import CheckpointReader, Rows, with_strides
+from zero_optim.checkpoint.manifest import dtype_named
 from zero_optim.checkpoint.objects import Members, Names, Objects, names_of
 from zero_optim.checkpoint.values import Json, entries_in, key_of, unpack
-from zero_optim.comm.encoding import Nested
+from zero_optim.comm.encoding import Nested, map_tensors
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.strides import strides_of_rows
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
 # ---------------------------------------------------------------------- whether it fits
 
@@ -201,7 +204,9 @@ class RankInput:
                 for entry, key in entries_in(packed).items():
                     if cut.is_cut(entry, entries[key].shape):
                         self._rows[key] = piece.start, piece.stop
-            state = self.state[param] = self.value(packed)
+            state = self.value(packed)
+            saved = _dtype_of(state, values[OPTIMIZER]["params"].get(name))
+            self.state[param] = state = _cast(state, saved, optimizer.core.owned.leaves.stepped_dtype(param))
             for entry, value in state.items():
                 if entry in shaped[param] and isinstance(value, Tensor) and value.shape != shape:
                     raise ValueError(f"{name}: '{entry}' has shape {tuple(value.shape)}, not {shape}")
@@ -210,6 +215,24 @@ class RankInput:
         groups = [(set(g["names"]), self.value(g["options"])) for g in values[OPTIMIZER]["groups"]]
         pairs = zip(optimizer.param_groups, names.groups, strict=True)
         self.options = [_agreed(options_of(group), set(members), groups) for group, members in pairs]
+
+
+def _dtype_of(state: dict[str, Any], about: list[Any] | None) -> torch.dtype | None:
+    """Return the dtype in which a saved parameter was stepped; None if unknown."""
+    if MASTER in state:
+        return getattr(state[MASTER], "dtype", None)
+    return None if about is None else dtype_named(about[0])
+
+
+def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype) -> dict[str, Any]:
+    """Cast tensors of the dtype that was stepped to the one that is, as ``load_state_dict`` does.
+
+    A class that keeps state in another dtype than its parameters does so here too.
+    """
+    if saved in (None, wanted) or not wanted.is_floating_point:
+        return state
+    kept = {key: value for key, value in state.items() if key in ("step", MASTER, EMA)}
+    return {**map_tensors(state, lambda t: t.to(wanted) if t.dtype == saved else t), **kept}
 
 
 def _agreed(
