@@ -12,6 +12,8 @@ Note [Protocol of a save]
     read. If rank 0 dies, the next save into the folder removes them.
 """
 
+import atexit
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -109,7 +111,8 @@ def save_async(  # noqa: PLR0913 - keyword-only
     it, and raises its error if nobody has waited for it.
 
     Returns:
-        The running save. Wait for it before the process group is destroyed.
+        The running save. Wait for it before the process group is destroyed. An error that nobody has waited
+        for is logged when the process ends.
 
     Raises:
         RankMismatchError, TypeError, ValueError: as `save` does.
@@ -134,6 +137,7 @@ class PendingSave:
     def __init__(self, save: "_Save", began: float) -> None:
         self.path = save.folder
         self._error: Exception | None = None
+        self._key = object()
         self._thread = Thread(target=self._run, args=(save,), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
@@ -147,6 +151,8 @@ class PendingSave:
             self._error = error
         except BaseException as error:  # noqa: BLE001 - such as SystemExit
             self._error = _ended_by(error, self.path)
+        if self._error is not None:  # without its traceback, which has much else
+            _UNSEEN[self._key] = f"{self.path} was not saved: {message_of(self._error)}"
 
     def done(self) -> bool:
         """Whether the save has ended, also with an error."""
@@ -155,11 +161,21 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete; CheckpointError if it could not be written."""
         self._thread.join()
+        _UNSEEN.pop(self._key, None)
         if self._error is not None:
             for group, last in list(_LAST.items()):
                 if last is self:  # its traceback will have the caller's frames, and with them the group
                     del _LAST[group]
             raise self._error
+
+
+_UNSEEN: dict[object, str] = {}  # errors of saves for which nobody has waited
+
+
+@atexit.register  # Python waits for the threads before
+def _tell_unseen() -> None:
+    for text in _UNSEEN.values():
+        logging.getLogger("zero_optim").error("%s. Nobody has called wait() of this save_async()", text)
 
 
 def _ended_by(error: BaseException, folder: Path) -> CheckpointError:
