@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -306,6 +307,13 @@ def hold(path: Path, began_ns: int) -> None:
     lock.close()
 
 
+def wait_for(other: "subprocess.Popen[str]", flock: Any, descriptor: int, kind: int) -> None:
+    """Lock a file as ``flock``; if that is to wait, the other process releases it first."""
+    if not kind & fcntl.LOCK_NB:
+        other.communicate("\n")
+    flock(descriptor, kind)
+
+
 def test_of_two_jobs_in_a_folder_the_one_that_began_later_refuses_and_names_the_other(tmp_path: Path) -> None:
     call = (
         "import sys, pathlib, test_checkpoint_lost as t; t.hold(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
@@ -325,12 +333,6 @@ def test_of_two_jobs_in_a_folder_the_one_that_began_later_refuses_and_names_the_
                     FolderLock(tmp_path / "one")
                 other.communicate("\n")
             else:
-                real = fcntl.flock
-
-                def end_the_other(descriptor: int, kind: int) -> None:
-                    if not kind & fcntl.LOCK_NB:  # it waits for the save of the other
-                        other.communicate("\n")
-                    real(descriptor, kind)
-
-                with mock.patch.object(fcntl, "flock", end_the_other):
+                waits = partial(wait_for, other, fcntl.flock)
+                with mock.patch.object(fcntl, "flock", waits):
                     FolderLock(tmp_path / "one").close()

@@ -52,6 +52,13 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
+def within(folder: Path, name: str) -> Path:
+    """Join a name that was read from a file; ValueError if it leads out of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names {name!r}, which is outside of {folder}")
+    return folder / name
+
+
 def is_own_file(path: Path) -> bool:
     """Whether there is a regular file, not a link to one."""
     try:

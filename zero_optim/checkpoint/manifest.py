@@ -23,6 +23,7 @@ DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.(?:bin|safetensors)")  # ".bin" 
 _HEAD_NBYTES = 4096  # at most, with the line end
 _MAX_NBYTES = 2**30  # a million tensors take a fifth of that
 _MAX_INT = 2**63 - 1
+_MANY = 2**20  # characters; of a larger manifest the share of brackets is checked
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -177,6 +178,8 @@ class Manifest:
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
+        if len(body) > _MANY and body.count("[") + body.count("{") > len(body) // 5:
+            raise ValueError("it is made of lists with nothing in them, which need much memory")
         content = json.loads(body)
         if _head_line(version, body, content) != head_line:
             raise ValueError("its first line, which no checksum covers, is not what the second one asks for")
