@@ -26,8 +26,11 @@ from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.strides import strides_of_rows
-from zero_optim.step.averages import EMA
-from zero_optim.step.leaves import MASTER
+from zero_optim.probe.probe import state_entries
+from zero_optim.step.averages import EMA, OLD_EMA
+from zero_optim.step.leaves import MASTER, OLD_MASTER
+
+_NOT_OF_A_CLASS = {"step", MASTER, OLD_MASTER, EMA, OLD_EMA}  # or of too many
 
 # ---------------------------------------------------------------------- whether it fits
 
@@ -93,6 +96,30 @@ def _wrong_optimizer(
             entry = entries.get(f"{STATE}/{key_of(name, key)}")
             if entry is not None and entry.shape != tuple(param.shape):
                 wrong.append(f"{name}: '{key}' has shape {entry.shape}, not {tuple(param.shape)}")
+    return wrong + _wrong_class(reader, optimizer, names)
+
+
+def _wrong_class(reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, names: Names) -> list[str]:
+    """Tell of a group whose class makes nothing of the saved state, also with the saved options."""
+    values, wrong = reader.manifest.values, []
+    saved_groups = [(set(g["names"]), g["options"]) for g in values[OPTIMIZER]["groups"]]
+    for number, members in enumerate(names.groups):
+        built = optimizer.core.owned.local.of_group(number)
+        for name in members:
+            packed, num_dims = values.get(f"{STATE}/{key_of(name)}"), names.param[name].dim()
+            saved = set() if packed is None else entries_in(packed).keys() - _NOT_OF_A_CLASS
+            if not saved or num_dims not in (1, 2):  # with which every class can be tried
+                continue
+            if saved.isdisjoint(built.state_entries(num_dims)):
+                packed_options = next(options for group, options in saved_groups if name in group)
+                options = unpack(packed_options, lambda key, _: reader.read_tensor(key))
+                options = {**options_of(optimizer.param_groups[number]), **options}
+                makes = state_entries(built.spec.optimizer_class, built.spec.arguments, num_dims, [options])
+                is_known = makes or type(built.optimizer).__module__.startswith("torch.optim.")
+                if is_known and saved.isdisjoint(makes):
+                    entries = ", ".join(sorted(saved))
+                    wrong.append(f"{name}: its state has {entries}, which {built.spec.name} has not")
+            break  # one parameter of a group tells
     return wrong
 
 

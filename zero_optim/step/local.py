@@ -166,8 +166,8 @@ class LocalOptimizer:
 
     def _other_groups(self, count: int) -> ValueError:
         return ValueError(
-            f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {count}: leave the "
-            "list as it is, and add groups with add_param_group(), on all ranks"
+            f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {count}: leave "
+            "the list as it is, and add groups with add_param_group(), on all ranks"
         )
 
     def _shared(self) -> BuiltOptimizer | None:
