@@ -158,7 +158,16 @@ class LocalOptimizer:
 
     def of_group(self, number: int) -> BuiltOptimizer:
         """Return the optimizer of a public group."""
-        return next(built for built in self._built if number in built.numbers)
+        for built in self._built:
+            if number in built.numbers:
+                return built
+        raise self._other_groups(number + 1)
+
+    def _other_groups(self, count: int) -> ValueError:
+        return ValueError(
+            f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {count}: leave "
+            "the list as it is, and add groups with add_param_group(), on all ranks"
+        )
 
     def _shared(self) -> BuiltOptimizer | None:
         return next((built for built in self._built if built.spec is self.default), None)
@@ -223,10 +232,7 @@ class LocalOptimizer:
     def _take_options(self, groups: list[ParamGroup]) -> list[dict[str, Plain]]:
         """Copy the public options to the local groups; returns those that the class can change in place."""
         if len(groups) != self.num_groups:
-            raise ValueError(
-                f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
-                ": leave the list as it is, and add groups with add_param_group(), on all ranks"
-            )
+            raise self._other_groups(len(groups))
         own = self._groups()
         for public, local in zip(groups, own, strict=True):
             _set_options(local, public)
