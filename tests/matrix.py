@@ -166,16 +166,17 @@ CELLS = tuple(
 RUN = tuple(cell for cell in CELLS if cell.outcome)
 
 
-def _diagonal() -> tuple[Cell, ...]:
-    """One cell of each phase: the failures in turns, of those that have a meaning there."""
-    chosen = []
+def _some() -> tuple[Cell, ...]:
+    """What stops a backward pass, and a cell of each phase: failures in turns that mean something there."""
+    phases = ("backward reduction", "backward to owners", "overlap")
+    chosen = [cell for cell in RUN if cell.phase in phases and cell.failure in ("killed", "slow")]
     for number, phase in enumerate(PHASES):
         of_phase = [cell for cell in RUN if cell.phase == phase]
         chosen.append(of_phase[5 * number % len(of_phase)])
-    return tuple(chosen)
+    return tuple(dict.fromkeys(chosen))
 
 
-QUICK = _diagonal()
+QUICK = _some()
 
 
 # ---------------------------------------------------------------------- running cells

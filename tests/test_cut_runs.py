@@ -18,6 +18,7 @@ from training import (
     assert_same_bits,
     assert_same_state,
     make_params,
+    pair_of,
     params_of,
     set_grads,
     train_both,
@@ -186,6 +187,16 @@ def test_what_happens_between_steps_does_what_it_does_to_torch_optim(event: str)
         assert_same_rows(plain, sharded)
         if not averages:
             assert_same_state(whole(sharded), plain.state_dict())
+
+
+@on_ranks(2)
+def test_a_class_may_replace_its_state_where_nothing_is_cut() -> None:
+    plain, sharded = pair_of(Changing, lr=0.01)
+    train_both(plain, sharded, 2)
+    plain.restart()
+    sharded.restart()
+    train_both(plain, sharded, 2, first=2)
+    assert_same_state(whole(sharded), plain.state_dict())
 
 
 @on_ranks(2)
