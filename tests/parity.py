@@ -41,7 +41,6 @@ def refusal(row: Row) -> str:
         "nothing is sharded that could be cut": stage.plain and option.kind == "cuts",
         "only a wrapper that shards takes a mesh": option.kind == "mesh" and not stage.shards,
         "only parameters on their owners are kept in files": option.kind == "files" and not fully,
-        "only over a mesh there are replicas": stage.over_all and option.kind != "mesh",
         "fully sharded models and meshes take no part in Join": joins and (fully or option.kind == "mesh"),
         "gradients on owners are no views": stage.shards and row.option == "gradients as views",
         "units have a policy of their own": fully and row.option == "mixed precision",
