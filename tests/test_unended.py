@@ -96,22 +96,26 @@ def in_an_agreement(group: RankGroup) -> None:
     group.all_gather_fixed(bytes(64))
 
 
-def in_a_started_send(group: RankGroup) -> None:
-    large, start = torch.ones(2**20), (sending.start_recv, sending.start_send)[dist.get_rank()]
-    stop_behind(lambda: start(group, large, 1 - dist.get_rank())).wait()
+def started_exchange(group: RankGroup) -> Waitable:
+    (work,), _ = sending.exchange(group, [torch.ones(2**20) for _ in range(2)], [group])
+    return work
+
+
+def in_an_exchange_of_sends(group: RankGroup) -> None:
+    stop_behind(lambda: started_exchange(group)).wait()
 
 
 def in_a_send(group: RankGroup) -> None:
     large = torch.ones(2**20)  # more than the system takes at once
     if dist.get_rank() == 0:
         wait_until_the_other_is_stopped()
-        sending.start_recv(group, large, 1).wait()
+        sending.recv(group, large, 1)
     else:
         stop_soon()
         sending.send(group, large, 0)
 
 
-WAYS = {way.__name__: way for way in (in_a_sum, in_an_agreement, in_a_started_send, in_a_send)}
+WAYS = {way.__name__: way for way in (in_a_sum, in_an_agreement, in_an_exchange_of_sends, in_a_send)}
 
 
 @on_ranks(2)
@@ -150,7 +154,7 @@ def test_a_send_that_fails_raises_what_gloo_says() -> None:
     """The other rank is known to have ended when a send is waited for."""
     group = RankGroup.of(dist.new_group())
     if dist.get_rank() == 0:
-        work = sending.start_send(group, torch.ones(2**20), 1)
+        work = started_exchange(group)
         default_store().set("sent", "")
         with pytest.raises(RuntimeError, match=r"onnection|closed") as caught:
             work.wait()

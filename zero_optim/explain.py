@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from zero_optim.comm.agreement import check_flags, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import inner_tensors
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
@@ -14,8 +13,6 @@ from zero_optim.probe.traits import Traits
 from zero_optim.shard.bucket import Bucket
 from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE
-from zero_optim.step.averages import EMA
-from zero_optim.step.leaves import MASTER
 
 _MIB = 2**20
 _NO_PLACE = "it has no rows that could be shared out evenly"
@@ -32,9 +29,6 @@ class RankHolding:
         numel, param_nbytes: the elements of these rows, and their bytes.
         state_nbytes: bytes of optimizer state, measured on its storages.
         cost: of these rows, in the unit of the cost function.
-        mirror_sent_nbytes: bytes of tensors that go to its buddy at each step, with ``mirror=True``; before
-            the first step with the state that trials of the class have shown.
-        mirror_held_nbytes: CPU memory of mirrors: two copies of what it and the rank before it own.
     """
 
     rank: int
@@ -43,8 +37,6 @@ class RankHolding:
     param_nbytes: int
     state_nbytes: int
     cost: float
-    mirror_sent_nbytes: int = 0
-    mirror_held_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +126,6 @@ class Explanation:
         if self.in_memory or self.why_sockets:
             broadcasts += f", through {through}"
         lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {broadcasts}")
-        lines += [
-            f"mirror: rank {r.rank} sends {r.mirror_sent_nbytes / _MIB:.2f} MiB a step to "
-            f"rank {(r.rank + 1) % len(self.ranks)}, and keeps {r.mirror_held_nbytes / _MIB:.2f} MiB"
-            for r in self.ranks
-            if r.mirror_held_nbytes
-        ]
         for b in self.buckets:
             heard = f", stamps alone of {list(b.heard)}" if b.heard else ""
             lines.append(f"bucket: {b}, owners {list(b.owners)}{heard}{'' if b.active else ', frozen'}")
@@ -184,30 +170,10 @@ def _exchange(group: RankGroup, core: Core) -> tuple[RankHolding, ...]:
         if (piece := core.sharding.piece_here(param)) is not None
     ]
     numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
-    cost, state, mirror = core.sharding.loads[group.rank], core.state_nbytes(), _mirrored_nbytes(core)
-    mine = RankHolding(group.rank, len(owned), numel, nbytes, state, cost, mirror)
+    cost = core.sharding.loads[group.rank]
+    mine = RankHolding(group.rank, len(owned), numel, nbytes, core.state_nbytes(), cost)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
-    ranks = [RankHolding(**json.loads(payload)) for payload in payloads]
-    sent = [each.mirror_sent_nbytes for each in ranks]  # [-1] is before the first
-    return tuple(
-        replace(each, mirror_held_nbytes=2 * (sent[rank] + sent[rank - 1])) for rank, each in enumerate(ranks)
-    )
-
-
-def _mirrored_nbytes(core: Core) -> int:
-    """Return the bytes of tensors that go to the buddy after a step; before the first as trials showed."""
-    if not core.is_mirrored:
-        return 0
-    core.follow_state()
-    leaves, params, held, total = core.owned.leaves, core.params, core.held(), 0
-    shaped = [names - {MASTER, EMA} for names in core.shaped_entries(params).values()]
-    for index, rows in held.values.items():
-        entries = held.state.get(index, {})
-        total += rows.nbytes + sum(tensor.nbytes for tensor in inner_tensors(entries))
-        if core.snapshot.untouched:
-            itemsize = leaves.stepped_dtype(params[index]).itemsize
-            total += len(shaped[index] - entries.keys()) * rows.numel() * itemsize
-    return total
+    return tuple(RankHolding(**json.loads(payload)) for payload in payloads)
 
 
 def _cut_texts(core: Core) -> Iterator[str]:
