@@ -272,20 +272,6 @@ def test_every_class_takes_every_form_of_parameters_and_rates_of_groups(names: l
                 train_case(case, plain, sharded, range(3, 8))
 
 
-def test_a_shared_cache_of_step_sizes_is_what_joins_groups_of_different_rates() -> None:
-    """The class alone does it: what it gives one group depends on whether another stepped before."""
-    results = []
-    for with_first in (True, False):
-        first, second = (Parameter(torch.ones(3)) for _ in range(2))
-        groups = [{"params": [first] if with_first else [], "lr": 0.5}, {"params": [second], "lr": 0.1}]
-        optimizer = torch_optimizer.RAdam(groups)
-        first.grad, second.grad = torch.ones(3), torch.ones(3)
-        optimizer.step()
-        results.append(second)
-    assert not torch.equal(*results)
-    assert [name for name, case in CASES.items() if not case.rates] == ["torch_optimizer.RAdam"]
-
-
 def outcome(
     case: Case, build: Any, arguments: Options, params: list[Parameter]
 ) -> tuple[type[Exception] | None, Any]:
