@@ -74,11 +74,12 @@ def test_hooks_for_all_optimizers_run_once_a_step() -> None:
         register_optimizer_step_post_hook(lambda it, *_: seen.append(type(it).__name__)),
     ]
     try:
-        assert step(params, optimizer) == [-0.5] * 3
+        stepped = step(params, optimizer)
     finally:
         for handle in (*handles, inner):
             handle.remove()
-    assert seen == ["of the class", "ZeroRedundancyOptimizer"]
+    assert stepped == [-0.5] * 3, stepped
+    assert seen == ["of the class", "ZeroRedundancyOptimizer"], seen
 
 
 @on_ranks(2)
