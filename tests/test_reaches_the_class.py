@@ -18,19 +18,20 @@ from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
 
 
-class Scaled(torch.optim.SGD):
-    """Counts its steps, and scales gradients by an attribute that users set."""
+class Scaled(torch.optim.Optimizer):
+    """Scales gradients by an attribute that users set. Calls no other class's step, which may have hooks."""
 
     factor = 1.0
-    num_steps_of_class = 0
 
-    def step(self, closure: Any = None) -> Any:
-        self.num_steps_of_class += 1
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.grad.mul_(self.factor)
-        return super().step(closure)
+                    param.add_(param.grad, alpha=-group["lr"] * self.factor)
 
 
 class Base(torch.optim.SGD):
@@ -67,8 +68,6 @@ def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
 @on_ranks(2)
 def test_hooks_for_all_optimizers_run_once_a_step() -> None:
     params, optimizer = built()
-    alone = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
-    plain = Scaled(alone, lr=1.0)
     seen: list[str] = []
     inner = optimizer.optim.register_step_post_hook(lambda *_: seen.append("of the class"))
     handles = [
@@ -77,15 +76,11 @@ def test_hooks_for_all_optimizers_run_once_a_step() -> None:
     ]
     try:
         stepped = step(params, optimizer)
-        once = list(seen)
-        expected = step(alone, plain)  # a quarter, if PyTorch has put hooks around SGD's own step as well
     finally:
         for handle in (*handles, inner):
             handle.remove()
-    assert stepped == expected
-    assert once[-1] == "ZeroRedundancyOptimizer"
-    assert once.count("ZeroRedundancyOptimizer") == 1
-    assert once.count("of the class") == 1
+    assert stepped == [-0.5] * 3
+    assert seen == ["of the class", "ZeroRedundancyOptimizer"]
 
 
 @on_ranks(2)
