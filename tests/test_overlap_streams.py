@@ -290,9 +290,9 @@ def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used() -> 
         calls.append(gradients)
         return all_zero(gradients)
 
-    def noted_flags(self: Any, joined: bool) -> Any:
+    def noted_flags(self: Any) -> Any:
         calls.append(self)
-        return flags(self, joined)
+        return flags(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "_all_zero", noted_zeros)

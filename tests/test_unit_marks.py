@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fully import NARROW
-from meshes import mesh_of
 from stalling import TIMEOUT, Outcome, about_to_stall, outcomes
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.comm.backends import TRANSPORTS
@@ -166,12 +165,6 @@ def state_of_another_module(widths: tuple[int, ...]) -> None:
     wrapped.module.blocks[1 + is_first()].state_dict()
 
 
-def another_module_of_a_replica(widths: tuple[int, ...]) -> None:
-    wrapped, _, _ = trained(widths, mesh=mesh_of(2))
-    with torch.no_grad():
-        wrapped.module.blocks[dist.get_rank() % 2](torch.ones(2, 8))
-
-
 def said(differs: Callable[..., object], *args: Any) -> str:
     try:
         differs(*args)
@@ -235,7 +228,6 @@ def test_marks_in_the_rows_tell_the_same(differs: Callable[..., None]) -> None:
         (an_error_in_forward, 2),
         (an_error_in_backward, 2),
         (state_of_another_module, 2),
-        (another_module_of_a_replica, 4),
     ],
 )
 def test_ranks_that_gather_units_of_different_sizes_raise(differs: Callable[..., None], size: int) -> None:

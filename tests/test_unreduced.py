@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from pool import on_ranks
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
@@ -315,3 +316,53 @@ def test_a_parameter_of_the_optimizer_in_no_wrapper_is_averaged_by_the_user_or_r
             ):
                 optimizer.step()
         optimizer.zero_grad()
+
+
+# ---------------------------------------------------------------------- wrappers that nobody can ask
+
+UNDER_TORCH = {name: run for name, run in SITUATIONS.items() if name != "sync_left_off"}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", UNDER_TORCH)
+def test_under_pytorchs_ddp_a_step_with_gradients_that_differ_raises_on_every_rank(name: str) -> None:
+    model, optimizer = made()
+    UNDER_TORCH[name](model, TorchDistributedDataParallel(model))
+    with pytest.raises(RankMismatchError, match=r"different gradients in step\(\).*gradient of .*no_sync"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_parameter_in_no_wrapper_is_found_within_as_many_steps_as_there_are_parameters() -> None:
+    torch.manual_seed(0)
+    model, head = made()[0], nn.Linear(8, 2)
+    params = [*model.named_parameters(), *head.named_parameters(prefix="head")]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1e-3)
+    wrapped = TorchDistributedDataParallel(model)
+
+    def train() -> None:
+        for _ in params:
+            head(wrapped(batch(dist.get_rank()))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(RankMismatchError, match=r"gradient of head\."):
+        train()
+
+
+@on_ranks(2)
+def test_gradients_on_owners_alone_and_those_that_differ_by_rounding_are_stepped() -> None:
+    """As after a reduction to owners by hand, and on two kinds of accelerators."""
+    _, optimizer = made()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        is_owner = optimizer.owners()[param] == dist.get_rank()
+        param.grad = torch.ones_like(param) if is_owner else None
+    optimizer.step()
+    for step in range(20):
+        for param in params:
+            param.grad = torch.full_like(param, 1.0 + 1e-6 * dist.get_rank())
+        before = optimizer.metrics()
+        optimizer.step()
+        if step > 10:  # nothing is compared any more
+            assert optimizer.metrics()["collectives/agree"] == 0, before

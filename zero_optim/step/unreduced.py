@@ -154,9 +154,12 @@ def check_unreduced(
     for param, (name, reason) in unreduced.items():
         by_reason.setdefault(reason, {})[names[param] if name is None else name] = param.grad
     for reason, grads in by_reason.items():
-        first, *others = grads
         if in_join:
-            raise RuntimeError(f"{first} {reason}")
+            for name, grad in grads.items():
+                if grad is not None:
+                    raise RuntimeError(f"{name} {reason}")
+            continue
+        _, *others = grads
         more = f". The same holds for {names_text(others)}" if others else ""
         hint = f"It {reason}; or average its gradient on every rank before step(){more}"
         values = iter(
