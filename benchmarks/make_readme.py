@@ -57,10 +57,11 @@ def newest_run(name: str, place: str, used: list[Record]) -> Record:
     defaults = {"model": "gpt", "muon": False, "per_host": 1, "rate": ""}
     for record in reversed(records_of(name)):
         for run in record["results"]["runs"]:
-            has, wanted = defaults | run, {"model": "gpt", "muon": False} | PLACES[place]
+            has: Record = defaults | run
+            wanted = {"model": "gpt", "muon": False} | PLACES[place]
             if "seconds" in run and all(has[key] == value for key, value in wanted.items()):
                 used.append(record)
-                return run
+                return has
     return {}
 
 
@@ -68,9 +69,8 @@ def step(used: list[Record]) -> Rows:
     """`optimizer.step()`, with gradients set before."""
     yield ["workload", "W", "ZeRO, ms", "view, ms", "ours / ZeRO", "ours / view"]
     for run in newest("step", used):
-        zero, view, own = (
-            run["median_ms"][key] for key in ("torch ZeRO", "torch ZeRO, bucket view", "zero_optim")
-        )
+        times = run["median_ms"]
+        zero, view, own = times["torch ZeRO"], times["torch ZeRO, bucket view"], times["zero_optim"]
         figures = [f"{zero:.3g}", f"{view:.3g}", f"{own / zero:.2f}", f"{own / view:.2f}"]
         yield [run["workload"], str(run["ranks"]), *figures]
 
