@@ -84,6 +84,7 @@ MORE_ROWS = [
     Row("overlap, lazy", "tower", "ordinary", "cuts"),
     Row("overlap, owners", "tower", "ordinary", "cuts, masters, averages"),
     Row("overlap, owners", "unused", "ordinary", "cuts"),
+    Row("overlap, owners", "tower", "ordinary", "cuts, four ranks"),
     Row("overlap, owners, no thread, torch's DDP", "tower", "ordinary", "cuts"),
     Row("our DDP alone", "tower", "no_sync", "gradients as views"),
     Row("our DDP alone", "tower", "adding", "gradients as views"),

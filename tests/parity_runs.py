@@ -112,6 +112,7 @@ OPTIONS = {
     "four ranks": Option(size=4),
     "mesh": Option(size=4, kind="mesh"),
     "cuts": Option(kind="cuts"),
+    "cuts, four ranks": Option(size=4, kind="cuts", on_request=True),
     "masters": Option({"master_dtype": torch.float32}, dtype=torch.bfloat16),
     "cuts, masters, averages": Option(
         {"master_dtype": torch.float32, "ema_decay": 0.5}, dtype=torch.bfloat16, kind="cuts"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import test_migrating
-from fully import Tower, batch
+from fully import Tower
 from pool import on_ranks
 from training import needs_muon
 from worlds import leave
@@ -87,7 +87,7 @@ def stalled_once(names: "Names") -> Callable[[nn.Module], Tensor]:
 def safetensors_with_file(_: object) -> Any:
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 3, bias=False)])})
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    model["layers"][0](batch(0)).sum().backward()  # type: ignore[index]
+    model["layers"][0](torch.ones(4, 8)).sum().backward()  # type: ignore[index]
     optimizer.step()
     checkpoint.save("run/100", model=model, optimizer=optimizer)
     if dist.get_rank() == 0:
@@ -189,7 +189,9 @@ def train(names: Names) -> None:
     """One more step with what a script has built."""
     model = next(names[name] for name in ("wrapped", "ddp", "model") if name in names)
     optimizer = names["optimizer"]
-    model(batch(0)).float().square().mean().backward()
+    model(
+        torch.full((4, 8), 0.5)
+    ).float().square().mean().backward()  # equal on all ranks: no wrapper averages
     optimizer.step()
     optimizer.zero_grad()
 

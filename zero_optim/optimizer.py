@@ -43,6 +43,9 @@ def _part(path: str, doc: str, *, settable: bool = False) -> Any:  # noqa: ANN40
     return property(attrgetter(path), change if settable else None, doc=doc)
 
 
+_OWN = frozenset({"core", "iteration", "defaults", "grad_scale", "found_inf"})  # the latter by scalers
+
+
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Shard the state of an optimizer over the ranks of a process group (ZeRO stage 1).
 
@@ -198,6 +201,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return self.iteration.of_class(name, matches)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute, of the user's class if that has it and this one does not; no communication."""
+        core: Core | None = vars(self).get("core")
+        is_own = name.startswith("_") or name in _OWN or hasattr(type(self), name)
+        if is_own or core is None or not core.owned.local.assign(name, value):
+            super().__setattr__(name, value)
+
     # ------------------------------------------------------------------ stepping
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]  # noqa: ANN401
@@ -242,9 +252,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     )
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
+    def _step_supports_amp_scaling(self) -> views.Asked:
         """Whether a ``GradScaler`` calls `step` after an infinity too: Note [Infinities] in `step.amp`."""
-        return self.iteration.hears_scaler()
+        return views.Asked(self.iteration.hears_scaler)  # a debugger may read it on one rank
 
     def clip_grad_norm_(
         self,

@@ -39,6 +39,7 @@ from zero_optim.ddp.full.filling import (
     leave_meta,
     take_values_of_first,
 )
+from zero_optim.ddp.full.guards import refuse_shared_memory
 from zero_optim.ddp.full.module_hooks import units_of
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.wrapper_checks import (
@@ -232,6 +233,7 @@ def construct(
         construction = UnitConstruction(module, arguments, change_optimizer)
         at_exit.callback(construction.give_up)
         construction.take(optimizer)
+        refuse_shared_memory(module, construction.registration.params)
     items = [
         f"accumulate={arguments.accumulate!r}",
         f"mixed_precision: {construction.policy.describe()}",

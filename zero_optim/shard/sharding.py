@@ -55,6 +55,14 @@ _HINTS = {"optimizer": _DIFFERS_ON_PURPOSE, "group": _DIFFERS_ON_PURPOSE}
 WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
 
 
+_NO_OWNER = "{} has no owner: add parameters with add_param_group(), on all ranks"
+
+
+class _PiecesOf(dict[Tensor, Pieces]):
+    def __missing__(self, param: Tensor) -> Pieces:
+        raise ValueError(_NO_OWNER.format(f"a parameter of shape {tuple(param.shape)}"))
+
+
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
@@ -73,7 +81,7 @@ class Sharding:
         *,
         store: Store,
     ) -> None:
-        self.pieces: dict[Tensor, Pieces] = {}
+        self.pieces: dict[Tensor, Pieces] = _PiecesOf()
         self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
         self.buckets: list[Bucket] = []
@@ -249,7 +257,7 @@ class Sharding:
         for index, param in enumerate(params_of(groups)):
             if param not in self.pieces:
                 name = param_names(groups)[index]
-                raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
+                raise ValueError(_NO_OWNER.format(name))
 
     @eager
     def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:
