@@ -40,7 +40,6 @@ def refusal(row: Row) -> str:
         "the first of two passes would step already": stage.overlaps and twice,
         "nothing is sharded that could be cut": stage.plain and option.kind == "cuts",
         "only a wrapper that shards takes a mesh": option.kind == "mesh" and not stage.shards,
-        "only over a mesh there are replicas": stage.over_all and option.kind != "mesh",
         "sharded gradients take no part in Join": joins and stage.to_owners,
         "gradients on owners are no views": stage.shards and row.option == "gradients as views",
         "PyTorch 2.8 does not sum complex numbers over gloo": TORCH == (2, 8) and row.model == "complex",

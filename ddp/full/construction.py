@@ -217,7 +217,7 @@ def construct(
     """
     group, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:
-        mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
+        mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
         group = optimizer.ranks if mesh is None else mesh.everyone
     ranks = RanksToBe(arguments.mesh, process_group, group)
     with ranks.failing_together():
@@ -243,7 +243,7 @@ def construct(
     if optimizer is None:
         with ranks.failing_together():
             optimizer = construction.stand_in(ranks.process_group, options)
-        mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
+        mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
     return construction, optimizer, mesh
 
 

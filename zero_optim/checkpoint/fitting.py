@@ -1,6 +1,6 @@
 """Whether a checkpoint fits the objects to load into, and which rows of it each rank needs."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.strides import strides_of_rows
 from zero_optim.probe.probe import state_entries
-from zero_optim.step.averages import EMA, OLD_EMA
-from zero_optim.step.leaves import MASTER, OLD_MASTER
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
-_NOT_OF_A_CLASS = {"step", MASTER, OLD_MASTER, EMA, OLD_EMA}  # or of too many
+_NOT_OF_A_CLASS = {"step", MASTER, EMA}  # or of too many
 
 # ---------------------------------------------------------------------- whether it fits
 
@@ -137,9 +137,8 @@ def _names_in(objects: Objects, optimizer: ZeroRedundancyOptimizer, about: Json)
 class RankInput:
     """What one rank has read of a checkpoint that fits; ValueError if state has a wrong shape.
 
-    With ``only``, other parameters of the optimizer and their state are not read. ``places`` are tensors of
-    the model to load into, ``rest`` is extra state of its modules. ``state`` and ``options`` are the
-    optimizer's, ``sections`` all other values.
+    ``places`` are tensors of the model to load into, ``rest`` is extra state of its modules. ``state`` and
+    ``options`` are the optimizer's, ``sections`` all other values.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class RankInput:
         members: Members,
         *,
         random: bool,
-        only: Collection[Tensor] | None,
     ) -> None:
         values = reader.manifest.values
         self._reader = reader
@@ -159,7 +157,7 @@ class RankInput:
         self.options: list[dict[str, Any]] = []
         self.places = self._places(objects, members)
         if objects.optimizer is not None:
-            self._read_optimizer(objects, objects.optimizer, members.group.rank, only)
+            self._read_optimizer(objects, objects.optimizer, members.group.rank)
         sections = {name: values[name] for name in (*objects.others, EXTRA)}
         drawn = values.get(key_of(RANDOM, str(members.everyone.rank)))
         if random and drawn is not None:
@@ -205,20 +203,10 @@ class RankInput:
         places = places_of(present, objects, members.group)
         return [place._replace(key=parts[place.key][1][0]) for place in places]
 
-    def _read_optimizer(
-        self,
-        objects: Objects,
-        optimizer: ZeroRedundancyOptimizer,
-        rank: int,
-        only: Collection[Tensor] | None,
-    ) -> None:
+    def _read_optimizer(self, objects: Objects, optimizer: ZeroRedundancyOptimizer, rank: int) -> None:
         values, entries = self._reader.manifest.values, self._reader.manifest.entries
         names = _names_in(objects, optimizer, values[OPTIMIZER])
         owned = set(optimizer.owned_parameters())
-        if only is not None:
-            owned &= set(only)
-            addresses = {param.data_ptr() for param in only}
-            self.places = [p for p in self.places if not p.stepped or p.tensor.data_ptr() in addresses]
         cuts, shaped = optimizer.core.cut_states(), optimizer.core.shaped_entries(owned)
         for name, param in names.param.items():
             packed = values.get(f"{STATE}/{key_of(name)}")

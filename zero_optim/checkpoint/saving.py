@@ -225,8 +225,7 @@ def _agreed(
             own = [members.everyone.rank, random_state(objects.device)]
             for number, state in _of_others(members.mesh.across, own, "the random state"):
                 part.add(key_of(RANDOM, str(number)), state)
-        age = 0 if objects.optimizer is None else objects.optimizer.core.snapshot.age
-        yield _Save(members, folder, part, keep, objects.optimizer, age)
+        yield _Save(members, folder, part, keep)
 
 
 def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
@@ -240,46 +239,37 @@ def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Save:
-    """What this rank writes, and where; of the optimizer the state of this age."""
+    """What this rank writes, and where."""
 
     members: Members
     folder: Path
     part: RankContent
     keep: int | None
-    optimizer: ZeroRedundancyOptimizer | None
-    age: int
 
     def write(self) -> None:
         """Write by the first replica alone; all ranks call, and raise what it raised, naming the rank."""
         mesh = self.members.mesh
         if mesh is None:
-            token = self._write()
-        else:
-            token, failure = "", None
-            if mesh.across.rank == 0:
-                try:
-                    token = self._write()
-                except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
-                    failure = error
-            # A failure of another rank is told by that rank itself.
-            is_own = failure is not None and not message_of(failure).startswith("rank ")
-            others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
+            self._write()
+            return
+        failure = None
+        if mesh.across.rank == 0:
             try:
-                if failure is not None or others is not None:
-                    raise failure or others  # type: ignore[misc]
-            finally:
-                # Their tracebacks have this frame, see Note [Groups that end] in `comm.work_log`.
-                failure = others = None
-            tokens = mesh.everyone.all_gather_bytes(token.encode())
-            token = next(each.decode() for each in tokens if each)
-        if self.optimizer is not None:
-            self.optimizer.core.snapshot.note_saved(token, self.age)
+                self._write()
+            except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
+                failure = error
+        # A failure of another rank is told by that rank itself.
+        is_own = failure is not None and not message_of(failure).startswith("rank ")
+        others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
+        try:
+            if failure is not None or others is not None:
+                raise failure or others  # type: ignore[misc]
+        finally:
+            # Their tracebacks have this frame, see Note [Groups that end] in `comm.work_log`.
+            failure = others = None
 
-    def _write(self) -> str:
-        """Write this rank's file; then rank 0 completes the checkpoint: Note [Protocol of a save].
-
-        Returns the token of the save.
-        """
+    def _write(self) -> None:
+        """Write this rank's file; then rank 0 completes the checkpoint: Note [Protocol of a save]."""
         group, folder = self.members.group, self.folder
         lock: FolderLock | None = None
         try:
@@ -320,7 +310,6 @@ class _Save:
                 with suppress(OSError):
                     lock.close()
                     folder.rmdir()  # succeeds only if nothing was written
-        return token
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -66,8 +66,8 @@ class _PiecesOf(dict[Tensor, Pieces]):
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
-    The first ``num_owners`` ranks own. ``gathers`` outlive a sharding, as modules wait for them. Ranks may
-    differ in ``own_options``. `buckets` have one order on all ranks: Note [Order of gathers] in `plan.plan`.
+    ``gathers`` outlive a sharding, as modules wait for them. Ranks may differ in ``own_options``. `buckets`
+    have one order on all ranks: Note [Order of gathers] in `plan.plan`.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class Sharding:
         group: RankGroup,
         as_views: bool,
         cap_mb: float,
-        num_owners: int | None = None,
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
         *,
@@ -83,7 +82,7 @@ class Sharding:
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = _PiecesOf()
         self.whole_because: dict[Tensor, str] = {}
-        self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
+        self.loads: list[float] = [0] * group.size
         self.buckets: list[Bucket] = []
         self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
         self.gathers = Gathers() if gathers is None else gathers
@@ -171,10 +170,6 @@ class Sharding:
         """Release the process group after the gathers; see `Gathers.let_go`."""
         self.gathers.let_go(waits=waits)
         self._group = self._group.let_go()
-
-    def become(self, rank: int) -> None:
-        """Plan as this rank of ``num_owners``; -1 owns nothing. Comes before `add`."""
-        self._group = replace(self._group.let_go(), rank=rank, size=len(self.loads))
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
         """Return this rank's pieces, by parameter."""
