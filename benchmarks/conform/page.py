@@ -29,17 +29,16 @@ with those of the unsharded class on the mean of the same gradients. {versions}
 - *equal*: the same parameters on both ranks up to rounding, most of them bit for bit. Rounding is 1e-10 of
   the largest change of a parameter in float64 (1e-4 in float32), or 30 times the effect of one rounding in
   the gradients, at most 0.02. For Muon, in bfloat16, it is 3 times the effect of noise of 2^-8.
-- *unclear*: more than that, and at most 3 times the effect of noise. SOAP, Shampoo and LBFGS amplify noise.
+- *unclear*: more than that, and at most 3 times the effect of noise.
 - *refused*: both ranks raised. *hung*: one rank waited, or raised alone. *none*: the class itself cannot do
   it.
 - **wrong**: training ended without an error, with other parameters. The number is that of the
   [cause](#causes).
 
-Each system is used as its documentation says: its call for clipping, its save and load, `no_sync` or its
-equivalent, `find_unused_parameters` where a parameter is frozen later, `refresh_trainable` of OSS. For
-DeepSpeed `zero_allow_untested_optimizer` is set, as it refuses most classes without. FairScale and
-DeepSpeed run in float32, the others in float64. *zero_optim 1*, *2*, *3* shard state, gradients and
-parameters.
+Each system is used as its documentation says, with its own calls for clipping, saving and loading, and
+`find_unused_parameters` if a parameter is frozen later. For DeepSpeed `zero_allow_untested_optimizer` is set,
+as it refuses most classes without. FairScale and DeepSpeed run in float32, the others in float64.
+*zero_optim 1*, *2*, *3* shard state, gradients and parameters.
 
 Loops: *clip* clips the global norm. *Accumulate* has two backward passes in an update; both orders of sums
 count as equal. *Freeze* freezes the middle of three blocks for two updates. In *unfreeze* that block is
@@ -147,16 +146,14 @@ def _write_counts(counts: Counter[str], numbers: set[str]) -> str:
 def _by_class(cells: Cells, names: list[str]) -> Iterator[str]:
     """Write what the plain loop gives, and the loops that are worse where the class matters."""
     yield "The plain loop, then the loops in which the class differs from the table above."
-    for kind, title in KINDS.items():
-        yield f"\n**{title[0].upper()}{title[1:]}**\n"
-        yield from _table(
-            "class",
-            {
-                name: {system: _of_class(cells, name, system) for system in SYSTEMS}
-                for name in names
-                if TRIALS[name].kind == kind
-            },
-        )
+    yield ""
+    rows = {
+        name: {system: _of_class(cells, name, system) for system in SYSTEMS}
+        for kind in KINDS  # beside each other
+        for name in names
+        if TRIALS[name].kind == kind
+    }
+    yield from _table("class", rows)
 
 
 def _of_class(cells: Cells, name: str, system: str) -> str:
