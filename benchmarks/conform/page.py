@@ -45,9 +45,6 @@ count as equal. *Freeze* freezes the middle of three blocks for two updates. In 
 frozen from before wrapping until the fourth update. *Groups* has two groups with options of their own and a
 schedule. *Resume* saves and loads after half of the updates. *Uneven* has two batches less on one rank,
 with `Join`. *Scaler* has a `GradScaler`, and an infinity on one rank.
-
-A second run of all cells differed in four: Shampoo under ShardedDDP in three loops, and once gloo aborted a
-rank of DDP, which 1,900 more runs of that cell did not show.
 """
 
 
@@ -76,7 +73,7 @@ def _extent(cells: Cells, names: list[str]) -> str:
     run = sum(len(of_class) for name in names for of_class in cells[name].values())
     every = len(TRIALS) * len(SYSTEMS) * len(LOOPS)
     rest = "" if run == every else " `--missing` runs the others."
-    return f"{run:,} of {every:,} cells were run.{rest} All take about 15 minutes on two idle cores."
+    return f"{run:,} of {every:,} cells were run.{rest}"
 
 
 def _table(first: str, rows: dict[str, dict[str, str]]) -> Iterator[str]:
@@ -194,8 +191,6 @@ def _number(name: str, loop: str, system: str) -> str:
 
 
 def _causes(cells: Cells, names: list[str]) -> Iterator[str]:
-    yield "Each script shows the difference with torchrun alone."
-    yield ""
     counts = Counter(
         _number(name, loop, system)
         for name in names
