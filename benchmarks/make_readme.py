@@ -67,12 +67,17 @@ def newest_run(name: str, place: str, used: list[Record]) -> Record:
 
 def step(used: list[Record]) -> Rows:
     """`optimizer.step()`, with gradients set before."""
-    yield ["workload", "W", "ZeRO, ms", "view, ms", "ours / ZeRO", "ours / view"]
+    runs: dict[str, list[Record]] = {}
     for run in newest("step", used):
-        times = run["median_ms"]
-        zero, view, own = times["torch ZeRO"], times["torch ZeRO, bucket view"], times["zero_optim"]
-        figures = [f"{zero:.3g}", f"{view:.3g}", f"{own / zero:.2f}", f"{own / view:.2f}"]
-        yield [run["workload"], str(run["ranks"]), *figures]
+        runs.setdefault(run["workload"], []).append(run["median_ms"])
+    yield ["workload", "ZeRO, ms: W=2", "W=4", "ours / ZeRO: W=2", "W=4", "ours / view: W=2", "W=4"]
+    for workload, pair in runs.items():
+        keys = ["torch ZeRO", "torch ZeRO, bucket view", "zero_optim"]
+        zero, view, own = ([times[key] for times in pair] for key in keys)
+        ratios = [
+            f"{us / other:.2f}" for others in (zero, view) for us, other in zip(own, others, strict=True)
+        ]
+        yield [workload, *(f"{time:.3g}" for time in zero), *ratios]
 
 
 def reducer(used: list[Record]) -> Rows:
