@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE, MIB = Path(__file__).parent, 2**20
 PAGE = HERE / "README.md"
-MIB = 2**20
 Record = dict[str, Any]
 ZERO = "torch DDP + ZeRO"
 PLACES: dict[str, Record] = {  # of the ranks: which runs
