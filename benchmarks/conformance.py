@@ -1,4 +1,4 @@
-"""Which system trains which optimizer class rightly, in which loop? Compares with unsharded training.
+"""Compare every optimizer class, in every loop and system, with unsharded training.
 
     python benchmarks/conformance.py                                  # all cells, then the page
     python benchmarks/conformance.py --classes AdamW Lamb --loops plain clip --systems zero fsdp2

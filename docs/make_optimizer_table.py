@@ -29,33 +29,27 @@ HEAD = f"""# Every optimizer class
 
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
-[Other packages](#other-packages) have a section of their own.
 
-Before a class is sharded, `zero_optim.probe` tries with these options whether
+Before a class is sharded, `zero_optim.probe` tries with the given options whether
 
-- each parameter's step is *separable*: it needs this parameter's own gradient and state only. Other classes
-  are refused, unless `assume_separable=True`;
+- each parameter's step is *separable*: it needs only this parameter's gradient and state. Other classes are
+  refused, unless `assume_separable=True`;
 - one optimizer may step some of its parameters now and the others later (*in parts*, for `zero_step`);
-- several ranks may own *rows* of one parameter, also if an option that is zero, as a weight decay, changes.
+- several ranks may own *rows* of one parameter.
 
-Trying cannot see a coupling that begins after 9 steps, or only among parameters of more than 8,192 elements
-(cuts: more than 45,056 elements), or with gradients or options unlike those tried.
-
-A class whose state cannot be saved and resumed is refused, unless `allow_unsaved=True`; then saving raises.
-Tried are classes with a `state_dict` of their own, objects in their state, or attributes that steps change.
-
-A class may write what a rank has into its groups, as a number of elements, or a count into a state. It is
-refused if trials of 64 steps show that it uses that, also with numbers beyond any size.
-
-Parameters in half precision are tried too; a class that bears only others is refused for these alone.
+Trials take 9 steps, with parameters of at most 8,192 elements (cuts: 45,056). They do not see a coupling that
+needs more. Half precision is tried too; a class that fails there is refused for such parameters alone. A
+class whose state cannot be saved and resumed is refused, unless `allow_unsaved=True`; then saving raises. A
+class that uses an entry of its groups or state which differs between ranks is refused.
 
 "Fails" lists the trials that a class does not pass. "Bitwise equal": the parameters after each of 13 steps,
-and the saved state, are those of the unsharded optimizer.
+and the saved state, are those of the unsharded optimizer. Classes were tried with their defaults, and most
+with other options (tests/optimizer_cases.py). [Other packages](#other-packages) have a section of their own.
 
-## Every set of options
+## torch.optim and torch_optimizer
 
-| class | options | fails | bitwise equal |
-|---|---|---|---|
+| fails | bitwise equal | classes |
+|---|---|---|
 """
 
 
@@ -79,18 +73,18 @@ def answer(pool: Pool, name: str, case: Case, options: Options, traits: Traits) 
 
 
 def rows(pool: Pool) -> Iterator[str]:
-    """Make every line, in the order of the cases: one for options of a class that give the same."""
+    """Make every line: one for classes that give the same. Options are named if they make a difference."""
+    lines: dict[tuple[str, str], list[str]] = {}
     for name, case in CASES.items():
         results: dict[tuple[str, str], list[str]] = {}
         for options in case.options:
             traits = probe(case.optimizer_class, options)
-            result = (
-                failed_trials(name, options, traits),
-                answer(pool, name, case, options, traits),
-            )
-            results.setdefault(result, []).append(f"`{write_options(options)}`")
-        for (failed, equal), same in results.items():
-            yield f"| `{name}` | {'; '.join(same)} | {failed} | {equal} |"
+            result = (failed_trials(name, options, traits), answer(pool, name, case, options, traits))
+            results.setdefault(result, []).append(f"{name}({write_options(options)})")
+        for result, same in results.items():
+            lines.setdefault(result, []).extend([name] if len(results) == 1 else same)
+    for (failed, equal), names in lines.items():
+        yield f"| {failed} | {equal} | {'; '.join(names)} |"
 
 
 def main() -> int:

@@ -180,14 +180,15 @@ SWITCHES = ("foreach", "fused", "capturable", "maximize", "differentiable")
 
 
 def documented() -> list[list[str]]:
-    """Read the cells of docs/optimizers.md, for each set of options: name, options, answers."""
-    every = TABLE.read_text().partition("## Every set of options")[2]
-    lines = [line for line in every.splitlines() if line.startswith("| `torch")]
+    """Read docs/optimizers.md, for each set of options: name, options, failed trials, answer."""
+    every = TABLE.read_text().partition("## torch.optim and torch_optimizer")[2].partition("## ")[0]
+    lines = [line for line in every.splitlines() if "torch" in line]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    answers = {name: [failed, answer] for failed, answer, names in rows for name in names.split("; ")}
     return [
-        [name.strip("`"), options.strip("`"), *answers]
-        for name, of_row, *answers in rows
-        for options in of_row.split("; ")
+        [name, options, *(answers.get(name) or answers.get(f"{name}({options})", ["", "not in the table"]))]
+        for name, case in CASES.items()
+        for options in map(write_options, case.options)
     ]
 
 

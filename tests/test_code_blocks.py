@@ -38,7 +38,7 @@ PARTS = re.compile(
 )
 NOT_RUN = {
     "needs Lightning": 1, "needs transformers": 2, "needs accelerate": 1, "needs mmengine": 1, "needs Ray": 1,
-    "needs axolotl": 1, "needs timm": 1, "needs DeepSpeed": 1, "needs FairScale": 1, "needs CUDA": 1,
+    "needs timm": 1, "needs DeepSpeed": 1, "needs FairScale": 1, "needs CUDA": 1,
 }  # fmt: skip
 
 # torch.distributed.checkpoint imports what PyTorch deprecates.

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import runpy
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -127,6 +128,21 @@ def test_there_are_pages() -> None:
         "hooks.md",
         "migrating.md",
     }
+
+
+def test_the_page_of_benchmarks_is_that_of_the_records() -> None:
+    write = runpy.run_path(str(ROOT / "benchmarks" / "make_readme.py"))
+    assert write["PAGE"].read_text() == write["page"]()
+
+
+def test_each_claim_links_to_a_test_that_exists() -> None:
+    lines = (ROOT / "docs" / "claims.md").read_text().splitlines()
+    claims = [line for line in lines if line.startswith("| ") and "shown by" not in line]
+    assert len(claims) > 30
+    for claim in claims:
+        links = [link for link in LINK.findall(claim.split(" | ")[-1]) if "/tests/" in f"/{link}"]
+        assert links, claim
+        assert all((ROOT / "docs" / link).is_file() for link in links), claim
 
 
 def sources() -> list[Path]:

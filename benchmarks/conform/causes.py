@@ -40,8 +40,8 @@ def _joins_parameters(trial: Trial) -> bool:
 CAUSES = (
     Cause(
         "Added up sparse embeddings",
-        "DDP divides sparse gradients in place. Autograd gives embeddings whose outputs are added up the"
-        " same tensor of values, so that it is divided once for each of them.",
+        "DDP divides sparse gradients in place. Embeddings whose outputs are added up share one tensor of"
+        " values, which is divided once for each of them.",
         "ddp_sparse_embeddings.py",
         DDP_BASED,
         holds=lambda trial: trial.feed == "added",
@@ -49,7 +49,7 @@ CAUSES = (
     Cause(
         "Unfrozen after wrapping",
         "DDP does not reduce the gradient of a parameter that was frozen when it was wrapped. Replicas "
-        "drift apart. Its page warns in general not to change parameters after wrapping.",
+        "drift apart.",
         "ddp_unfrozen_later.py",
         DDP_BASED,
         ("unfreeze",),
@@ -64,8 +64,8 @@ CAUSES = (
     ),
     Cause(
         "Frozen after `initialize()`",
-        "A parameter that DeepSpeed has taken into its flat tensor gets a gradient of zero when it is "
-        "frozen, not none. Momentum and weight decay still move it.",
+        "When a parameter in DeepSpeed's flat tensor is frozen, its gradient is zero, not None. "
+        "Momentum and weight decay still move it.",
         "deepspeed_frozen_later.py",
         DEEPSPEED,
         ("freeze",),
@@ -82,18 +82,16 @@ CAUSES = (
     ),
     Cause(
         "Uneven inputs",
-        "Under `Join` a rank without inputs steps the parameters that it owns with no gradient, or an "
-        "old one: DDP reduces there, and drops the result. Classes that need a closure or a gradient raise "
-        "there alone, and the other rank waits: hung.",
+        "Under `Join` a rank without inputs steps the parameters that it owns with no gradient or an old "
+        "one. Classes that need a closure or a gradient raise on that rank, and the other rank hangs.",
         "zero_uneven_inputs.py",
         ("zero",),
         ("uneven",),
     ),
     Cause(
         "State after uneven inputs",
-        "At the end of `Join` DDP gives every rank the parameters of one that made the last step. The "
-        "optimizer's state stays as it was at each rank's own last step. Schedule-free classes compute "
-        "parameters from it in `eval()`. Any class with state goes on with it, as in the next epoch.",
+        "At the end of `Join` DDP broadcasts parameters from a rank that made the last step, but not the "
+        "optimizer's state. Schedule-free classes compute parameters from their state in `eval()`.",
         "ddp_uneven_state.py",
         ("ddp",),
         ("uneven",),
@@ -101,26 +99,25 @@ CAUSES = (
     ),
     Cause(
         "Steps that join parameters",
-        "Each rank builds the class for the parameters that it owns. What is measured over all of them, "
-        "as a norm, a distance or a step along a line, is that of one rank's part.",
+        "Each rank builds the class for the parameters that it owns. A norm or distance over all "
+        "parameters is computed over one rank's part.",
         "zero_lbfgs.py",
         OWNING,
         holds=_joins_parameters,
     ),
     Cause(
         "Frozen later",
-        "ShardedDDP keeps small gradients in buckets, which it zeroes, also with `set_to_none=True`. A "
-        "parameter that is frozen later has a gradient of zero, not none. Momentum and weight decay "
-        "still move it.",
+        "ShardedDDP zeroes its buckets of small gradients, also with `set_to_none=True`. The gradient of "
+        "a parameter that is frozen later is zero, not None. Momentum and weight decay still move it.",
         "sharded_ddp_frozen_later.py",
         ("sharded-ddp",),
         ("freeze",),
     ),
     Cause(
         "Gradients that became None",
-        "ShardedDDP does not reduce a small gradient that is no longer the view into its bucket. That is so "
-        "after a class has dropped gradients in its step, and after `optimizer.zero_grad()`, which sets them "
-        "to None since PyTorch 2.0. The table uses `model.zero_grad()`, as FairScale's tutorial does.",
+        "ShardedDDP does not reduce a small gradient that is no longer the view into its bucket: after a "
+        "class dropped gradients in its step, or after `optimizer.zero_grad()` since PyTorch 2.0. The table "
+        "uses `model.zero_grad()`, as FairScale's tutorial does.",
         "sharded_ddp_none_gradients.py",
         ("sharded-ddp",),
         holds=lambda trial: trial.package == "heavyball",

@@ -16,42 +16,35 @@ RIGHT = ("bits", "equal")
 BAD = ("wrong", "hung", "dead")
 Cells = dict[str, dict[str, dict[str, list[str]]]]
 
-HEAD = """# Who trains which optimizer rightly
+HEAD = """# Optimizer classes in every system
 
-Made by `python benchmarks/conformance.py`. Do not edit. Every cell is one class, one loop and one system,
-trained for 8 updates on two ranks (CPU, gloo), each with its own inputs, and compared with the unsharded
-class on the mean of the same gradients. {versions}
+Made by `python benchmarks/conformance.py`. Do not edit. Each cell trains one class in one loop and one
+system for 8 updates on two ranks (CPU, gloo), with other inputs on each rank. Its parameters are compared
+with those of the unsharded class on the mean of the same gradients. {versions}
 
 {extent}
 
 {counts}
 
-- *equal*: the same parameters on both ranks up to rounding, most of them bit for bit. What counts as
-  rounding: 1e-10 of the largest change of a parameter in float64 (1e-4 in float32), or 30 times what noise
-  of one rounding in the gradients makes of the class, at most 0.02. Muon computes in bfloat16: 3 times what
-  noise of 2^-8 makes. After *accumulate* two orders of sums are right: over the passes first, or over the
-  ranks.
-- *unclear*: more than that, and at most 3 times what noise makes. Noise moves SOAP by 0.2 to 0.7 of the way,
-  also in float64; in float32 it moves Shampoo by 0.03 to 1.2, and LBFGS with clipping by 5.
-- *refused*: both ranks raised. *hung*: one waited, or raised alone. *none*: the class itself cannot do
-  this.
-- **wrong**: it ended without an error, with other parameters. The number is that of the [cause](#causes).
+- *equal*: the same parameters on both ranks up to rounding, most of them bit for bit. Rounding is 1e-10 of
+  the largest change of a parameter in float64 (1e-4 in float32), or 30 times the effect of one rounding in
+  the gradients, at most 0.02. For Muon, in bfloat16, it is 3 times the effect of noise of 2^-8.
+- *unclear*: more than that, and at most 3 times the effect of noise.
+- *refused*: both ranks raised. *hung*: one rank waited, or raised alone. *none*: the class itself cannot do
+  it.
+- **wrong**: training ended without an error, with other parameters. The number is that of the
+  [cause](#causes).
 
-Every system is used as its documentation says: its call for clipping, its save and load, `no_sync` or what
-it has for it, `find_unused_parameters` where a parameter is frozen later, `refresh_trainable` of OSS.
-DeepSpeed refuses most classes unless `zero_allow_untested_optimizer` is set, as it is here. FairScale and
-DeepSpeed run in float32, the others in float64. *zero_optim 1*, *2*, *3* shard state, gradients and
-parameters.
+Each system is used as its documentation says, with its own calls for clipping, saving and loading, and
+`find_unused_parameters` if a parameter is frozen later. For DeepSpeed `zero_allow_untested_optimizer` is set,
+as it refuses most classes without. FairScale and DeepSpeed run in float32, the others in float64.
+*zero_optim 1*, *2*, *3* shard state, gradients and parameters.
 
-Loops: *clip* clips the global norm; *accumulate* has two backward passes in an update; *freeze* freezes the
-middle of three blocks for two updates; *unfreeze* has it frozen from before wrapping until the fourth;
-*groups* has two groups with options of their own and a schedule; *resume* saves and loads after half of the
-updates; *uneven* has two batches less on one rank, with `Join`; *scaler* has a `GradScaler`, and an
-infinity on one rank.
-
-On 2026-11-27 a second run of all cells differed in four: Shampoo under ShardedDDP, which is at the limit of
-*unclear*, in three loops; and once a thread of gloo aborted a rank of DDP (SparseAdam, *groups*), which 1,900
-more runs of that cell did not show.
+Loops: *clip* clips the global norm. *Accumulate* has two backward passes in an update; both orders of sums
+count as equal. *Freeze* freezes the middle of three blocks for two updates. In *unfreeze* that block is
+frozen from before wrapping until the fourth update. *Groups* has two groups with options of their own and a
+schedule. *Resume* saves and loads after half of the updates. *Uneven* has two batches less on one rank,
+with `Join`. *Scaler* has a `GradScaler`, and an infinity on one rank.
 """
 
 
@@ -80,34 +73,46 @@ def _extent(cells: Cells, names: list[str]) -> str:
     run = sum(len(of_class) for name in names for of_class in cells[name].values())
     every = len(TRIALS) * len(SYSTEMS) * len(LOOPS)
     rest = "" if run == every else " `--missing` runs the others."
-    return (
-        f"{run:,} of {every:,} cells were run.{rest} All of them take about 15 minutes on two cores that do "
-        "nothing else."
-    )
+    return f"{run:,} of {every:,} cells were run.{rest}"
+
+
+def _table(first: str, rows: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Write a row for each name, with one cell for systems of a family that have the same column."""
+    columns: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for system in SYSTEMS:
+        family, column = system.rstrip("123"), tuple(row[system] for row in rows.values())
+        columns.setdefault((family, column), []).append(system)
+    titles = [", ".join([SYSTEMS[first].title, *(system[-1] for system in others)])
+              for first, *others in columns.values()]  # fmt: skip
+    yield f"| {first} | {' | '.join(titles)} |"
+    yield "|---" * (1 + len(titles)) + "|"
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, row in rows.items():
+        alike.setdefault(tuple(row[systems[0]] for systems in columns.values()), []).append(name)
+    for cells, names in alike.items():
+        yield f"| {', '.join(names)} | {' | '.join(cells)} |"
 
 
 def _counts(cells: Cells, names: list[str]) -> str:
-    lines = [f"| | {' | '.join(system.title for system in SYSTEMS.values())} |"]
-    lines.append("|---" * (1 + len(SYSTEMS)) + "|")
+    rows = {}
     for title, statuses in (("equal", RIGHT), ("refused", ("refused",)), ("**wrong**", ("wrong",)),
                             ("hung or crashed", ("hung", "dead")), ("unclear", ("unclear",)),
                             ("not offered", ("no",)), ("none", ("none",))):  # fmt: skip
-        row = [
-            sum(cell[0] in statuses for name in names for cell in cells[name].get(system, {}).values())
+        answers = {
+            system: [cell[0] for name in names for cell in cells[name].get(system, {}).values()]
             for system in SYSTEMS
-        ]
-        lines.append(f"| {title} | {' | '.join(map(str, row))} |")
-    return "\n".join(lines)
+        }
+        rows[title] = {system: str(sum(map(found.count, statuses))) for system, found in answers.items()}
+    return "\n".join(_table("", rows))
 
 
 def _by_loop(cells: Cells, names: list[str]) -> Iterator[str]:
     """Count the answers of a loop over the classes whose plain loop is equal."""
     yield "Over the classes whose plain loop is equal in the system:"
     yield ""
-    yield f"| loop | {' | '.join(system.title for system in SYSTEMS.values())} |"
-    yield "|---" * (1 + len(SYSTEMS)) + "|"
+    rows: dict[str, dict[str, str]] = {}
     for loop in LOOPS:
-        row = []
+        row = rows[loop] = {}
         for system in SYSTEMS:
             counts, numbers = Counter[str](), set[str]()
             for name in names:
@@ -117,8 +122,8 @@ def _by_loop(cells: Cells, names: list[str]) -> Iterator[str]:
                     counts["equal" if status in RIGHT else status] += 1
                     if status in BAD:
                         numbers.add(_number(name, loop, system))
-            row.append(_write_counts(counts, numbers))
-        yield f"| {loop} | {' | '.join(row)} |"
+            row[system] = _write_counts(counts, numbers)
+    yield from _table("loop", rows)
 
 
 def _write_counts(counts: Counter[str], numbers: set[str]) -> str:
@@ -137,14 +142,15 @@ def _write_counts(counts: Counter[str], numbers: set[str]) -> str:
 
 def _by_class(cells: Cells, names: list[str]) -> Iterator[str]:
     """Write what the plain loop gives, and the loops that are worse where the class matters."""
-    yield "The plain loop; behind it the loops in which this class differs from the table above."
-    for kind, title in KINDS.items():
-        yield f"\n**{title[0].upper()}{title[1:]}**\n"
-        yield f"| class | {' | '.join(system.title for system in SYSTEMS.values())} |"
-        yield "|---" * (1 + len(SYSTEMS)) + "|"
-        for name in names:
-            if TRIALS[name].kind == kind:
-                yield f"| {name} | {' | '.join(_of_class(cells, name, system) for system in SYSTEMS)} |"
+    yield "The plain loop, then the loops in which the class differs from the table above."
+    yield ""
+    rows = {
+        name: {system: _of_class(cells, name, system) for system in SYSTEMS}
+        for kind in KINDS  # beside each other
+        for name in names
+        if TRIALS[name].kind == kind
+    }
+    yield from _table("class", rows)
 
 
 def _of_class(cells: Cells, name: str, system: str) -> str:
@@ -185,8 +191,6 @@ def _number(name: str, loop: str, system: str) -> str:
 
 
 def _causes(cells: Cells, names: list[str]) -> Iterator[str]:
-    yield "Each script needs torchrun, and shows the difference without this benchmark."
-    yield ""
     counts = Counter(
         _number(name, loop, system)
         for name in names
@@ -195,7 +199,6 @@ def _causes(cells: Cells, names: list[str]) -> Iterator[str]:
         if status in BAD
     )
     for number, cause in enumerate(CAUSES, 1):
-        where = ", ".join(SYSTEMS[system].title for system in cause.systems)
         documented = " Documented." if cause.documented else ""
-        yield f"{number}. **{cause.title}** ({where}; {counts[str(number)]} cells). {cause.text}{documented}"
+        yield f"{number}. **{cause.title}** ({counts[str(number)]} cells). {cause.text}{documented}"
         yield f"   [{cause.script}](../benchmarks/reproducers/{cause.script})"
