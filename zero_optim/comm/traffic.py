@@ -51,7 +51,7 @@ class Traffic:
         self.clock = clock
         self._counts: dict[str, _Counts] = {}
         self._steps = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may communicate too
 
     def count_step(self) -> None:
         """Count a step, or a backward pass of a reducer."""
