@@ -1,14 +1,17 @@
 """Process groups beside the one that is trained on: lent, taken over, and never one more than is needed."""
 
+import errno
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from overlap import WRAPPERS, Setting, assert_same_run, plain_step
 from pool import Ranks, on_ranks
+from stalling import about_to_stall, outcomes
 from training import TORCH
 from waiting import LIMIT, wait_until
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.comm import agreement
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.lanes import Lease, lanes_beside, lease, num_started
@@ -28,6 +33,7 @@ from zero_optim.comm.sending import exchange, start_recv, start_send
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.compat.engine import timeout_of
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.health.watchdog import watching
 from zero_optim.hooks import zero_step
 
 MOST_LANES = 18  # those made freely, and two more of the last user
@@ -226,6 +232,36 @@ def test_a_rank_that_does_not_come_for_its_lanes_is_told_within_the_timeout() ->
         with pytest.raises(RemoteRankError, match=f"did not come within {seconds} s"):
             lanes_beside(RankGroup.of(group))
     dist.barrier()
+
+
+def construct_where_no_group_is_made(failure: str) -> str:
+    """Rank 1 fails, or dies, as it makes a group; the others have a timeout, and their group a long one."""
+
+    def fail(*_: object) -> None:
+        if failure == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    group = RankGroup.of(None).within(4.0)
+    make_group = fail if group.rank == 1 else agreement.make_group
+    about_to_stall()
+    with mock.patch.object(agreement, "make_group", make_group), watching(group):
+        lease(group, 1, "gloo")
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ("raises", r"it failed on rank 1 \(\[Errno 24\] Too many open files\)"),
+        ("killed", "rank 1 has ended|failed on rank 0 where it waited for a rank that has ended"),
+    ],
+)
+@pytest.mark.skipif(TORCH < (2, 13), reason="groups of before keep the first timeout")
+def test_who_fails_to_make_a_group_is_named_within_the_timeout(failure: str, said: str) -> None:
+    ended = outcomes(2, construct_where_no_group_is_made, failure, limit=120.0)
+    for outcome in ended[: 1 + (failure == "raises")]:
+        assert re.search(said, str(outcome.said)), outcome.said
 
 
 @on_ranks(4)
