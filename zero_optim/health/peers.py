@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from zero_optim.compat.engine import address_of_store, default_store
-from zero_optim.compat.threads import start_thread
+from zero_optim.compat.threads import start_thread_or_run
 
 Message = dict[str, Any]  # plain JSON
 
@@ -176,7 +176,7 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
 
     numbers, most = list(calls), 32
     for start in range(min(most, len(numbers))):
-        start_thread(partial(run, numbers[start::most]), "zero_optim question")
+        start_thread_or_run(partial(run, numbers[start::most]), "zero_optim question")
     deadline = time.monotonic() + limit
     for _ in numbers:
         if not over.acquire(timeout=max(0.0, deadline - time.monotonic())):

@@ -23,7 +23,7 @@ from zero_optim.comm.backends import tells_of_closed_connection, tells_of_late_r
 from zero_optim.comm.records import Verdict
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
-from zero_optim.compat.threads import start_thread
+from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.health.diagnosis import Reports, Status, ended_ranks, judge, without_absent
 from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
 
@@ -156,8 +156,8 @@ class Verdicts:
 
     def _exit_if_due(self) -> None:
         if self.exits:
-            flushing = _beside(_flush)
-            flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
+            if (flushing := _beside(_flush)) is not None:
+                flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
             os._exit(EXIT_CODE)
 
     def explain(self, work: Work, error: RuntimeError) -> Exception | None:
@@ -221,9 +221,9 @@ def _verdict_in(reports: Reports) -> Verdict | None:
     return next((Verdict(each[0], tuple(each[1])) for each in verdicts if each is not None), None)
 
 
-def _beside(work: Callable[[], object]) -> threading.Thread:
-    """Run slow work on a thread, as the watchdog must answer meanwhile."""
-    return start_thread(work, "zero_optim diagnosis")
+def _beside(work: Callable[[], object]) -> threading.Thread | None:
+    """Run slow work on a thread if it can, as the watchdog must answer meanwhile."""
+    return start_thread_or_run(work, "zero_optim diagnosis")
 
 
 def _flush() -> None:

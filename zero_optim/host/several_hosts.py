@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.compat.signals import handlers_later, wait_for
-from zero_optim.compat.threads import start_thread
+from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.errors import message_of
 from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo, flattened
 
@@ -289,7 +289,7 @@ class SeveralHosts:
             self._jobs.append(job)
             is_new, self._is_served = not self._is_served, True
         if is_new:
-            start_thread(self._serve, "zero_optim hosts")
+            start_thread_or_run(self._serve, "zero_optim hosts")
 
     def _serve(self) -> None:
         while True:

@@ -275,8 +275,11 @@ class SharedMemory:
         else:
             try:
                 start_thread(self._serve, "zero_optim host memory")
-            except RuntimeError:  # Python ends: whoever waits moves
+            except RuntimeError as error:  # Python ends, or the system has no more: whoever waits moves
                 self._is_served = False
+                if any(work.then is not None for work in list(self._works)):  # perhaps nobody does
+                    self.close(f"Connection closed: this rank can start no thread for its calls: {error}")
+                    self._end_all()
 
     def _wake_thread(self) -> None:
         self._wakes.value += 1
@@ -294,6 +297,10 @@ class SharedMemory:
                     self._is_served = False
                     return
             time.sleep(_GRACE)
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """End the calls that a failure leaves."""
         with self._lock:
             works, self._works = self._works, []
             for sender, receiver in self._ends.values():  # else they would refer to this memory
