@@ -36,6 +36,7 @@ from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.health.watchdog import watching
 from zero_optim.hooks import zero_step
 
+set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # which warns from PyTorch 2.14 on
 MOST_LANES = 18  # those made freely, and two more of the last user
 THREADS_OF_A_LANE, DESCRIPTORS_OF_A_LANE = 3, 5  # on gloo with two ranks
 
@@ -227,7 +228,7 @@ def test_lanes_have_the_timeout_of_the_group_they_lie_beside() -> None:
 def test_a_rank_that_does_not_come_for_its_lanes_is_told_within_the_timeout() -> None:
     seconds = 1 if TORCH >= (2, 13) else 10
     group = dist.new_group(timeout=timedelta(seconds=10))
-    c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    set_timeout(timedelta(seconds=seconds), group)
     if dist.get_rank() == 0:
         with pytest.raises(RemoteRankError, match=f"did not come within {seconds} s"):
             lanes_beside(RankGroup.of(group))
@@ -294,7 +295,7 @@ def save_alone(folder: Path, rank: int, result: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    c10d._set_pg_timeout(timedelta(seconds=5))  # not before: coming together may take longer
+    set_timeout(timedelta(seconds=5))  # not before: coming together may take longer
     model = nn.Linear(3, 3)
     store.set(f"rank {rank} has come", "")
     if rank == 1:
