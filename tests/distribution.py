@@ -18,11 +18,16 @@ CHECKOUT = Path(__file__).parents[1]
 PACKAGE = ("zero_optim", "ddp", "hooks", "build", "zero_optim.egg-info")  # and what a build leaves
 
 
+def without_python() -> dict[str, str]:
+    """The variables of this process but those of Python: pytest-xdist puts the checkout on PYTHONPATH."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+
+
 def run_python(
     code: str, *args: object, cwd: Path, path: Sequence[Path] = (), python: str | Path = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     """Runs code as ``python -c`` in a folder, with nothing but ``path`` added to the installed packages."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment = without_python()
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [python, "-c", code, *map(str, args)]
@@ -74,11 +79,12 @@ def make_environment(wheel: Path, folder: Path) -> Path:
     PyTorch and the other packages are those of this environment, through a line in a .pth file. No other such
     file is read through it, so what is installed here in editable mode is not there.
     """
-    python = folder / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=400)
+    python, environment = folder / "bin" / "python", without_python()
+    venv = [sys.executable, "-m", "venv", "--without-pip", folder]
+    subprocess.run(venv, check=True, timeout=400, env=environment)
     options = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
     pip = [sys.executable, "-m", "pip", "--python", python, "install", *options, wheel]
-    subprocess.run(pip, check=True, timeout=400)
+    subprocess.run(pip, check=True, timeout=400, env=environment)
     names = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", "venv", names))
     (packages / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -1,10 +1,15 @@
 """Process groups beside the one that is trained on: lent, taken over, and never one more than is needed."""
 
+import errno
 import gc
+import os
+import re
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from overlap import WRAPPERS, Setting, assert_same_run, plain_step
 from pool import Ranks, on_ranks
+from stalling import about_to_stall, outcomes
 from training import TORCH
 from waiting import LIMIT, wait_until
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
+from zero_optim.comm import agreement
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.lanes import Lease, lanes_beside, lease, num_started
@@ -24,8 +31,10 @@ from zero_optim.comm.sending import exchange
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.compat.engine import timeout_of
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.health.watchdog import watching
 from zero_optim.hooks import zero_step
 
+set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # which warns from PyTorch 2.14 on
 MOST_LANES = 18  # those made freely, and two more of the last user
 THREADS_OF_A_LANE, DESCRIPTORS_OF_A_LANE = 3, 5  # on gloo with two ranks
 
@@ -217,11 +226,41 @@ def test_lanes_have_the_timeout_of_the_group_they_lie_beside() -> None:
 def test_a_rank_that_does_not_come_for_its_lanes_is_told_within_the_timeout() -> None:
     seconds = 1 if TORCH >= (2, 13) else 10
     group = dist.new_group(timeout=timedelta(seconds=10))
-    c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    set_timeout(timedelta(seconds=seconds), group)
     if dist.get_rank() == 0:
         with pytest.raises(RemoteRankError, match=f"did not come within {seconds} s"):
             lanes_beside(RankGroup.of(group))
     dist.barrier()
+
+
+def construct_where_no_group_is_made(failure: str) -> str:
+    """Rank 1 fails, or dies, as it makes a group; the others have a timeout, and their group a long one."""
+
+    def fail(*_: object) -> None:
+        if failure == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    group = RankGroup.of(None).within(4.0)
+    make_group = fail if group.rank == 1 else agreement.make_group
+    about_to_stall()
+    with mock.patch.object(agreement, "make_group", make_group), watching(group):
+        lease(group, 1, "gloo")
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ("raises", r"it failed on rank 1 \(\[Errno 24\] Too many open files\)"),
+        ("killed", "rank 1 has ended|failed on rank 0 where it waited for a rank that has ended"),
+    ],
+)
+@pytest.mark.skipif(TORCH < (2, 13), reason="groups of before keep the first timeout")
+def test_who_fails_to_make_a_group_is_named_within_the_timeout(failure: str, said: str) -> None:
+    ended = outcomes(2, construct_where_no_group_is_made, failure, limit=120.0)
+    for outcome in ended[: 1 + (failure == "raises")]:
+        assert re.search(said, str(outcome.said)), outcome.said
 
 
 @on_ranks(4)

@@ -14,7 +14,7 @@ from pool import on_ranks
 from training import set_grads
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import Phase, Traffic, broadcast_nbytes
+from zero_optim.comm.traffic import _OPEN, Phase, Traffic, broadcast_nbytes
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
@@ -208,6 +208,22 @@ def test_a_lazy_gather_is_waited_for_in_the_forward_pass() -> None:
     # The rows of a bucket are waited for together.
     num_buckets = len(optimizer.core.sharding.buckets)
     assert (waited["exposed_seconds/gather"], waited["collectives/gather"]) == (num_buckets, 0)
+
+
+def test_a_span_that_a_signal_handler_opens_in_another_is_counted() -> None:
+    handlers = [lambda: Phase(traffic, "clip"), lambda: Phase(traffic, "clip")]
+
+    def clock() -> float:
+        if handlers:
+            with handlers.pop()().held_up():
+                pass
+        return 1.0
+
+    traffic = Traffic(clock)
+    with Phase(traffic, "gather").held_up():
+        pass
+    assert not handlers
+    assert _OPEN.seconds == []
 
 
 def test_each_second_counts_once_in_the_innermost_span() -> None:

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 import zero_optim
-from distribution import CHECKOUT, build, copy_files, make_environment, run_python, tracked, unpack
+from distribution import (
+    CHECKOUT,
+    build,
+    copy_files,
+    make_environment,
+    run_python,
+    tracked,
+    unpack,
+    without_python,
+)
 
 pytestmark = pytest.mark.packaging
 
@@ -72,6 +81,17 @@ def test_a_source_distribution_holds_what_git_tracks_and_no_more(sdist: Path) ->
     assert names ^ set(tracked() or ()) == built | left_out
 
 
+def test_an_environment_has_the_wheel_though_a_package_of_that_version_is_on_the_path(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zero_optim.egg-info").mkdir()
+    text = f"Metadata-Version: 2.1\nName: zero-optim\nVersion: {zero_optim.__version__}\n"
+    (tmp_path / "zero_optim.egg-info" / "PKG-INFO").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = make_environment(wheel, tmp_path / "environment")
+    assert list(python.parents[1].glob("lib/python*/site-packages/zero_optim/__init__.py"))
+
+
 def test_the_version_is_that_of_the_package_wherever_it_is_asked_for(
     wheel: Path, python: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +102,13 @@ def test_the_version_is_that_of_the_package_wherever_it_is_asked_for(
     expected = f"zero-optim {version} (PyTorch {torch.__version__}, Python {platform.python_version()})\n"
     for command in ([python, "-m", "zero_optim"], [python.with_name("zero-optim")]):
         ran = subprocess.run(
-            [*command, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=True
+            [*command, "--version"],
+            cwd=tmp_path,
+            env=without_python(),
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=True,
         )
         assert ran.stdout == expected
 

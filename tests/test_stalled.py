@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from stalling import (
 from zero_optim import RankMismatchError, StalledError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
+from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.health.peers import Listener
+from zero_optim.health.diagnosis import Status, wait_for_each_other
+from zero_optim.health.peers import Listener, Presence
 from zero_optim.hooks import zero_step
 
 
@@ -281,6 +284,36 @@ def test_a_rank_that_ends_before_it_constructs_ends_the_construction_of_the_othe
 
 
 # ---------------------------------------------------------------------- what else can be asked for
+
+
+def explain_on_one_rank() -> str:
+    optimizer = sharded(with_gradients(linear()), timeout=None)
+    about_to_stall()
+    with mock.patch("zero_optim.health.verdicts._LONG", 1.0):
+        if not is_bad():
+            optimizer.explain()
+        optimizer.step()
+    return "stepped"
+
+
+def test_ranks_that_wait_for_each_other_do_not_wait_for_the_timeout_of_the_group() -> None:
+    check(
+        outcomes(2, explain_on_one_rank),
+        "not for the same",
+        "times of explain(): 1 on rank 0 and 0 on rank 1",
+    )
+
+
+def test_ranks_that_may_go_on_do_not_wait_for_each_other() -> None:
+    def waits_in(text: str, stuck: float, *doing: tuple[str, int]) -> Status:
+        return Status((text,), doing, {}, stuck=stuck)
+
+    one, other = waits_in("an agreement", 60.0), waits_in("the gather", 61.0)
+    assert wait_for_each_other({0: one, 1: other}, 60.0)
+    for free in (one, waits_in("the gather", 3.0), waits_in("the gather", 61.0, (OVERLAPPED_STEP, 1))):
+        assert not wait_for_each_other({0: one, 1: free}, 60.0)
+    for free in (Presence.SILENT, Status((), (), {})):
+        assert not wait_for_each_other({0: one, 1: other, 2: free}, 60.0)
 
 
 def step_or_exit() -> str:

@@ -8,15 +8,28 @@ from typing import ClassVar
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+from stalling import outcomes
+from waiting import LIMIT, wait_until
+from zero_optim import share_host_memory
+from zero_optim.comm.work_log import WorkLog
 from zero_optim.compat import threads
+from zero_optim.compat.engine import default_store
 from zero_optim.compat.threads import start_thread
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.health.peers import Directory, in_threads
+from zero_optim.health.verdicts import Verdicts
+from zero_optim.hooks import allreduce_hook
 
 BESIDE = """
 import sys
 from datetime import timedelta
 from torch.distributed import HashStore
 from zero_optim.compat import threads
+from zero_optim.compat.engine import default_store
 
 def work():
     try:
@@ -79,6 +92,47 @@ def test_a_thread_that_could_not_start_leaves_nothing_to_be_waited_for(
     with pytest.raises(RuntimeError, match="Python ends"):
         start_thread(lambda: None, "beside")
     assert list(threads._RUNNING) == waiting
+
+
+def test_what_finds_no_thread_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the watchdog answers and judges, and ranks are asked."""
+    monkeypatch.setattr("threading.Thread.start", mock.Mock(side_effect=RuntimeError("no more threads")))
+    assert in_threads({0: lambda: 5, 1: lambda: 6}, LIMIT) == {0: 5, 1: 6}
+    verdicts = Verdicts(WorkLog(), Directory.__new__(Directory))
+    with mock.patch.object(verdicts, "_decide") as decide:
+        verdicts.judge_wait(mock.Mock(timeout=1.0, group=mock.Mock(verdict=None)), 2.0)
+    assert decide.called
+
+
+def reduce_with_a_hook_without_threads() -> str:
+    model = DistributedDataParallel(nn.Linear(600, 600))
+    model.register_comm_hook(None, allreduce_hook)
+    assert share_host_memory()
+    store = default_store()
+
+    def fail(_: threading.Thread) -> None:
+        store.set("alone", "")
+        raise RuntimeError("no more threads")
+
+    if dist.get_rank() == 0:
+        wait_until(lambda: all(each.name != "zero_optim host memory" for each in threading.enumerate()))
+        threading.Thread.start = fail  # type: ignore[method-assign]
+    else:
+        store.wait(["alone"])
+    said = "reduced"
+    try:
+        model(torch.ones(1, 600)).sum().backward()
+    except RuntimeError as error:
+        said = str(error)
+    store.set(f"heard by {dist.get_rank()}", "")
+    store.wait(["heard by 0", "heard by 1"])
+    return said
+
+
+def test_a_rank_whose_hook_finds_no_thread_raises_and_the_others_hear_it() -> None:
+    said = [str(outcome.said) for outcome in outcomes(2, reduce_with_a_hook_without_threads, limit=100.0)]
+    assert "can start no thread for its calls: no more threads" in said[0]
+    assert "rank 0 of the group has given up" in said[1]
 
 
 BEGINS_WHILE_PYTHON_ENDS = """

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,7 +244,7 @@ def test_who_does_not_have_the_token_is_not_answered(listener: Listener) -> None
     known = listener.address
     stranger = known._replace(token="guess")
     with patient_questions():
-        assert ask(stranger, {"verdict": ["end", []]}) is Presence.ENDED  # the connection is closed
+        assert ask(stranger, {"verdict": ["end", []]}) is Presence.SILENT  # the connection is closed
     server.join()
     assert answered == []
 
@@ -257,7 +257,7 @@ def test_who_asks_himself_has_answered_what_came_before(listener: Listener) -> N
         earlier.sendall(json.dumps({"verdict": "why", "token": listener.address.token}).encode() + b"\n")
 
         def serve() -> None:
-            for _ in range(2):
+            while len(answered) < 2:
                 wait_until(lambda: listener.wait(0.1))
                 listener.answer(lambda question: answered.append(question) or {})  # type: ignore[func-returns-value]
 
@@ -537,6 +537,56 @@ def test_what_is_no_question_is_dropped(listener: Listener, line: bytes) -> None
         wait_until(lambda: listener.wait(0.1))
         listener.answer(lambda question: {"answered": True})
         assert connection.recv(100) == b""
+
+
+def test_no_question_ends_the_watchdog(listener: Listener) -> None:
+    """`int(Infinity)` raises OverflowError."""
+    verdicts = Verdicts(WorkLog(), Directory.__new__(Directory))
+    with socket.create_connection(listener.address[:2]) as connection:
+        question = {"ranks": [float("inf")], "token": listener.address.token}
+        connection.sendall(json.dumps(question).encode() + b"\n")
+        wait_until(lambda: listener.wait(0.1))
+        listener.answer(verdicts.answer)
+        assert connection.recv(100) == b""
+
+
+def test_a_question_that_comes_late_or_behind_idle_connections_is_answered(listener: Listener) -> None:
+    known = listener.address
+    question = json.dumps({"token": known.token}).encode() + b"\n"
+    with ExitStack() as connections:
+        late, *_, last = [
+            connections.enter_context(socket.create_connection(known[:2])) for _ in range(peers._MOST_ASKING)
+        ]
+        for asking in (last, late):
+            wait_until(lambda: listener.wait(0.1))
+            listener.answer(lambda question: pytest.fail("nobody has asked"))
+            asking.sendall(question)
+            wait_until(lambda: listener.wait(0.1))
+            listener.answer(lambda question: {"answered": True})
+            assert asking.recv(100) == b'{"answered": true}\n'
+            connections.enter_context(socket.create_connection(known[:2]))
+
+
+def test_a_watchdog_lives_whose_connection_closes(listener: Listener) -> None:
+    """It may have waited too long for the question; the next connection shows that it lives."""
+    server = threading.Thread(target=lambda: (wait_until(lambda: listener.wait(0.1)), close_first()))
+
+    def close_first() -> None:
+        connection, _ = listener.socket.accept()
+        connection.close()
+
+    server.start()
+    with patient_questions():
+        assert ask(listener.address, {}) is Presence.SILENT
+    server.join()
+
+
+def test_a_store_that_forgets_what_it_takes_holds_no_addresses() -> None:
+    """As that of a "fake" group of PyTorch 2.14, which answers an empty string."""
+    store = mock.Mock()
+    store.get.return_value = b""
+    with mock.patch("zero_optim.health.peers.default_store", return_value=store):
+        assert not Directory.can_be_kept()
 
 
 def test_who_sends_a_question_slowly_does_not_hold_the_watchdog_up(listener: Listener) -> None:

@@ -343,6 +343,6 @@ def test_a_wait_that_failed_early_is_told_without_seconds() -> None:
 def test_what_a_process_says_of_itself_survives_the_way_through_json() -> None:
     activity = Activity()
     activity.begin("step()")
-    told = Status.of([], activity, Verdict("why", (1,)), is_deciding=True)
+    told = Status.of((), [], activity, Verdict("why", (1,)), is_deciding=True)
     assert Status(**asdict(told)) == told
     assert told.last == "step() 1 began 0 s ago"

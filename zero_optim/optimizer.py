@@ -88,8 +88,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             same bits; never what the CPU steps in half precision. ValueError in `step` and `load_state_dict`
             if later options forbid existing cuts, or in `step` for a sparse gradient of a cut parameter. Also
             a group key.
-        timeout: longest wait in seconds; None for the process group's timeout. After half of it a warning is
-            logged; then every rank raises `StalledError` with the missing ranks and their last calls.
+        timeout: longest wait in seconds; None for the process group's timeout, and for 60 s where all ranks
+            wait for each other, and not for the same. After half of it a warning is logged; then every rank
+            raises `StalledError` with the missing ranks and their last calls.
         on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
             jobs, and for NCCL, where a CPU that waits for the device cannot raise.
         own_options: group options that each rank may set for itself, such as ``("lr",)``. Each step compares

@@ -68,7 +68,7 @@ def load(
         process_group: the ranks that load; None for the optimizer's, with all replicas of its mesh, or
             without an optimizer the default group.
         timeout: seconds that a wait for another rank, which may be reading, may take; None for the process
-            group's.
+            group's, and for 60 s where all ranks wait for each other, and not for the same.
 
     Returns:
         What was saved as ``extra``.

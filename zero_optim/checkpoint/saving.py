@@ -77,7 +77,7 @@ def save(  # noqa: PLR0913 - keyword-only
         process_group: the ranks that save; None for the optimizer's, with all replicas of its mesh, of which
             the first writes, or without an optimizer the default group.
         timeout: seconds that a wait for another rank, which may be writing, may take; None for the process
-            group's.
+            group's, and for 60 s where all ranks wait for each other, and not for the same.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write: a full disk, a read-only folder, another

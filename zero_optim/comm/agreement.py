@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from zero_optim.comm.backends import ON_HOST, tells_of_closed_connection, tells_of_late_rank
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text
 from zero_optim.compat.engine import make_group, timeout_of
@@ -246,18 +248,40 @@ def find_memory(group: RankGroup) -> None:
         return
 
     def connect(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        try:
-            process_group = make_group(
-                [works.ranks[rank] for rank in ranks], on_cpu.name, name, timeout_of(group.process_group)
-            )
-        except RuntimeError as error:
-            raise group.unanswered("no process group could be made across the hosts", error) from error
+        what = "no process group could be made across the hosts"
+        process_group = make_together(group, [works.ranks[rank] for rank in ranks], on_cpu.name, name, what)
         works.beside = RankGroup.of(process_group).works
         return process_group
 
     works.memory, works.why_no_memory = meet(group.rank, works.limit, group.all_gather_json, connect)
     if works.memory is None:
         logger.debug("ranks %s send through sockets: %s", ranks_text(works.ranks), works.why_no_memory)
+
+
+def make_together(
+    group: RankGroup, ranks: Sequence[int], backend: str, name: str, what: str
+) -> dist.ProcessGroup:
+    """Make a process group of some global ranks, as `make_group`; all ranks of ``group`` call.
+
+    RemoteRankError on every rank if one could not; it begins with ``what`` and has the first reason.
+    """
+    patience = group.works.limit if group.phase.timeout is None else group.phase.timeout
+    made: dist.ProcessGroup | None = None
+    failure: list[object] | None = None
+    try:
+        # Half of it, as a rank that has failed waits for the others to tell them why.
+        patience = patience / 2 if backend == ON_HOST else math.inf
+        made = make_group(ranks, backend, name, timeout_of(group.process_group), patience)
+    except Exception as error:  # noqa: BLE001 - told below
+        heard = tells_of_late_rank(error) or tells_of_closed_connection(error)
+        failure = [heard, message_of(error)]
+    failures = dict(zip(group.numbers, group.all_gather_json(failure), strict=True))
+    failed = sorted((*said, rank) for rank, said in failures.items() if said is not None)
+    if made is not None and not failed:
+        return made
+    heard, reason, rank = failed[0]
+    late = " where it waited for a rank that has ended, or did not come" if heard else ""
+    raise RemoteRankError(f"{what}: it failed on rank {rank}{late} ({reason})")
 
 
 def share_host_memory(shares: bool = True) -> bool:

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.agreement import find_memory
+from zero_optim.comm.agreement import find_memory, make_together
 from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import make_group, timeout_of
-from zero_optim.errors import RankMismatchError, StalledError
+from zero_optim.compat.engine import timeout_of
+from zero_optim.errors import RankMismatchError
 
 # Beyond this number, garbage is collected before a lane is made: it may hold lanes. That takes some 0.1 s.
 _MADE_FREELY = 16
@@ -131,7 +131,7 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
             pool.lanes[name] = _new_group(group, backend, name)
-            find_memory(RankGroup.of(pool.lanes[name]))
+            find_memory(RankGroup.of(pool.lanes[name]).within(group.phase.timeout))
             offered[name] = None
             chosen.append(name)
         for name in chosen:
@@ -184,10 +184,4 @@ def num_started(lane: RankGroup) -> int:
 
 def _new_group(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group.process_group)
-    try:
-        with group.begin_work("process groups to be made beside the one given").waiting():
-            return make_group(ranks, backend, name, timeout_of(group.process_group))
-    except StalledError:
-        raise
-    except RuntimeError as error:
-        raise group.unanswered("no process groups could be made beside the one given", error) from error
+    return make_together(group, ranks, backend, name, "no process groups could be made beside the one given")

@@ -51,7 +51,7 @@ class Traffic:
         self.clock = clock
         self._counts: dict[str, _Counts] = {}
         self._steps = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may communicate too
 
     def count_step(self) -> None:
         """Count a step, or a backward pass of a reducer."""
@@ -111,10 +111,13 @@ class Phase:
 
 
 class _OpenSpans(threading.local):
-    """The open spans of a thread, two numbers each: seconds of inner spans, and its begin."""
+    """The open spans of a thread: of each the seconds of inner spans, and its begin.
+
+    A signal handler, which may open more, runs between any two lines.
+    """
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.seconds: list[list[float]] = []
 
 
 _OPEN = _OpenSpans()
@@ -128,16 +131,14 @@ class _Span:
         self._name = name
 
     def __enter__(self) -> None:
-        spans = _OPEN.seconds
-        spans.append(0.0)
-        spans.append(self._traffic.clock())
+        _OPEN.seconds.append([0.0, self._traffic.clock()])
 
     def __exit__(self, *_: object) -> None:
         spans = _OPEN.seconds
-        seconds = self._traffic.clock() - spans.pop()
-        inner = spans.pop()
+        inner, began = spans.pop()
+        seconds = self._traffic.clock() - began
         if spans:
-            spans[-2] += seconds
+            spans[-1][0] += seconds
         self._traffic.add(self._name, seconds=seconds - inner)
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from zero_optim.comm.backends import aborts_of
 from zero_optim.comm.records import Activity, Verdict
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
-from zero_optim.compat.threads import start_thread
+from zero_optim.compat.threads import start_thread_or_run
 
 if TYPE_CHECKING:
     from zero_optim.comm.works import Work
@@ -125,7 +125,7 @@ class GroupWorks:
         if self.beside is not None:
             self.beside.cut()
         for abort in aborts_of(group):  # each may take long
-            start_thread(partial(_attempt, abort), "zero_optim abort")
+            start_thread_or_run(partial(_attempt, abort), "zero_optim abort")
         for other in range(len(self.ranks) if self._can_cut else 0):
             if other == group.rank():
                 continue

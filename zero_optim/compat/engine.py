@@ -7,6 +7,7 @@ Note [No split communicators]
     communicator exists. Members then make one through the store.
 """
 
+import math
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
@@ -153,13 +154,18 @@ def address_of_store(store: Any) -> tuple[str | None, int]:  # noqa: ANN401 - a 
     return getattr(store, "host", None), int(getattr(store, "port", 0) or 0)
 
 
-def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def make_group(
+    ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None, patience: float = math.inf
+) -> dist.ProcessGroup:
     """Make a process group of global ``ranks`` with a new name; only its members call; communicates.
 
     `torch.distributed.new_group` counts groups for a name, and counts may differ between ranks. gloo waits
-    for members here and raises RuntimeError without them; NCCL waits at the first collective. See Note [No
-    split communicators].
+    for members here, at most ``patience`` seconds, and raises RuntimeError without them; NCCL waits at the
+    first collective. See Note [No split communicators].
     """
+    lasting = within = c10d.default_pg_timeout if timeout is None else timeout
+    if torch.__version__ >= "2.13":  # gloo's of before keeps the first timeout
+        within = timedelta(seconds=min(patience, lasting.total_seconds()))
     world: Any = private.world
     _, store = world.pg_map[dist.group.WORLD]
     group, *_ = private.new_process_group_helper(
@@ -169,7 +175,7 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
         backend=dist.Backend(backend),
         store=store,
         group_name=name,
-        timeout=c10d.default_pg_timeout if timeout is None else timeout,
+        timeout=within,
         group_desc="zero_optim",
     )
     if (group.size(), group.group_name) != (len(ranks), name):
@@ -181,6 +187,8 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
             options.split_from = None
             if one.options.split_from is not None:
                 raise _changed("the options of a group in a copy")
+        if within != lasting:
+            private.set_default_timeout(one, lasting)
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     result: dist.ProcessGroup = group
     return result

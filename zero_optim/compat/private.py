@@ -49,6 +49,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "process groups": (f"{_GROUP}._device_types", f"{_GROUP}._get_backend"),
     "collectives that start as one": (f"{_GROUP}._start_coalescing", f"{_GROUP}._end_coalescing"),
     "process groups of the library's own": (
+        "torch.distributed.ProcessGroupGloo._set_default_timeout",
         f"{_C10D}._new_process_group_helper",
         f"{_C10D}._world",
         f"{_C10D}._get_default_store",

@@ -244,7 +244,7 @@ class LateCopies:
 
     def __init__(self) -> None:
         self._events: dict[tuple[torch.device, Stream], Event] = {}  # the last one of each stream
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may copy too
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Start to copy a device tensor to new host memory; later work may change it."""

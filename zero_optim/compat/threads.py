@@ -36,6 +36,15 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
     return thread
 
 
+def start_thread_or_run(work: Callable[[], object], name: str) -> threading.Thread | None:
+    """Run ``work`` as `start_thread`; here if the system has no more threads."""
+    try:
+        return start_thread(work, name)
+    except RuntimeError:
+        work()
+        return None
+
+
 def _wait_for_all() -> None:
     deadline = time.monotonic() + _LONGEST
     while (left := deadline - time.monotonic()) > 0 and (running := next(iter(list(_RUNNING)), None)):

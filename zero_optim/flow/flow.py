@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from zero_optim.compat.signals import wait_for
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.compat.threads import start_thread
 
@@ -215,9 +216,9 @@ class _Run:
 
     def wait(self) -> None:
         try:
-            self._end.wait()
+            wait_for(self._end)
         finally:
-            self._end.wait()  # also after a Ctrl-C, or nobody would wait for it
+            wait_for(self._end)  # also after a Ctrl-C, or nobody would wait for it
         if self._error is not None:
             raise self._error
 

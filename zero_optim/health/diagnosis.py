@@ -18,7 +18,8 @@ _ADVICE = (
 class Status:
     """What a process says of itself; as JSON, tuples are lists.
 
-    ``waits``: of its threads, longest first. ``open``: names and counts of its calls, outermost first.
+    ``waits``: of its threads, longest first. ``stuck``: seconds of the longest for the ranks that ask.
+    ``open``: names and counts of its calls, outermost first.
     ``last``: begin or end. ``verdict``: message and missing ranks. ``is_deciding``: it is about to give up.
     """
 
@@ -28,12 +29,19 @@ class Status:
     last: str = ""
     verdict: tuple[str, Sequence[int]] | None = None
     is_deciding: bool = False
+    stuck: float = 0.0
 
     @classmethod
     def of(
-        cls, waits: Iterable[Work], activity: Activity, verdict: Verdict | None, *, is_deciding: bool
+        cls,
+        ranks: tuple[int, ...],
+        waits: Iterable[Work],
+        activity: Activity,
+        verdict: Verdict | None,
+        *,
+        is_deciding: bool,
     ) -> "Status":
-        """Build it from what this process does."""
+        """Build it from what this process does, for a group of global ``ranks`` that asks."""
         now = time.monotonic()
         listed = sorted(waits, key=lambda work: -work.waited(now))
         last, text = activity.last, ""
@@ -47,6 +55,7 @@ class Status:
             text,
             None if verdict is None else (verdict.message, verdict.missing),
             is_deciding,
+            max((work.waited(now) for work in listed if work.group.whole == ranks), default=0.0),
         )
 
 
@@ -64,6 +73,16 @@ def without_absent(reports: Reports) -> Reports:
     if ended_ranks(reports):
         return reports
     return {rank: Presence.NEVER if what is Presence.ABSENT else what for rank, what in reports.items()}
+
+
+def wait_for_each_other(reports: Reports, seconds: float) -> bool:
+    """Return whether every rank has waited so long for the others, and for another thing: no wait can end."""
+    stuck = [
+        what.waits[0]
+        for what in reports.values()
+        if isinstance(what, Status) and what.stuck >= seconds and not _steps_beside(what)
+    ]
+    return len(stuck) == len(reports) and len(set(stuck)) > 1
 
 
 def judge(reports: Reports, own: int, seconds: float | None) -> Verdict:

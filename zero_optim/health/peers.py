@@ -1,8 +1,9 @@
 """Questions between watchdogs over TCP, which pass where a collective cannot.
 
 Note [Dead, stopped or slow]
-    Each watchdog listens on a port. If the connection is refused or reset, the process has ended. If the
-    kernel accepts but nobody answers, it is stopped or its host too busy. Nobody needs a heartbeat.
+    Each watchdog listens on a port. If the connection is refused, the process has ended. If the kernel
+    accepts but nobody answers, or the connection closes and another is accepted, the process is stopped or
+    its host too busy. Nobody needs a heartbeat.
 
     A question carries a token from the store, so only ranks that can read the store get answers. Messages are
     one line of JSON. The socket is bound to the interface that reaches the store.
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from zero_optim.compat.engine import address_of_store, default_store
-from zero_optim.compat.threads import start_thread
+from zero_optim.compat.threads import start_thread_or_run
 
 Message = dict[str, Any]  # plain JSON
 
@@ -38,6 +39,7 @@ T = TypeVar("T")
 ANSWER_LIMIT = 1.0  # seconds in which a process that runs answers
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 _LONGEST = 2**20  # bytes of a line
+_MOST_ASKING = 64  # connections whose question has not come; then the oldest is closed
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # takes no file descriptor, as epoll
 
 
@@ -69,6 +71,7 @@ class Listener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.create_server((host, 0), family=family, backlog=128)
         self.socket.setblocking(False)
+        self._asking: dict[socket.socket, bytearray] = {}  # connections, and what has come of each question
         self._receiver, self._sender = socket.socketpair()  # for `wake`
         for end in (self._receiver, self._sender):
             end.setblocking(False)
@@ -78,12 +81,12 @@ class Listener:
     def wait(self, seconds: float) -> bool:
         """Wait for a question, a `wake`, or some seconds; True for a question."""
         with _Selector() as selector:
-            for each in (self.socket, self._receiver):
+            for each in (self.socket, self._receiver, *self._asking):
                 selector.register(each, selectors.EVENT_READ)
-            ready = [key.fileobj for key, _ in selector.select(seconds)]
+            ready = {key.fileobj for key, _ in selector.select(seconds)}
         if self._receiver in ready:
             self._receiver.recv(4096)
-        return self.socket in ready
+        return bool(ready - {self._receiver})
 
     def wake(self) -> None:
         """End a `wait`, from any thread, also during garbage collection."""
@@ -91,22 +94,44 @@ class Listener:
             self._sender.send(b"\0")
 
     def answer(self, answer: Callable[[Message], Message]) -> None:
-        """Answer one question, if there is one."""
+        """Answer the questions that have come; does not wait for those that have not come whole."""
+        with suppress(OSError):  # nobody more
+            for _ in range(_MOST_ASKING):
+                connection, _ = self.socket.accept()
+                connection.setblocking(False)
+                self._asking[connection] = bytearray()
+        for connection in list(self._asking):
+            if self._has_come(connection):
+                self._answer(connection, answer)
+        for connection in list(self._asking)[:-_MOST_ASKING]:
+            self._asking.pop(connection)
+            connection.close()
+
+    def _has_come(self, connection: socket.socket) -> bool:
+        """Return whether a question has come whole, or no more of it comes."""
+        content = self._asking[connection]
         try:
-            connection, _ = self.socket.accept()
-        except OSError:  # gone already
-            return
-        with connection:
-            try:
-                question = _read(connection, ANSWER_LIMIT / 2)
-                if secrets.compare_digest(str(question.pop("token", "")), self.address.token):
-                    connection.sendall(_line(answer(question)))
-            except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError):  # not one of ours
-                return
+            while (piece := connection.recv(65536)) and len(content) <= _LONGEST:
+                content += piece
+                if content.endswith(b"\n"):
+                    break
+        except BlockingIOError:
+            return False
+        except OSError:  # reset
+            pass
+        return True
+
+    def _answer(self, connection: socket.socket, answer: Callable[[Message], Message]) -> None:
+        # Whatever strangers send, it must not end the watchdog.
+        with connection, suppress(Exception):
+            question = _message(self._asking.pop(connection))
+            if secrets.compare_digest(str(question.pop("token", "")), self.address.token):
+                connection.settimeout(ANSWER_LIMIT / 2)
+                connection.sendall(_line(answer(question)))
 
     def close(self) -> None:
         """Stop listening."""
-        for each in (self.socket, self._receiver, self._sender):
+        for each in (self.socket, self._receiver, self._sender, *self._asking):
             each.close()
 
 
@@ -116,15 +141,23 @@ def ask(address: Address, question: Message, patience: float = ANSWER_LIMIT) -> 
     if is_loopback and address.node != socket.gethostname():
         return Presence.UNKNOWN
     try:
-        with socket.create_connection((address.host, address.port), ANSWER_LIMIT) as connection:
-            connection.sendall(_line({**question, "token": address.token}))
-            return _read(connection, patience)
+        try:
+            with _connected(address) as connection:
+                connection.sendall(_line({**question, "token": address.token}))
+                return _read(connection, patience)
+        except (ConnectionResetError, BrokenPipeError, EOFError):  # closed, and perhaps the process lives
+            _connected(address).close()
+            return Presence.SILENT
     except TimeoutError:
         return Presence.SILENT
-    except (ConnectionError, EOFError):
+    except ConnectionError:
         return Presence.ENDED
     except (OSError, ValueError) as error:
         return Presence.CUT_OFF if getattr(error, "errno", None) in _NO_WAY else Presence.UNKNOWN
+
+
+def _connected(address: Address) -> socket.socket:
+    return socket.create_connection((address.host, address.port), ANSWER_LIMIT)
 
 
 def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:
@@ -143,7 +176,7 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
 
     numbers, most = list(calls), 32
     for start in range(min(most, len(numbers))):
-        start_thread(partial(run, numbers[start::most]), "zero_optim question")
+        start_thread_or_run(partial(run, numbers[start::most]), "zero_optim question")
     deadline = time.monotonic() + limit
     for _ in numbers:
         if not over.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -183,6 +216,10 @@ def _read(connection: socket.socket, limit: float) -> Message:
             raise ValueError(f"a line of more than {_LONGEST} bytes")
         if time.monotonic() > deadline:
             raise TimeoutError(f"no whole line came in {limit} s")
+    return _message(content)
+
+
+def _message(content: bytearray) -> Message:
     try:
         message = json.loads(content)
     except RecursionError as error:  # brackets in brackets, from somebody who is none of ours
@@ -218,10 +255,10 @@ class Directory:
     def can_be_kept() -> bool:
         """Return whether the store takes entries, unlike a "fake" group's."""
         try:
-            default_store().set("zero_optim/watchdog", "")
+            default_store().set("zero_optim/watchdog", "kept")
+            return bool(default_store().get("zero_optim/watchdog") == b"kept")
         except RuntimeError:
             return False
-        return True
 
     @staticmethod
     def own_host() -> str:

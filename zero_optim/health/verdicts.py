@@ -8,6 +8,9 @@ Note [Giving up together]
     Several ranks may decide at once. So a verdict first goes to the lowest rank that answers, which keeps the
     first; if it answered before, it is asked for some seconds. If it answers only one of two in the same
     second, reasons differ, and nobody hangs. The store would often be on the silent rank.
+
+    Ranks that wait for each other, each for another thing, do not wait for the group's timeout: they give up
+    after `_LONG`, unless the caller gave a ``timeout``.
 """
 
 import logging
@@ -23,8 +26,15 @@ from zero_optim.comm.backends import tells_of_closed_connection, tells_of_late_r
 from zero_optim.comm.records import Verdict
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
-from zero_optim.compat.threads import start_thread
-from zero_optim.health.diagnosis import Reports, Status, ended_ranks, judge, without_absent
+from zero_optim.compat.threads import start_thread_or_run
+from zero_optim.health.diagnosis import (
+    Reports,
+    Status,
+    ended_ranks,
+    judge,
+    wait_for_each_other,
+    without_absent,
+)
 from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
@@ -84,7 +94,7 @@ class Verdicts:
         late = [works.outstanding for works in list(self.log.groups.values()) if works.whole == ranks]
         waits = {each for each in (*self.log.waits(), *late, work) if each is not None}
         verdict, deciding = self.log.verdicts.get(ranks), ranks in self._deciding
-        return Status.of(waits, self.log.activity, verdict, is_deciding=deciding)
+        return Status.of(ranks, waits, self.log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, work: Work) -> Reports:
         works = work.group
@@ -97,7 +107,9 @@ class Verdicts:
     def _warn(self, work: Work, seconds: float) -> None:
         works = work.group
         reports = self._ask_all(work)
-        if work.waiting_since is not None or works.outstanding is not None:
+        if seconds >= _LONG and work.phase.timeout is None and wait_for_each_other(reports, 0.9 * _LONG):
+            self._decide(work, seconds, reports)
+        elif work.waiting_since is not None or works.outstanding is not None:
             reason = _judge(works, reports, self._rank_in(works), seconds).message.partition(". ")[0]
             logger.warning("%s. All ranks give up after %g s", reason, work.timeout)
 
@@ -156,8 +168,8 @@ class Verdicts:
 
     def _exit_if_due(self) -> None:
         if self.exits:
-            flushing = _beside(_flush)
-            flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
+            if (flushing := _beside(_flush)) is not None:
+                flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
             os._exit(EXIT_CODE)
 
     def explain(self, work: Work, error: RuntimeError) -> Exception | None:
@@ -221,9 +233,9 @@ def _verdict_in(reports: Reports) -> Verdict | None:
     return next((Verdict(each[0], tuple(each[1])) for each in verdicts if each is not None), None)
 
 
-def _beside(work: Callable[[], object]) -> threading.Thread:
-    """Run slow work on a thread, as the watchdog must answer meanwhile."""
-    return start_thread(work, "zero_optim diagnosis")
+def _beside(work: Callable[[], object]) -> threading.Thread | None:
+    """Run slow work on a thread if it can, as the watchdog must answer meanwhile."""
+    return start_thread_or_run(work, "zero_optim diagnosis")
 
 
 def _flush() -> None:

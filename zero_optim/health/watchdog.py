@@ -136,7 +136,7 @@ class Watchdog:
         self._users: WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = WeakKeyDictionary()
         self._interval = _LONGEST_LOOK
         self._awake = AwakeTime()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may build and save too
         self._is_over = False
         self._listener = Listener(self.directory.own_host())
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)

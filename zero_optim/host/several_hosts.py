@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.compat.threads import start_thread
+from zero_optim.compat.signals import handlers_later, wait_for
+from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.errors import message_of
 from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo, flattened
 
@@ -68,7 +69,7 @@ class HostsCall:
         """Wait until it has ended, or so long; RuntimeError if it does not, or failed."""
         began = time.monotonic()
         left = seconds = float("inf") if timeout is None else timeout.total_seconds()
-        while not self._is_over.wait(min(left, _LOOK)) and self.failure is None:
+        while not wait_for(self._is_over, min(left, _LOOK)) and self.failure is None:
             left = began + seconds - time.monotonic()
             if left <= 0:
                 raise RuntimeError(f"Timed out waiting {seconds} s for a call across hosts")
@@ -121,6 +122,7 @@ class SeveralHosts:
         self._up.let_go()
         self._down.let_go()
 
+    @handlers_later
     def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostsCall:
         """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
 
@@ -142,6 +144,7 @@ class SeveralHosts:
         self._then(call, finish)
         return call
 
+    @handlers_later
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostsCall:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
         call, tag = self._begin(None)
@@ -154,6 +157,7 @@ class SeveralHosts:
         self._then(call, finish)
         return call
 
+    @handlers_later
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostsCall:
         """Sum a tensor over all ranks in place; ``then`` is called at its end, with the failure if any."""
         call, tag = self._begin(then)
@@ -285,7 +289,7 @@ class SeveralHosts:
             self._jobs.append(job)
             is_new, self._is_served = not self._is_served, True
         if is_new:
-            start_thread(self._serve, "zero_optim hosts")
+            start_thread_or_run(self._serve, "zero_optim hosts")
 
     def _serve(self) -> None:
         while True:

@@ -8,7 +8,8 @@ Note [Who moves the bytes]
     A thread that waits for a call moves the bytes of all, its own and what others wait for. While nobody
     waits, and calls are pending, a thread of this memory does it, as gloo's does: a rank that does something
     else holds nobody up. Whoever finds nothing to move sleeps until a word of its segment, the bell, changes,
-    which the others change after each piece.
+    which the others change after each piece. While the main thread is at it, signal handlers wait: Note
+    [Handlers and locks].
 
 Note [Calls that differ]
     Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
@@ -19,6 +20,7 @@ Note [Calls that differ]
 import atexit
 import ctypes
 import itertools
+import math
 import os
 import select
 import threading
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.compat import futex
+from zero_optim.compat.signals import HandlersLater
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
 from zero_optim.host.channel import PIECE, Message, Receiver, Sender, padded
@@ -38,6 +41,7 @@ from zero_optim.host.pending_calls import Act, HostWork, Step
 from zero_optim.host.segment import LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
+_LONGEST = 1.0  # seconds for which signal handlers wait
 _GRACE = 0.005  # seconds that the thread leaves to a caller who starts a call and waits for it
 _IDLE = 0.2  # seconds without calls until the thread ends
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
@@ -57,6 +61,7 @@ class SharedMemory:
         self._lock = threading.Lock()
         self._waiting = list[HostWork]()  # what threads wait for; a list, as threads change it at once
         self._is_served = False  # by a thread: Note [Who moves the bytes]
+        self._looked = time.monotonic()
         self._wakes = ctypes.c_uint32()  # of the thread, which sleeps while there is nothing for it
         _ALL.add(self)
 
@@ -83,19 +88,20 @@ class SharedMemory:
                 "a process that was forked from a rank cannot take part in its collectives: start ranks with "
                 "torchrun, or make a process group there"
             )
-        with self._lock:
-            if self.failure is not None:
-                raise dist.DistNetworkError(self.failure)
-            self.num_started += 1
-            work = HostWork(self, self.num_started, *kept)
-            work.then = then
-            begin(work)
-            self._works.append(work)
-            self._move()
-            ended = self._ended()
-        self._tell(ended)
-        if work.num_pending:
-            self._leave_to_thread()
+        with HandlersLater():
+            with self._lock:
+                if self.failure is not None:
+                    raise dist.DistNetworkError(self.failure)
+                self.num_started += 1
+                work = HostWork(self, self.num_started, *kept)
+                work.then = then
+                begin(work)
+                self._works.append(work)
+                self._move()
+                ended = self._ended()
+            self._tell(ended)
+            if work.num_pending:
+                self._leave_to_thread()
         return work
 
     def send(
@@ -145,7 +151,7 @@ class SharedMemory:
             return False
         try:
             return self._moved()
-        except BaseException as error:  # Ctrl-C too: nobody knows what was moved
+        except BaseException as error:  # nobody knows what was moved
             self.close(f"Connection closed: a call through memory failed on a rank: {message_of(error)}")
             raise
 
@@ -186,21 +192,25 @@ class SharedMemory:
 
     def wait(self, work: HostWork, seconds: float | None) -> None:
         """Move bytes until a call has ended."""
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"Timed out waiting {seconds} s for a call on this host")
+            with HandlersLater():
+                self._wait(work, min(deadline, time.monotonic() + _LONGEST))
+        failure = work.exception()
+        if failure is not None:
+            raise failure
+
+    def _wait(self, work: HostWork, deadline: float) -> None:
         self._waiting.append(work)
         try:
-            while not work.is_completed():
-                left = _LOOK if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    raise RuntimeError(f"Timed out waiting {seconds} s for a call on this host")
+            while not work.is_completed() and (left := deadline - time.monotonic()) > 0:
                 self._move_or_sleep(min(left, _LOOK), work)
         finally:
             self._waiting.remove(work)
             if self._works and not self._waiting:
                 self._leave_to_thread()
-        failure = work.exception()
-        if failure is not None:
-            raise failure
 
     def _move_or_sleep(self, seconds: float, work: HostWork | None = None) -> None:
         """Move what can be moved; if there is nothing, sleep, unless the call has ended."""
@@ -215,9 +225,9 @@ class SharedMemory:
         if has_moved:
             self._tell(ended)
             return
-        began = time.monotonic()
         futex.wait(own.bell, rings, seconds)
-        if time.monotonic() - began >= seconds:
+        if time.monotonic() - self._looked >= _LOOK:  # a signal or another rank may wake it more often
+            self._looked = time.monotonic()
             self._look()
 
     def _look(self) -> None:
@@ -265,8 +275,11 @@ class SharedMemory:
         else:
             try:
                 start_thread(self._serve, "zero_optim host memory")
-            except RuntimeError:  # Python ends: whoever waits moves
+            except RuntimeError as error:  # Python ends, or the system has no more: whoever waits moves
                 self._is_served = False
+                if any(work.then is not None for work in list(self._works)):  # perhaps nobody does
+                    self.close(f"Connection closed: this rank can start no thread for its calls: {error}")
+                    self._end_all()
 
     def _wake_thread(self) -> None:
         self._wakes.value += 1
@@ -284,6 +297,10 @@ class SharedMemory:
                     self._is_served = False
                     return
             time.sleep(_GRACE)
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """End the calls that a failure leaves."""
         with self._lock:
             works, self._works = self._works, []
             for sender, receiver in self._ends.values():  # else they would refer to this memory
