@@ -39,6 +39,9 @@ class Stage:
         to_owners: gradients are summed on their owners, in the order of ranks.
         inline: the CPU stands for an accelerator, so that no thread steps.
         over_all: all ranks of a mesh have a part of the state, not those of each replica.
+        of_wrapper: arguments of the wrapper.
+        later: the optimizer is built after the wrapper.
+        on_request: for rows that are named, not for those in which all pairs meet.
     """
 
     wrapper: Any
@@ -49,6 +52,9 @@ class Stage:
     to_owners: bool = False
     inline: bool = False
     over_all: bool = False
+    of_wrapper: dict[str, Any] = field(default_factory=dict)
+    later: bool = False
+    on_request: bool = False
 
     @property
     def shards(self) -> bool:
@@ -59,6 +65,12 @@ class Stage:
         return self.hook not in (None, reduce_to_owners)
 
 
+FULLY: dict[str, dict[str, Any]] = {
+    "lazy": {"lazy": True},
+    "units stay": {"of_wrapper": {"reshard_after_forward": False}},
+    "two units stay": {"of_wrapper": {"reshard_after_forward": 2}},
+    "wrapped first": {"later": True},
+}
 STAGES = {
     "packed": Stage(TorchDdp, packed=True),
     "views": Stage(TorchDdp),
@@ -82,6 +94,10 @@ STAGES = {
     "gradients, lazy": Stage(ShardedDataParallel, lazy=True, packed=True, to_owners=True),
     "fully": Stage(FullyShardedDataParallel, to_owners=True),
     "fully, state over all": Stage(FullyShardedDataParallel, to_owners=True, over_all=True),
+    **{
+        f"fully, {how}": Stage(FullyShardedDataParallel, to_owners=True, on_request=True, **given)
+        for how, given in FULLY.items()
+    },
 }
 
 
@@ -94,8 +110,8 @@ class Option:
         of_wrapper: arguments of the wrapper.
         dtype: of the model.
         size: number of ranks.
-        kind: "cuts", "mesh" or "classes"; what needs more than arguments.
-        on_request: for the GPU suite, not for rows in which all pairs meet.
+        kind: "cuts", "mesh", "classes" or "trained alone"; what needs more than arguments.
+        on_request: for rows that are named, not for those in which all pairs meet.
     """
 
     of_optimizer: dict[str, Any] = field(default_factory=dict)
@@ -129,6 +145,7 @@ OPTIONS = {
             "ema_decay": 0.9,
         }
     ),
+    "optimizer without the base": Option(kind="trained alone", on_request=True),
     "foreach": Option({"foreach": True, "amsgrad": True}, on_request=True),
     "capturable": Option({"capturable": True}, on_request=True),
     "Adafactor": Option({"optimizer_class": torch.optim.Adafactor}, on_request=True),
@@ -138,7 +155,7 @@ OPTIONS = {
 
 def groups_of(net: nn.Module, option: Option) -> Any:
     if option.kind != "classes":
-        return list(net.parameters())
+        return [p for p in net.parameters() if p.requires_grad or option.kind != "trained alone"]
     for_matrices = torch.optim.Muon if HAS_MUON else torch.optim.Adafactor
     is_matrix = {p: p.dim() == 2 and not p.is_complex() for p in net.parameters()}
     matrices = [p for p in is_matrix if is_matrix[p]]
@@ -182,8 +199,9 @@ class Run:
         of_optimizer = {"lr": 0.01, "optimizer_class": torch.optim.AdamW, **option.of_optimizer}
         if row.model == "sparse":
             of_optimizer["optimizer_class"] = torch.optim.SGD
-        groups = groups_of(net, option)
         mesh = mesh_of(2) if option.kind == "mesh" else None
+        model = cls.wrapped(row, stage, net, None, mesh) if stage.later else None
+        groups = groups_of(net, option)
         optimizer: Any
         if stage.plain:
             of_optimizer.pop("bucket_cap_mb", None)
@@ -194,10 +212,11 @@ class Run:
                 "parameters_as_bucket_view": not stage.packed,
                 **of_optimizer,
             }
-            group = mesh["shard"].get_group() if mesh and not stage.over_all else None
+            in_row = mesh and not (stage.over_all or stage.later)
+            group = mesh["shard"].get_group() if mesh and in_row else None
             with cutting() if option.kind == "cuts" else nullcontext():
                 optimizer = ZeroRedundancyOptimizer(groups, process_group=group, **of_optimizer)
-        model = cls.wrapped(row, stage, net, optimizer, mesh)
+        model = model or cls.wrapped(row, stage, net, optimizer, mesh)
         if stage.hook is not None:
             hook = stage.hook(optimizer)
             model.register_comm_hook(None, hook)
@@ -208,7 +227,7 @@ class Run:
     @staticmethod
     def wrapped(row: Row, stage: Stage, net: Any, optimizer: Any, mesh: Any) -> Any:
         option, loop = OPTIONS[row.option], LOOPS[row.loop]
-        options = {"bucket_cap_mb": CAP_MB, **option.of_wrapper}
+        options = {"bucket_cap_mb": CAP_MB, **option.of_wrapper, **stage.of_wrapper}
         if row.model == "unused" or loop.leaves_out:
             options["find_unused_parameters"] = True
         if row.model == "complex":

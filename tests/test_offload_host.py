@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fully import Tower, adamw, assert_equal, batch, loss_of, state_of
-from fully import train as steps
+from fully import Tower, assert_equal, batch, state_of
 from meshes import mesh_of
 from modelled import StreamsModel, modelled_streams
 from pool import Ranks, on_ranks
@@ -44,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def built(model: nn.Module, offload: Any, given: dict[str, Any], early: Sequence[Tensor] = ()) -> Any:
     """Wrap a model; gives wrapper and optimizer, which has taken a step with each early batch before."""
-    options = {"units": [*model.blocks], "mixed_precision": given.get("mixed_precision")}  # type: ignore[misc]
+    options = {"units": [*model.blocks], **{name: given.get(name) for name in ("mixed_precision", "mesh")}}  # type: ignore[misc]
     of_optimizer = {"lr": 1e-2, **given.get("of_optimizer", {})}
     if given.get("later"):
         wrapped = FullyShardedDataParallel(model, offload=offload, **options)
@@ -213,30 +212,20 @@ def test_nothing_but_cpu_is_taken_and_it_is_for_an_accelerator(tmp_path: Path) -
     assert_equal(state_of(model), before)
 
 
-def over_all(model: nn.Module, offload: str | None) -> Any:
-    """Wrap a copy of a model over a mesh whose ranks share the state."""
-    own = copy.deepcopy(model)
-    options: dict[str, Any] = {"units": [*own.blocks], "mesh": mesh_of(2), "offload": offload}  # type: ignore[misc]
-    optimizer = adamw(own)
-    return FullyShardedDataParallel(own, optimizer, **options), optimizer
-
-
 @on_ranks(2)
 def test_copies_are_on_the_host_where_rows_are() -> None:
+    """Ranks of a mesh share the state."""
+    inputs, given = [batch(step) for step in range(4)], {"mesh": mesh_of(2)}
+    plain, one = built(Tower(), None, given)
+    train(plain, one, inputs, {})
     model = Tower()
-    plain, one = over_all(model, None)
     with modelled_streams(checks=False) as streams:
-        kept, other = over_all(model, "cpu")
-        for step in range(4):
-            other.zero_grad()
-            loss_of(kept, step).backward()
-            other.step()
-        state = state_of(kept)
+        kept, other = built(model, "cpu", given)
+        train(kept, other, inputs, {})
+        assert_equal(state_of(kept), state_of(plain))
         columns = kept.units.gathers._columns.values()
         places = {streams.kind_of(each) for column in columns for each in column._copies.values()}
         assert places == {"pinned"}, places
         streams.current_stream.synchronize()
         races = streams.settle()
         assert not races, str(races[0])
-    steps(plain, one, 4)
-    assert_equal(state, state_of(plain))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from breaking import Stops, in_backward_of
 from fully import NARROW
 from meshes import mesh_of
 from stalling import TIMEOUT, Outcome, about_to_stall, outcomes
@@ -20,23 +21,6 @@ from zero_optim.ddp import FullyShardedDataParallel
 
 WHAT = "ranks gather different parts of a fully sharded model: "
 EQUAL, UNEVEN = (8, 8, 8, 8), (8, 40, 4, 24)  # widths of blocks
-
-
-class Stops(torch.autograd.Function):
-    """Raises in its backward pass where it is told to."""
-
-    place = ""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: str) -> Tensor:
-        ctx.place = place
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if Stops.place == ctx.place:
-            raise ArithmeticError("on purpose")
-        return grad, None
 
 
 class Routed(nn.Module):
@@ -59,10 +43,6 @@ class Routed(nn.Module):
             if self.stops and number == 2:
                 raise ArithmeticError("on purpose")
         return x
-
-
-def in_backward_of(place: str, x: Tensor) -> Tensor:
-    return Stops.apply(x, place)  # type: ignore[no-any-return]
 
 
 Trained = tuple[Any, Callable[[], Tensor], Callable[[], None]]
