@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fully import Tower, assert_equal, batch, state_of
-from meshes import mesh_of
 from modelled import StreamsModel, modelled_streams
 from pool import Ranks, on_ranks
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
@@ -43,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def built(model: nn.Module, offload: Any, given: dict[str, Any], early: Sequence[Tensor] = ()) -> Any:
     """Wrap a model; gives wrapper and optimizer, which has taken a step with each early batch before."""
-    options = {"units": [*model.blocks], **{name: given.get(name) for name in ("mixed_precision", "mesh")}}  # type: ignore[misc]
+    options = {"units": [*model.blocks], "mixed_precision": given.get("mixed_precision")}  # type: ignore[misc]
     of_optimizer = {"lr": 1e-2, **given.get("of_optimizer", {})}
     if given.get("later"):
         wrapped = FullyShardedDataParallel(model, offload=offload, **options)
@@ -114,7 +113,7 @@ def assert_ordered(streams: StreamsModel) -> None:
 def run(given: dict[str, Any], offload: Any) -> dict[str, Tensor]:
     """Train, write and train on; gives the state dict."""
     model, inputs = Tower().to(given.get("dtype", torch.float32)), [batch(step) for step in range(6)]
-    early = [batch(100 + step) for step in range(given.get("before", 0))]
+    early = [torch.full((4, 8), 0.5 + step) for step in range(given.get("before", 0))]  # of all ranks
     with modelled_streams(checks=False) if offload else nullcontext() as streams:
         with loading_beside_leaves() if offload else nullcontext():
             wrapped, optimizer = built(model, offload, given, early)
@@ -210,22 +209,3 @@ def test_nothing_but_cpu_is_taken_and_it_is_for_an_accelerator(tmp_path: Path) -
         with pytest.raises(ValueError, match=r"is for a model on an accelerator, .* cpu: leave it out"):
             built(model, "cpu", given)
     assert_equal(state_of(model), before)
-
-
-@on_ranks(2)
-def test_copies_are_on_the_host_where_rows_are() -> None:
-    """Ranks of a mesh share the state."""
-    inputs, given = [batch(step) for step in range(4)], {"mesh": mesh_of(2)}
-    plain, one = built(Tower(), None, given)
-    train(plain, one, inputs, {})
-    model = Tower()
-    with modelled_streams(checks=False) as streams:
-        kept, other = built(model, "cpu", given)
-        train(kept, other, inputs, {})
-        assert_equal(state_of(kept), state_of(plain))
-        columns = kept.units.gathers._columns.values()
-        places = {streams.kind_of(each) for column in columns for each in column._copies.values()}
-        assert places == {"pinned"}, places
-        streams.current_stream.synchronize()
-        races = streams.settle()
-        assert not races, str(races[0])
