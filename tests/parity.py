@@ -100,6 +100,7 @@ MORE_ROWS = [
     *(Row(stage, "dtypes", "ordinary", "static graph") for stage in STAGES if "overlap" in stage),
     *(Row(stage, "tower", "adding", "gradients as views") for stage in OVERLAPS),
     *(Row(stage, "sparse", "ordinary", "plain") for stage in OVERLAPS),
+    Row("views", "tower", "ordinary", "mesh"),  # state in pairs, beside DDP over all
     Row("gradients", "tower", "adding", "four ranks"),
     Row("gradients", "tower", "no_sync", "four ranks"),
     Row("fully", "adapters of a frozen base", "ordinary", "optimizer without the base"),

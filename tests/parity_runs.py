@@ -254,7 +254,8 @@ class Run:
             params = [p for group in self.optimizer.param_groups for p in group["params"]]
             found = nn.utils.clip_grad_norm_(params, norm, norm_type)
         else:
-            found = self.optimizer.clip_grad_norm_(norm, norm_type)
+            clips = self.model if hasattr(self.model, "clip_grad_norm_") else self.optimizer
+            found = clips.clip_grad_norm_(norm, norm_type)
         self.answers.append(found.item())
 
 
@@ -289,10 +290,15 @@ def clipped_by_value(run: Run) -> None:
 
 
 def with_no_sync(run: Run) -> None:
+    """Gradients are set to None before the forward pass, or between it and the backward pass."""
     for step in range(3):
-        run.optimizer.zero_grad()
+        if step % 2 == 0:
+            run.optimizer.zero_grad()
         with run.model.no_sync():
-            run.loss(3 * step).backward()
+            loss = run.loss(3 * step)
+            if step % 2:
+                run.optimizer.zero_grad()
+            loss.backward()
             run.loss(3 * step + 1).backward()
         run.loss(3 * step + 2).backward()
         run.optimizer.step()

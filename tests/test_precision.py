@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator
@@ -293,33 +292,6 @@ def test_a_gradient_scaler_works_on_ranks_that_own_nothing() -> None:
         scaler.update()
     assert scaler.get_scale() == 2.0**9
     assert bool(params[0].isfinite().all())
-
-
-@on_ranks(4)
-def test_hybrid_sharding_in_pairs_equals_the_unsharded_run() -> None:
-    """Shard in a pair, replicate across pairs: DDP over all four, state over two."""
-    rank = dist.get_rank()
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    torch.manual_seed(0)
-    plain_model, model = (
-        DistributedDataParallel(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 2))) for _ in range(2)
-    )
-    model.load_state_dict(plain_model.state_dict())
-    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pairs[rank // 2], lr=0.05)
-    for step in range(5):
-        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-        for net, optimizer in ((plain_model, plain), (model, sharded)):
-            optimizer.zero_grad()
-            net(batch).square().mean().backward()
-            optimizer.step()
-    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
-    assert sharded.state_nbytes() < sum(
-        v.untyped_storage().nbytes()
-        for e in plain.state.values()
-        for v in e.values()
-        if isinstance(v, Tensor)
-    )
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from parity import assert_row
 from parity_runs import Row
 from pool import Ranks
-from sharded import Setting, assert_same_run
+from sharded import Setting
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
 from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
 from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
@@ -161,7 +161,7 @@ def test_portions_are_summed_in_the_order_of_ranks(ranks4: Ranks) -> None:
 @pytest.mark.parametrize(
     ("check", "args"),
     [
-        (assert_same_run, (Setting(),)),
+        (assert_row, (Row("gradients", "tower", "ordinary", "plain"),)),
         (goes_on_after_a_failure, ()),
         (keeps_sums, (Setting(),)),
     ],

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from overlap import Net, adamw, inputs, loss_of
 from parity_reference import InRankOrder
 from pool import on_ranks
-from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
+from sharded import Setting, assert_same_gradients, cut_adamw
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
@@ -79,9 +79,11 @@ def test_an_owner_of_rows_has_their_gradient_and_their_norms() -> None:
 
 @on_ranks(1)
 def test_one_rank_has_all_gradients() -> None:
-    sharded = assert_same_run(Setting(options={}))
+    (whole, _), (sharded, _) = Setting().whole(), Setting().sharded()
+    for model in (whole, sharded):
+        loss_of(model, 0).backward()
     assert all(not isinstance(param.grad, PartialGradient) for param in sharded.parameters())
-    assert all(param.grad is not None for param in sharded.parameters())
+    assert_same_gradients(sharded, whole)
 
 
 @on_ranks(2)
@@ -265,21 +267,6 @@ def test_what_no_rank_uses_keeps_its_sum() -> None:
     loss_of(wrapped, 1).backward()
     assert weight.grad is before
     assert copy is None or (before is not None and torch.equal(before, copy))
-
-
-@on_ranks(2)
-def test_zero_grad_may_come_between_forward_and_a_local_pass() -> None:
-    """PyTorch's order: zero_grad() comes between forward and backward."""
-
-    def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
-        with model.no_sync():
-            loss = loss_of(model, 2 * number)
-            optimizer.zero_grad()
-            loss.backward()
-        loss_of(model, 2 * number + 1).backward()
-        optimizer.step()
-
-    assert_same_run(Setting(accumulate="local"), step)
 
 
 @on_ranks(2)
