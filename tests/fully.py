@@ -150,6 +150,14 @@ def whole(model: nn.Module) -> list[Tensor]:
         return [param.detach().clone() for param in model.parameters()]
 
 
+def assert_equal_everywhere(model: nn.Module) -> None:
+    """Every rank has the bits of rank 0."""
+    for param in whole(model):
+        first = param.clone()
+        torch.distributed.broadcast(first, 0)
+        assert torch.equal(param, first)
+
+
 def state_of(model: Any) -> dict[str, Any]:
     """A copy of a state dict of the model in a wrapper."""
     return copy.deepcopy(dict(getattr(model, "module", model).state_dict()))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from breaking import Breaks, BreaksAnywhere
-from fully import Tower, assert_alike, batch, loss_of, whole
+from fully import Tower, assert_alike, assert_equal_everywhere, batch, loss_of, whole
 from fully import train as train_on
 from meshes import mesh_of
 from pool import Ranks, on_ranks
@@ -49,14 +49,6 @@ def built(
 
 def train(wrapped: Any, optimizer: Any, first: int = 0, steps: int = 3) -> list[float]:
     return train_on(wrapped, optimizer, range(first, first + steps))
-
-
-def assert_equal_everywhere(model: nn.Module) -> None:
-    """Every rank has the bits of rank 0."""
-    for param in whole(model):
-        first = param.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(param, first)
 
 
 @on_ranks(2)
