@@ -52,7 +52,8 @@ def trained(widths: tuple[int, ...], **options: Any) -> Trained:
     """Train for two steps; gives the wrapper, what computes the loss, and what takes one more step."""
     torch.manual_seed(0)
     model = Routed(widths)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    group = options["mesh"].get_group("shard") if "mesh" in options else None
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, lr=0.1)
     wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks, **options)
 
     def loss() -> Tensor:
