@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
-from cuts import cutting
 from fake_streams import fake_streams
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel as OurDdp
@@ -109,21 +108,11 @@ def adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
 
 
 def built(
-    wrap: Callable[..., Any], hook: Hook | None, model: Callable[[], nn.Module], cut: bool, **options: Any
+    wrap: Callable[..., Any], hook: Hook | None, model: Callable[[], nn.Module], **options: Any
 ) -> tuple[Any, ZeroRedundancyOptimizer]:
-    """A wrapped model and its optimizer.
-
-    Args:
-        wrap: the wrapper's class.
-        hook: makes a comm hook for the optimizer; None for no hook.
-        model: makes the model.
-        cut: whether parameters are cut.
-        **options: of the wrapper.
-    """
+    """A model, wrapped with options, whose comm hook the optimizer makes, or without a hook."""
     net = model()
-    with cutting() if cut else nullcontext():
-        optimizer = adamw(net, **({"bucket_cap_mb": 0.002} if cut else {}))
-    wrapped = wrap(net, **options)
+    optimizer, wrapped = adamw(net), wrap(net, **options)
     if hook is not None:
         wrapped.register_comm_hook(None, hook(optimizer))
     return wrapped, optimizer

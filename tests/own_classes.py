@@ -2,7 +2,6 @@
 
 import random
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -224,40 +223,6 @@ class ClipsGlobally(Small):
             p.add_(p.grad * (group["max_norm"] / total).clamp(max=1), alpha=-group["lr"])
 
 
-class DAdaptation(Small):
-    """Estimates one distance per group from inner products over all its parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group.setdefault("d", 1e-6)
-            group.setdefault("numerator", 0.0)
-            norm, members = 0.0, [p for own, p in self.each() if own is group]
-            for p in members:
-                s = self.state[p].setdefault("s", torch.zeros_like(p))
-                group["numerator"] += group["d"] * float((p.grad * s).sum())
-                s.add_(p.grad, alpha=group["d"])
-                norm += float(s.norm() ** 2)
-            group["d"] = max(group["d"], group["numerator"] / (norm**0.5 + 1e-12))
-            for p in members:
-                p.add_(p.grad.sign(), alpha=-group["lr"] * group["d"])
-
-
-class Prodigy(Small):
-    """Hides its distance in an attribute of its own, over all groups."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.d = getattr(self, "d", 1e-6)
-        moved = 0.0
-        for _, p in self.each():
-            first = self.state[p].setdefault("p0", p.clone())
-            moved = max(moved, float((p.grad * (first - p)).sum()))
-        self.d = max(self.d, min(moved, 1e-2))
-        for group, p in self.each():
-            p.add_(p.grad.sign(), alpha=-group["lr"] * self.d)
-
-
 class GlobalCounter(Small):
     """Decays by steps it counts in an entry of the state that is no parameter's."""
 
@@ -376,23 +341,17 @@ class LeavesMemoryUnwritten(Small):
 
 
 class ScheduleFree(Small):
-    """Averages its iterates, with weights counted in the group; has to be told its mode."""
+    """Counts its steps in the group; has to be told its mode."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, train_mode=False, k=0, weight_sum=0.0)
+        super().__init__(params, train_mode=False, k=0)
 
-    def _blend(self, weight: float, mode: bool) -> None:
+    def train(self, mode: bool = True) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
-                if group["train_mode"] != mode and "z" in self.state[p]:
-                    p.data.lerp_(self.state[p]["z"], weight)
             group["train_mode"] = mode
 
-    def train(self) -> None:
-        self._blend(0.1, True)
-
     def eval(self) -> None:
-        self._blend(1 - 1 / 0.9, False)
+        self.train(mode=False)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -400,13 +359,8 @@ class ScheduleFree(Small):
             if not group["train_mode"]:
                 raise RuntimeError("call train() first")
             group["k"] += 1
-            group["weight_sum"] += group["lr"] ** 2 * group["k"]
-            share = group["lr"] ** 2 * group["k"] / group["weight_sum"]
-            for p in group["params"]:
-                if p.grad is not None:
-                    z = self.state[p].setdefault("z", p.clone())
-                    p.lerp_(z, share).add_(p.grad, alpha=-0.1 * group["lr"])
-                    z.sub_(p.grad, alpha=group["lr"])
+        for group, p in self.each():
+            self.update(p, {"lr": group["lr"] / group["k"]})
 
 
 class SharpnessAware(Small):
@@ -433,14 +387,6 @@ class NeverMoves(Small):
         pass
 
 
-class Warns(Small):
-    """Warns in every step."""
-
-    def step(self, closure: Any = None) -> None:
-        warnings.warn("old", stacklevel=1)
-        super().step()
-
-
 class ChangesItsRate(Small):
     """Changes in place the tensor it was given as rate."""
 
@@ -465,15 +411,6 @@ class Counted(Small):
 # ---------------------------------------------------------------------- rows that are not stepped apart
 
 
-class Lion(Small):
-    """Steps by the sign of a blend of momentum and gradient: each element by itself."""
-
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-        p.sub_(torch.sign(average * 0.9 + p.grad * 0.1), alpha=group["lr"])
-        average.lerp_(p.grad, 0.01)
-
-
 class LargeFactored(Small):
     """Divides by row means, but only for matrices of 128 rows and columns."""
 
@@ -496,16 +433,6 @@ class RemembersItsSize(Small):
     def update(self, p: Any, group: dict[str, Any]) -> None:
         super().update(p, group)
         self.state[p]["numel"] = p.numel()
-
-
-class RemembersInBlocks(Small):
-    """Keeps a momentum in int8, scaled by the largest of every 48 values in a row."""
-
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        flat = torch.nn.functional.pad(p.grad.reshape(-1), (0, -p.numel() % 48)).reshape(-1, 48)
-        scale = flat.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        coarse = ((flat / scale * 127).round() * scale / 127).reshape(-1)[: p.numel()]
-        p.sub_(coarse.reshape(p.shape), alpha=group["lr"])
 
 
 class Replaces(Small):

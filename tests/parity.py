@@ -97,6 +97,10 @@ MORE_ROWS = [
         for stage in STAGES
         if "torch's" in stage and TORCH != (2, 8)
     ),
+    *(
+        Row(stage, "complex", "freezing", "plain")  # of those frozen one is complex
+        for stage in ("to owners", "overlap", "overlap, owners", "overlap, torch's DDP")
+    ),
     *(Row(stage, "dtypes", "ordinary", "static graph") for stage in STAGES if "overlap" in stage),
     *(Row(stage, "tower", "adding", "gradients as views") for stage in OVERLAPS),
     *(Row(stage, "sparse", "ordinary", "plain") for stage in OVERLAPS),

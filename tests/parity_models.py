@@ -146,15 +146,17 @@ class Dtypes(nn.Module):
 
 
 class Complex(nn.Module):
-    """Complex parameters beside real ones."""
+    """Complex parameters, one in an order of its own, beside real ones."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64).t())
         self.wave = nn.Linear(8, 8, dtype=torch.complex64)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.wave(x.to(torch.complex64)).abs())
+        turned = x.to(torch.complex64) @ self.turn * (1 + 2j)
+        out: Tensor = self.head(self.wave(turned).abs())
         return out
 
 

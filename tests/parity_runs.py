@@ -82,7 +82,7 @@ STAGES = {
         DistributedDataParallel, lambda o: zero_step(o, gradients="owners"), to_owners=True
     ),
     "overlap, no thread": Stage(DistributedDataParallel, zero_step, inline=True),
-    "overlap, lazy": Stage(DistributedDataParallel, zero_step, lazy=True),
+    "overlap, lazy": Stage(DistributedDataParallel, zero_step, lazy=True, inline=True),
     "overlap, owners, no thread, torch's DDP": Stage(
         TorchDdp, lambda o: zero_step(o, gradients="owners"), to_owners=True, inline=True
     ),
@@ -376,13 +376,22 @@ def freezing(run: Run) -> None:
 
 
 def joined(run: Run) -> None:
-    """Rank 1 has more inputs than the others, in each of two epochs."""
+    """Rank 1 has more inputs than the others, in each of two epochs; in the second there is a closure."""
     for epoch in range(2):
         with Join([part for part in (run.model, run.optimizer) if isinstance(part, Joinable)]):
             for step in range(3 if dist.get_rank() == 1 else 1):
-                run.optimizer.zero_grad()
-                run.loss(10 * epoch + step).backward()
-                run.optimizer.step()
+
+                def compute(step: int = 10 * epoch + step) -> Tensor:
+                    run.optimizer.zero_grad()
+                    loss = run.loss(step)
+                    loss.backward()
+                    return loss
+
+                if epoch:
+                    assert run.optimizer.step(compute) is not None
+                else:
+                    compute()
+                    run.optimizer.step()
 
 
 def through_twice(run: Run) -> None:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from pool import Ranks, on_ranks
 from training import (
     MATRICES,
-    assert_same_bits,
+    assert_equal_on_all_ranks,
     make_params,
     needs_muon,
     params_of,
@@ -277,10 +277,7 @@ def test_what_trials_show_on_one_rank_counts_on_all(via: str) -> None:
     for step in range(3):
         set_grads(params, step)
         sharded.step()
-        for param in params:
-            everyone = [torch.empty_like(param) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, param.detach())
-            assert_same_bits(everyone, [everyone[0]] * len(everyone))
+        assert_equal_on_all_ranks(params)
 
 
 # ------------------------------------------------------------------ the order of parameters

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parity import assert_same
 from pool import Pool, on_ranks
 from test_checkpoint import Run, disturb
 from zero_optim import CheckpointError, StateMismatchError, checkpoint, cli
@@ -140,16 +141,6 @@ def held(run: Run) -> list[Any]:
     return deepcopy([run.bits(), plain, run.scheduler.milestones, options, state, draws])
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return bool(one == other)
-
-
 def mutated(content: Any, draw: random.Random) -> Any:
     """Change one place of a manifest's content to a value of another kind, or take it away."""
     content = deepcopy(content)
@@ -196,7 +187,7 @@ def test_a_load_that_raises_has_changed_nothing_whatever_the_manifest_says(tmp_p
             checkpoint.load(path, **other.parts())
         except (CheckpointError, StateMismatchError):
             refused += 1
-            assert same(held(other), before), body
+            assert_same(held(other), before, body)
         dist.barrier()
     assert refused > MUTATIONS // 2
 
@@ -237,7 +228,7 @@ def test_a_load_that_fails_late_puts_back_what_it_changed_on_every_rank(tmp_path
         StateMismatchError, match=r"the scheduler of the checkpoint does not fit: KeyError: 'missing'"
     ):
         other.load(path)
-    assert same(held(other), before)
+    assert_same(held(other), before)
     other.train(3)
     model = Picky(2, 2)
     checkpoint.save(path, model=model)

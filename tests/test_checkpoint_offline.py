@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pool import Pool, Ranks, on_ranks
-from test_checkpoint import Resharded, Run, flip, once, resume, save_and_go_on
+from test_checkpoint import Resharded, Run, flip, resume, save_and_go_on
 from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
@@ -129,27 +129,6 @@ def test_files_of_pytorchs_zero_optimizer_come_in_and_go_back(tmp_path: Path) ->
             set_grads(own, step)
             optimizer.step()
     assert_same_bits(mine, params)
-
-
-@on_ranks(2)
-def test_files_of_torch_optim_with_a_model_come_in(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    plain = torch.optim.AdamW(model.named_parameters())
-    set_grads(list(model.parameters()), 0)
-    plain.step()
-
-    def reshard() -> None:
-        torch.save({"model": model.state_dict(), "optimizer": plain.state_dict()}, tmp_path / "both.pt")
-        offline.reshard(tmp_path / "both.pt", tmp_path / "ours", 2)
-
-    once(reshard)
-    optimizer = ZeroRedundancyOptimizer(other.parameters(), torch.optim.AdamW)
-    checkpoint.load(tmp_path / "ours", model=other, optimizer=optimizer)
-    assert torch.equal(other.weight, model.weight)
-    for param in optimizer.owned_parameters():
-        same = model.weight if param is other.weight else model.bias
-        assert torch.equal(optimizer.state[param]["exp_avg"], plain.state[same]["exp_avg"])
 
 
 def save_wide(path: Path) -> dict[str, torch.Tensor]:

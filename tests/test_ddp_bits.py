@@ -30,6 +30,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     SMALL | STATIC | UNUSED,
     UNUSED,
     SMALL | UNUSED,
+    SMALL | UNUSED | {"skip_all_reduce_unused_params": True},
     LISTED,
     LISTED | UNUSED,
     {"bucket_cap_mb": 100},
@@ -94,7 +95,7 @@ def test_every_option_gives_the_bits_of_pytorchs_wrapper_in_every_pass() -> None
                 uses_all = not {"static_graph", "find_unused_parameters"} & options.keys()
                 pair = Pair.of(Layers(spares=0 if uses_all else 2), process_group=group, **options)
                 before = [bucket.nbytes for bucket in pair.ours.reducer.own.assignment.buckets]
-                pair.train(loss_of, 6, (members, options))
+                pair.train(loss_of, 4, (members, options))
                 assert_buckets_of_pytorch(pair, options, before)
 
 

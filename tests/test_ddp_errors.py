@@ -15,15 +15,16 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_pairs import SMALL_MB, Recomputed, assert_averaged, batch, check_average, mlp, mlp_loss, of_batch
+from fully import whole
+from parity_runs import STAGES, Row, Run, Stage
 from pool import on_ranks
+from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat.engine import after_backward
 from zero_optim.ddp import (
     DistributedDataParallel,
-    FullyShardedDataParallel,
     Reducer,
     ShardedDataParallel,
-    unsharded,
 )
 from zero_optim.ddp.reducer import inbox
 from zero_optim.errors import RankMismatchError, ReductionError
@@ -392,41 +393,17 @@ def kept() -> Iterator[list[Callable[[], None]]]:
         yield callbacks
 
 
-class Net(nn.Sequential):
-    def __init__(self) -> None:
-        torch.manual_seed(2)
-        super().__init__(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
-        self.in_backward: Callable[[], None] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self):
-            x = layer(x)
-            if number == 1:
-                x.register_hook(lambda _: self.in_backward())  # half of the gradients have come
-        return x
+def built(kind: str) -> Run:
+    """A run that takes a step, and whose backward pass does something in its middle."""
+    stages = {"whole": Stage(DistributedDataParallel), "gradients": STAGES["gradients"]}
+    row = Row(stage=kind, model="tower", loop="ordinary", option="plain")
+    return Run.of(row, stages.get(kind, STAGES["fully"]))
 
 
-def build(kind: str) -> tuple[Net, Any, ZeroRedundancyOptimizer]:
-    net = Net()
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.0001)
-    if kind == "whole":
-        return net, DistributedDataParallel(net, bucket_cap_mb=0.0001), optimizer
-    if kind == "gradients":
-        return net, ShardedDataParallel(net, optimizer), optimizer
-    return net, FullyShardedDataParallel(net, optimizer, units=[*net]), optimizer
-
-
-def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
-    optimizer.zero_grad()
-    model(torch.full((2, 4), 1.0 + number + dist.get_rank())).square().mean().backward()
-    optimizer.step()
-
-
-def values(kind: str, net: Net) -> list[Tensor]:
-    if kind != "parameters":
-        return [param.detach().clone() for param in net.parameters()]
-    with unsharded(net, writes=False):
-        return [param.detach().clone() for param in net.parameters()]
+def step(run: Run, number: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(number).backward()
+    run.optimizer.step()
 
 
 @on_ranks(2)
@@ -443,32 +420,31 @@ def values(kind: str, net: Net) -> list[Tensor]:
 def test_a_pass_that_broke_off_is_told_of_in_the_next_forward_pass_though_the_engine_still_keeps_it(
     kind: str, fails_on: tuple[int, ...]
 ) -> None:
-    net, model, optimizer = build(kind)
+    expected, run = built(kind), built(kind)
     for number in range(3):
-        step(model, optimizer, number)
-    expected = values(kind, net)
+        step(expected, number)
+    step(run, 0)
+    fails_here, acts = dist.get_rank() in fails_on, list[Callable[[], None]]()
 
-    net, model, optimizer = build(kind)
-    step(model, optimizer, 0)
+    def fail() -> None:
+        if fails_here:
+            raise ValueError("the user's")
+
+    def in_backward(*args: Any) -> None:
+        args[-1].register_hook(lambda _: acts[-1]())  # half of the gradients have come
+
+    run.net.blocks[1].register_forward_hook(in_backward)
     with kept() as callbacks:
-
-        def fail() -> None:
-            if dist.get_rank() in fails_on:
-                raise ValueError("the user's")
-
-        net.in_backward = fail
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).sum()
-        if dist.get_rank() in fails_on:
-            with pytest.raises(ValueError, match="the user's"):
-                loss.backward()
+        acts.append(fail)
+        run.optimizer.zero_grad()
+        loss = run.loss(1)
+        with pytest.raises(ValueError if fails_here else ReductionError, match=r"user's|ended with an exc"):
+            loss.backward()
+        if fails_here:
             with pytest.raises(ReductionError, match="ended with an exception"):
-                model(torch.ones(2, 4))
-        else:
-            with pytest.raises(ReductionError, match="ended with an exception"):
-                loss.backward()
-        net.in_backward = callbacks.clear  # only now, while the next pass runs
-        step(model, optimizer, 1)
-        net.in_backward = lambda: None
-        step(model, optimizer, 2)
-    assert all(map(torch.equal, values(kind, net), expected))
+                run.loss(1)
+        acts.append(callbacks.clear)  # only now, while the next pass runs
+        step(run, 1)
+        acts.append(lambda: None)
+        step(run, 2)
+    assert_same_bits(whole(run.model), whole(expected.model))

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 
 from ddp_pairs import SMALL_MB, Pair, WithBuffers, WithSpare, assert_same, batch, mlp, mlp_loss
 from pool import on_ranks
-from training import assert_same_bits
+from training import assert_equal_on_all_ranks, assert_same_bits
 from zero_optim.ddp import DistributedDataParallel
 
 MODES: dict[str, dict[str, Any]] = {
@@ -40,10 +40,7 @@ def compare(pair: Pair, traces: list[list[list[Tensor]]], where: object) -> None
             assert_same(a, b, where)
     for a, b in zip(pair.ours.parameters(), pair.theirs.parameters(), strict=True):
         assert_same(a.detach(), b.detach(), where)
-    for param in pair.ours.parameters():
-        other = param.detach().clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(other, param), (where, "ranks differ")
+    assert_equal_on_all_ranks(pair.ours.parameters(), where)
 
 
 def check_uneven(least: int, modes: tuple[str, ...]) -> None:

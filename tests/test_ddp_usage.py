@@ -24,7 +24,6 @@ from ddp_pairs import (
     assert_same,
     averaged,
     batch,
-    check_average,
     mlp,
     mlp_loss,
     of_batch,
@@ -207,17 +206,6 @@ def test_a_hook_for_buffers_is_waited_for() -> None:
     model._register_buffer_comm_hook("state", hook)
     model(batch(0, 4, 8)).sum().backward()
     assert done == ["called", "reduced"]
-
-
-@on_ranks(2)
-def test_a_parameter_may_be_frozen_after_wrapping() -> None:
-    """A parameter that is frozen after wrapping is one that is unused."""
-    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
-        model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
-        model.module[2].weight.requires_grad_(False)
-        clean = copy.deepcopy(model.module)
-        for number in range(3):
-            check_average(model, clean, number, (options, number))
 
 
 # ---------------------------------------------------------------------- torch.distributed.autograd

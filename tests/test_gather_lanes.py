@@ -15,8 +15,8 @@ from torch import nn
 
 from overlap import Setting, plain_step
 from pool import Ranks, on_ranks
-from training import assert_same_bits, set_grads, twin
-from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
+from training import assert_same_bits, params_of, set_grads, twin
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import backends, collectives
 from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
@@ -35,10 +35,6 @@ def make(shapes: list[tuple[int, ...]] = LARGE, **options: Any) -> ZeroRedundanc
     return ZeroRedundancyOptimizer(
         params, torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, "bucket_cap_mb": CAP, **options}
     )
-
-
-def params_of(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
-    return list(optimizer.owners())
 
 
 def step(optimizer: ZeroRedundancyOptimizer, number: int = 0) -> None:
@@ -191,33 +187,6 @@ def test_lanes_on_which_a_gather_failed_are_not_lent_again() -> None:
     gc.collect()
     others = {lane.process_group.group_name for lane in host_lanes_beside(RankGroup.of(None)).groups}
     assert others.isdisjoint(names)
-
-
-class FailsOnRank0(torch.optim.SGD):
-    """Raises on one rank when asked to."""
-
-    fails = False
-
-    def step(self, closure: Any = None) -> Any:
-        if FailsOnRank0.fails and dist.get_rank() == 0:
-            raise ArithmeticError
-        return super().step(closure)
-
-
-@on_ranks(2)
-def test_a_rank_whose_class_fails_takes_part_in_the_gathers() -> None:
-    generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in LARGE]
-    optimizer = ZeroRedundancyOptimizer(params, FailsOnRank0, lr=0.1)
-    FailsOnRank0.fails = True
-    with pytest.raises(ArithmeticError if dist.get_rank() == 0 else RemoteRankError):
-        step(optimizer)
-    FailsOnRank0.fails = False
-    step(optimizer, 1)
-    largest = [param.detach().clone() for param in params]
-    for param in largest:
-        dist.broadcast(param, 0)
-    assert_same_bits(params, largest)
 
 
 # ---------------------------------------------------------------------- how many at once

@@ -31,7 +31,7 @@ def built(
     wrapper: str, hook: str | None, model: Any = Net, **options: Any
 ) -> tuple[Any, ZeroRedundancyOptimizer]:
     make = None if hook is None else HOOKS[hook]
-    return overlap.built(WRAPPERS[wrapper], make, model, False, bucket_cap_mb=BUCKET_CAP_MB, **options)
+    return overlap.built(WRAPPERS[wrapper], make, model, bucket_cap_mb=BUCKET_CAP_MB, **options)
 
 
 def pair(wrapper: str, hook: str, model: Any = Net) -> list[tuple[Any, ZeroRedundancyOptimizer]]:

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import lr_scheduler
 
 from pool import on_ranks
-from training import assert_same_bits, assert_same_state
+from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.errors import RemoteRankError
 
@@ -29,45 +28,6 @@ def batches(rank: int, count: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(count):
         yield torch.randn(5, 6, generator=generator)
-
-
-@on_ranks(2, slow=4)
-@pytest.mark.parametrize(("order", "closure"), [("last rank longest", False), ("first rank longest", True)])
-def test_uneven_inputs_with_ddp_equal_the_unsharded_run(order: str, closure: bool) -> None:
-    """Rank r has 3 + 2r batches; against the same loop with an unsharded optimizer."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    plain_model, model = (
-        DistributedDataParallel(make_model(), gradient_as_bucket_view=True) for _ in range(2)
-    )
-    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
-    runs = ((plain_model, plain, [plain_model]), (model, sharded, [model, sharded]))
-    for net, optimizer, joinables in runs:
-        schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
-        counts = range(3, 3 + 2 * size, 2) if order == "last rank longest" else range(1 + 2 * size, 1, -2)
-        with Join(joinables):
-            for batch in batches(rank, counts[rank]):
-
-                def compute(
-                    net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer, batch: Tensor = batch
-                ) -> Tensor:
-                    optimizer.zero_grad()
-                    loss = net(batch).square().mean()
-                    loss.backward()
-                    return loss
-
-                if closure:
-                    assert optimizer.step(compute) is not None
-                else:
-                    compute()
-                    optimizer.step()
-                schedule.step()
-    # DDP gives every rank the model of one that joined last; the sharded run had it all along.
-    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
-    last = size - 1 if order == "last rank longest" else 0
-    sharded.consolidate_state_dict(to=last)
-    if rank == last:
-        assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
 @on_ranks(2, slow=4)

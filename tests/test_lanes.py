@@ -1,10 +1,6 @@
 """Process groups beside the one that is trained on: lent, taken over, and never one more than is needed."""
 
 import gc
-import multiprocessing
-import os
-import signal
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +16,7 @@ from overlap import WRAPPERS, Setting, assert_same_run, plain_step
 from pool import Ranks, on_ranks
 from training import TORCH
 from waiting import LIMIT, wait_until
-from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.lanes import Lease, lanes_beside, lease, num_started
@@ -248,44 +244,3 @@ def test_destroying_the_default_group_ends_the_lanes() -> None:
     wait_until(lambda: num_threads_and_descriptors()[0] <= fewer)
     without = num_threads_and_descriptors()
     assert without[0] <= fewer, (with_lanes, without)
-
-
-# ---------------------------------------------------------------------- a rank that is gone
-
-
-def save_alone(folder: Path, rank: int, result: Any) -> None:
-    """Save in the background, after the other rank was killed."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    c10d._set_pg_timeout(timedelta(seconds=5))  # not before: coming together may take longer
-    model = nn.Linear(3, 3)
-    store.set(f"rank {rank} has come", "")
-    if rank == 1:
-        store.wait(["rank 0 has come"])  # or its group could not be made
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        checkpoint.save_async(folder / "saved", model=model)
-    except RemoteRankError as error:
-        result.send(str(error))
-    os._exit(0)
-
-
-def test_saving_in_the_background_after_a_rank_was_killed_fails_within_the_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_lanes"])
-    ours, theirs = context.Pipe(duplex=False)
-    processes = [context.Process(target=save_alone, args=(tmp_path, rank, theirs)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    theirs.close()
-    try:
-        assert ours.poll(240)  # importing torch takes most of it
-        assert "rank 1 has ended" in ours.recv()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()

@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 from make_outputs import run_cells
 
-from processes import children, is_alive, listening, reachable_from_outside
+from processes import is_alive, listening, reachable_from_outside
 from waiting import LIMIT, wait_until
 from zero_optim import LaunchTimeoutError, RankFailedError, RemoteRankError, launch
-from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import StalledError, heard_of
 from zero_optim.run import host
 from zero_optim.run import rank as rank_side
@@ -140,64 +138,6 @@ def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:
     assert_gone(pids_in(tmp_path, 2))
 
 
-class SlowToTell(ValueError):
-    """Says what it is when the other rank is about to end, and has had time for that."""
-
-    heard: Path | None = None
-
-    def __str__(self) -> str:
-        if self.heard is not None:
-            wait_until(self.heard.exists)
-            time.sleep(1)  # twice what is left to a rank once another one has ended
-        return str(self.args[0])
-
-
-SlowToTell.__name__ = "ValueError"  # the others raise this class themselves
-
-
-def fail_together(folder: Path) -> None:
-    heard = folder / "heard"
-    if dist.get_rank() == 0:
-        unpatched = rank_side.let_the_cause_end_first
-
-        def leave_word_first(*args: Any) -> None:
-            heard.touch()
-            unpatched(*args)
-
-        rank_side.let_the_cause_end_first = leave_word_first
-    mine = SlowToTell("the cause of it all")
-    try:
-        with failing_together(RankGroup.of(None)):
-            if dist.get_rank() == 1:
-                raise mine
-    finally:
-        mine.heard = heard
-
-
-def test_a_rank_that_repeats_the_exception_of_another_one_lets_that_end_first(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError) as caught:
-        launch(fail_together, 2, tmp_path)
-    message = str(caught.value)
-    assert caught.value.rank == 1
-    assert message.startswith("rank 1 of 2 failed:\n\nTraceback")
-    assert "raise mine" in message
-
-
-def hear_of_each_other() -> None:
-    raise RemoteRankError("another rank failed")
-
-
-def have_all_the_time(rank: int) -> None:
-    rank_side.CAUSE = 10 * LIMIT
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_ranks_that_all_only_heard_of_a_failure_wait_for_nobody() -> None:
-    with pytest.raises(RankFailedError, match=r"^rank [01] of 2 failed:"):
-        launch(hear_of_each_other, 2, prepare=have_all_the_time)
-
-
 @pytest.mark.slow
 def test_a_rank_that_was_killed_is_told_before_those_that_lost_it(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 of 2 was killed by SIGKILL") as caught:
@@ -258,23 +198,6 @@ def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> 
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
-    code = """
-        import signal, time
-        from zero_optim import launch
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        launch(time.sleep, 2, 600)
-    """
-    with python(code) as caller:
-        wait_until(lambda: len(children(caller.pid)) == 3)  # two ranks, and Python's tracker of resources
-        os.killpg(caller.pid, signal.SIGINT)  # as a terminal does it: to all of them
-        _, errors = caller.communicate(timeout=LIMIT)
-        assert errors.count("Traceback") == 1, errors
-        assert errors.rstrip().endswith("KeyboardInterrupt")
-
-
 @contextmanager
 def python(code: str) -> Iterator[subprocess.Popen[str]]:
     """Runs code in a session of its own, and ends it."""
@@ -305,29 +228,6 @@ def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> Non
     assert "needs `if __name__ ==" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_script_launches_its_own_function(tmp_path: Path) -> None:
-    text = """
-        from dataclasses import dataclass
-        import torch.distributed as dist
-        from zero_optim import launch
-
-        @dataclass
-        class Place:
-            rank: int
-
-        def place():
-            return Place(dist.get_rank())
-
-        if __name__ == "__main__":
-            assert launch(place, 1) == [Place(0)]
-            print("well")
-    """
-    done = run_script(tmp_path, text)
-    assert done.stdout == "well\n", done.stderr
-
-
 FIRST_CELL = """
 from dataclasses import dataclass
 
@@ -348,19 +248,14 @@ class Outcome:
     loss: float
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
+class Net(nn.Linear):
     def forward(self, x):
-        return self.layer(x).square().mean()
+        return super().forward(x).square().mean()
 
 
 def train(width):
     torch.manual_seed(0)
-    model = zero_optim.ddp.DistributedDataParallel(Net())
-    loss = model(torch.ones(1024, width))
+    loss = zero_optim.ddp.DistributedDataParallel(Net(width, width))(torch.ones(1024, width))
     loss.backward()
     return Outcome(dist.get_rank(), torch.get_num_threads(), loss.item())
 

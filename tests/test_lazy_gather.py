@@ -11,9 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
-from overlap import Net, Setting, adamw, assert_same_params, inputs, loss_of, plain_step
+from overlap import Net, Setting, adamw, assert_same_params, inputs, plain_step
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
@@ -150,21 +149,6 @@ def test_a_module_waits_for_its_own_buckets_alone(as_view: bool, clips: bool) ->
 
 
 @on_ranks(2)
-def test_a_copy_does_not_have_the_model_of_the_argument() -> None:
-    model = Net()
-    optimizer = adamw(model, gather_lazily=model)
-    memo: dict[int, Any] = {}
-    other = copy.deepcopy(optimizer, memo)
-    assert not any(isinstance(copied, nn.Module) for copied in memo.values())
-    for param in other.owners():
-        param.grad = torch.ones_like(param)
-    other.step()
-    assert not other.core.sharding.under_way
-    step_once(optimizer, model)
-    assert optimizer.core.sharding.under_way
-
-
-@on_ranks(2)
 def test_what_cannot_wait_is_refused_with_what_to_give() -> None:
     model = Net()
     with pytest.raises(TypeError, match=r"gather_lazily=model, or None, got True"):
@@ -253,7 +237,9 @@ def test_remove_and_copies_wait_at_each_step_again() -> None:
     model = Net()
     optimizer = adamw(model)
     lazy = optimizer.gather_lazily(model)
-    twin = copy.deepcopy(optimizer)
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(optimizer, memo)
+    assert not any(isinstance(copied, nn.Module) for copied in memo.values())
     step_once(optimizer, model)
     assert optimizer.core.sharding.under_way
     lazy.remove()
@@ -289,18 +275,3 @@ def test_parameters_outside_the_model_are_waited_for_by_step() -> None:
             reference.step() if want is reference.param_groups[0]["params"][0] else None
             assert torch.equal(param, want)
     optimizer.wait_for_gathers()
-
-
-@on_ranks(2)
-def test_the_model_inside_ddp_may_be_given() -> None:
-    """The hooks sit on the model that DDP wraps."""
-    plain, model = (TorchDdp(Net()) for _ in range(2))
-    one, other = adamw(plain), adamw(model)
-    other.gather_lazily(model.module)
-    for number in range(4):
-        plain_step(plain, one, number)
-        with slow_gathers():
-            plain_step(model, other, number)
-    assert torch.equal(loss_of(model, 9), loss_of(plain, 9))
-    other.wait_for_gathers()
-    assert_same_params(model, plain)

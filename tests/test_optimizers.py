@@ -221,35 +221,6 @@ def test_class_whose_steps_join_parameters_is_refused(name: str) -> None:
         check_refusal(name, options)
 
 
-@on_ranks(1, 2)
-def test_adahessian_if_wanted_all_the_same_sees_the_owned_blocks_of_the_hessian() -> None:
-    """Each rank steps what it owns as a plain Adahessian over just that would, with its own draws."""
-    params = make_params()
-    sharded = ZeroRedundancyOptimizer(params, torch_optimizer.Adahessian, assume_separable=True)
-    owned = sharded.owned_parameters()
-    of_rank = twin(owned)
-    plain = torch_optimizer.Adahessian(of_rank)
-    for step in range(4):
-        set_grads(params, step)
-        if step == 0:
-            with pytest.raises(RuntimeError, match="create_graph"):
-                sharded.step()
-        for own, optimizer in ((params, sharded), (of_rank, plain)):
-            # Gradients with a graph of their own, as ``backward(create_graph=True)`` leaves them.
-            loss = torch.stack([(p**4).sum() + p.sum() for p in own]).sum()
-            for p, grad in zip(own, torch.autograd.grad(loss, own, create_graph=True), strict=True):
-                p.grad = grad
-            torch.manual_seed(step)
-            optimizer.step()
-            for p in own:
-                p.grad = None
-        assert_same_bits(owned, of_rank, f"after step {step}")
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, [p.detach() for p in params])
-    for other in everywhere:
-        assert_same_bits(other, params)
-
-
 # ---------------------------------------------------------------------- constructor forms
 
 
@@ -299,20 +270,6 @@ def test_every_class_takes_every_form_of_parameters_and_rates_of_groups(names: l
                 for optimizer in (plain, sharded):
                     optimizer.param_groups[1]["lr"] *= 0.5
                 train_case(case, plain, sharded, range(3, 8))
-
-
-def test_a_shared_cache_of_step_sizes_is_what_joins_groups_of_different_rates() -> None:
-    """The class alone does it: what it gives one group depends on whether another stepped before."""
-    results = []
-    for with_first in (True, False):
-        first, second = (Parameter(torch.ones(3)) for _ in range(2))
-        groups = [{"params": [first] if with_first else [], "lr": 0.5}, {"params": [second], "lr": 0.1}]
-        optimizer = torch_optimizer.RAdam(groups)
-        first.grad, second.grad = torch.ones(3), torch.ones(3)
-        optimizer.step()
-        results.append(second)
-    assert not torch.equal(*results)
-    assert [name for name, case in CASES.items() if not case.rates] == ["torch_optimizer.RAdam"]
 
 
 def outcome(
@@ -463,11 +420,6 @@ def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding(avera
 # ---------------------------------------------------------------------- steps during the backward pass
 
 REFUSED_IN_PARTS = ("torch_optimizer.Lookahead", "torch_optimizer.MADGRAD")  # they count their steps
-SOME = [
-    name
-    for name in ("torch.optim.AdamW", "torch.optim.Muon", "torch.optim.SparseAdam", "torch_optimizer.AccSGD")
-    if name in BITWISE
-]
 
 
 def in_small_buckets(optimizer_class: Any, options: Options, model: nn.Module) -> ZeroRedundancyOptimizer:
@@ -506,12 +458,6 @@ def test_steps_in_the_backward_pass_give_the_same_bits_or_are_refused(wrapper: s
 @on_ranks(2)
 def test_classes_that_count_their_steps_are_refused_with_the_reason() -> None:
     check_overlapped("torch", REFUSED_IN_PARTS)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("wrapper", ["torch", "ours"])
-def test_some_classes_step_in_the_backward_pass_with_the_same_bits_on_four_ranks(wrapper: str) -> None:
-    check_overlapped(wrapper, SOME)
 
 
 # ---------------------------------------------------------------------- the table in the documentation

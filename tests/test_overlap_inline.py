@@ -1,8 +1,7 @@
-"""The overlapped step as on an accelerator: without a thread, on the process group of the reductions."""
+"""When an overlapped step is taken, gathered and waited for: with a thread, or as on an accelerator."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,38 +15,18 @@ from fake_streams import FakeEvent, FakeStream, fake_streams
 from overlap import (
     WRAPPERS,
     Setting,
-    adamw,
     assert_same_params,
     both_wrappers,
     either_way,
     inputs,
     loss_of,
     plain_step,
+    run_either_way,
 )
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.hooks import zero_step
-
-
-def lazily(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    optimizer = adamw(model, **options)
-    optimizer.gather_lazily(model)
-    return optimizer
-
-
-@on_ranks(2)
-@both_wrappers
-def test_lazy_gathers_give_the_same_bits(wrapper: str) -> None:
-    for as_view in (True, False):
-        setting = Setting(wrapper, optimizer=partial(lazily, parameters_as_bucket_view=as_view))
-        with fake_streams():
-            runs = [setting.build(overlap) for overlap in (False, True)]
-            for model, optimizer in runs:
-                for number in range(4):
-                    plain_step(model, optimizer, number)
-                optimizer.wait_for_gathers()
-            assert_same_params(runs[1][0], runs[0][0], as_view)
+from zero_optim.hooks import passes, zero_step
 
 
 def traced(trace: list[str], groups: list[dist.ProcessGroup]) -> tuple[Callable[..., Any], Any]:
@@ -165,3 +144,70 @@ def test_two_hooks_of_one_optimizer_step_in_one_pass(inline: bool) -> None:
                 optimizer.step()
             for plain, model in zip(runs[0][0], runs[1][0], strict=True):
                 assert_same_params(model, plain, number)
+
+
+# ---------------------------------------------------------------------- frozen parameters
+
+
+class Frozen(nn.Module):
+    """A frozen layer in the bucket of a trained one behind it; an earlier one trains, so both are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.early, self.frozen, self.late = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.late(self.frozen(self.early(x).tanh()).tanh())
+        return y
+
+
+@on_ranks(2)
+@either_way
+@pytest.mark.parametrize("as_views", [True, False], ids=["views", "packed"])
+@both_wrappers
+def test_a_bucket_with_frozen_parameters_is_stepped_when_the_others_are_reduced(
+    wrapper: str, as_views: bool, inline: bool
+) -> None:
+    """The backward pass reads the frozen layer after that, and goes on."""
+    run_either_way(inline, check_frozen, wrapper, as_views)
+
+
+def check_frozen(wrapper: str, as_views: bool) -> None:
+    runs = []
+    for overlaps in (False, True):
+        net = Frozen()
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(),
+            torch.optim.SGD,
+            lr=0.1,
+            bucket_cap_mb=0.0002,  # the last two layers in one bucket
+            parameters_as_bucket_view=as_views,
+        )
+        net.frozen.requires_grad_(False)
+        model = WRAPPERS[wrapper](net, bucket_cap_mb=0.00001)
+        if overlaps:
+            model.register_comm_hook(None, zero_step(optimizer, allreduce_hook))
+        runs.append((model, optimizer))
+    overlap, stepped_late = runs[1][1].iteration.overlap(), list[int]()
+    for step in range(3):
+        for model, optimizer in runs:
+            optimizer.zero_grad()
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(passes.SteppedPass, "step_late", noted(stepped_late))
+                model(x).square().mean().backward()
+            optimizer.step()
+        assert_same_params(runs[1][0], runs[0][0], step)
+    assert overlap.current is None
+    assert stepped_late == [0, 0, 0], "all were stepped before the backward pass ended"
+
+
+def noted(numbers: list[int]) -> Any:
+    step_late = passes.SteppedPass.step_late
+
+    def late(self: passes.SteppedPass, **kwargs: bool) -> None:
+        numbers.append(len(self.reduced))
+        step_late(self, **kwargs)
+
+    return late

@@ -29,7 +29,6 @@ from overlap import (
     run_either_way,
 )
 from pool import on_ranks
-from training import make_params
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import (
     hook_with_zero_step,
@@ -71,32 +70,9 @@ def kept_frozen(model: Any, optimizer: ZeroRedundancyOptimizer, step: int) -> Gr
     return grads_of(model)
 
 
-def extra_optimizer(model: nn.Module) -> ZeroRedundancyOptimizer:
-    """Parameters that DDP does not hold, and no gradient for one of DDP's."""
-    extra = make_params(((4, 3), (7,)), seed=9)
-    held = list(model.parameters())[1:]
-    groups = [{"params": [*held, extra[0]]}, {"params": [extra[1]], "weight_decay": 0.5}]
-    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01, bucket_cap_mb=0.001)
-    optimizer.extra = extra  # type: ignore[attr-defined]
-    return optimizer
-
-
-def with_extra(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    for index, param in enumerate(optimizer.extra):
-        param.grad = torch.full_like(param, 0.1 * (step - index))
-    if step == 3:  # between backward() and step() a parameter moves to another group
-        first, second = optimizer.param_groups
-        second["params"].append(first["params"].pop())
-    optimizer.step()
-    return [param.detach().clone() for param in optimizer.extra]
-
-
 LOOPS: dict[str, tuple[dict[str, Any], Callable[..., Grads]]] = {
     "unfreezing": ({"model": frozen_net}, freezing),
     "frozen with a gradient": ({"model": frozen_net}, kept_frozen),
-    "not in DDP": ({"optimizer": extra_optimizer}, with_extra),
 }
 
 

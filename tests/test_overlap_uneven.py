@@ -25,7 +25,8 @@ from overlap import (
     loss_of,
     run_either_way,
 )
-from pool import Ranks, on_ranks
+from pool import on_ranks
+from training import assert_same_state, whole
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import (
     hook_with_zero_step,
@@ -51,104 +52,54 @@ def step_with(use: Callable[[int, int], bool], factor: float = 1.0) -> Callable[
     return step
 
 
-def varied(step: int, rank: int) -> bool:
-    """By all, by nobody twice, by all, by rank 0 alone, then by turns."""
-    return (True, False, False, True, rank == 0, rank == 0, rank == 1, rank == 0)[step]
-
-
-NEVER = step_with(lambda step, rank: False)
-UNUSED: dict[str, tuple[int, Callable[..., Grads]]] = {
-    "never": (3, NEVER),
-    "varied": (8, step_with(varied)),
-    "always, with a gradient of zero": (3, step_with(lambda step, rank: True, factor=0.0)),
-}
-
-
-def check_unused(wrapper: str, mode: str, as_view: bool) -> None:
-    options = {mode: True, "gradient_as_bucket_view": as_view}
-    for name, (steps, step) in UNUSED.items():
-        if mode == "static_graph" and name == "varied":
-            continue
-        for interleave in (True, False):
-            setting = Setting(wrapper, options=options, zero={"interleave": interleave})
-            model: Any = assert_same_run(
-                setting, step, steps, moves=False, where=(name, mode, as_view, interleave)
-            )[0]
-            if name == "never":
-                assert torch.equal(model.module.spare.weight, Net().spare.weight)
-
-
-@pytest.mark.parametrize("mode", ["find_unused_parameters", "static_graph"])
-@either_way
-@both_wrappers
-def test_unused_parameters_are_left_alone_bit_for_bit(
-    ranks2: Ranks, wrapper: str, inline: bool, mode: str
-) -> None:
-    for as_view in (False,) if inline else (False, True):
-        ranks2.run(run_either_way, inline, check_unused, wrapper, mode, as_view)
+def check_unused(wrapper: str, mode: str, factor: float) -> None:
+    """What nobody used stays, what has a gradient of zeros decays; nobody calls step() of the overlapped."""
+    setting = Setting(wrapper, options={mode: True})
+    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
+    for number in range(3):
+        uses_spare = number == 1 and mode == "find_unused_parameters"
+        for net, optimizer in ((plain, one), (model, other)):
+            optimizer.zero_grad()
+            (net(inputs(number), uses_spare).square().mean() * factor).backward()
+        one.step()
+        assert_same_params(model, plain, (mode, factor, number))
 
 
 @on_ranks(2)
+@either_way
 @both_wrappers
-def test_unused_parameters_are_left_alone_without_step(wrapper: str) -> None:
-    """A loop without step(): what nobody used stays, what has a gradient of zeros decays."""
+@pytest.mark.parametrize("mode", ["find_unused_parameters", "static_graph"])
+def test_unused_parameters_are_left_alone_without_step(wrapper: str, inline: bool, mode: str) -> None:
     for factor in (0.0, 1.0):
-        setting = Setting(wrapper, options=MAY_BE_UNUSED)
-        (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
-        for number in range(3):
-            for net, optimizer in ((plain, one), (model, other)):
-                optimizer.zero_grad()
-                (net(inputs(number), number == 1).square().mean() * factor).backward()
-            one.step()
-            assert_same_params(model, plain, (factor, number))
+        run_either_way(inline, check_unused, wrapper, mode, factor)
 
 
 # ---------------------------------------------------------------------- Join
 
 
-def check_uneven(wrapper: str, order: str, options: dict[str, Any], factor: float) -> None:
-    """Rank r has 2 + r batches, or the other way round; a scheduler runs on the active ranks."""
+def check_uneven(wrapper: str, first_is_longest: bool) -> None:
+    """Gradients are zeros, which a rank that has joined cannot see; a scheduler runs on the active ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    counts = range(2, 2 + size) if order == "last longest" else range(1 + size, 1, -1)
-    setting = Setting(wrapper, options=options)
-    runs = [setting.build(overlap) for overlap in (False, True)]
+    runs = [Setting(wrapper).build(overlap) for overlap in (False, True)]
     for model, optimizer in runs:
         schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
-        with Join([model, optimizer]):
-            for number in range(counts[rank]):
+        with Join([model, optimizer]):  # type: ignore[list-item]
+            for number in range(2 + (size - 1 - rank if first_is_longest else rank)):
                 optimizer.zero_grad()
-                (loss_of(model, number) * factor).backward()
+                (loss_of(model, number) * 0.0).backward()
                 optimizer.step()
                 schedule.step()
     (plain, one), (model, other) = runs
-    assert_same_params(model, plain, (order, options, factor))
-    for optimizer in (one, other):
-        optimizer.consolidate_state_dict(to=None)
-    state, expected = other.state_dict()["state"], one.state_dict()["state"]
-    assert state.keys() == expected.keys()
-    for index, entries in expected.items():
-        assert all(torch.equal(state[index][key], value) for key, value in entries.items()), index
-    for each, optimizer in runs:  # the loop after the context goes on
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01  # the active rank's scheduler went on alone
-        optimizer.zero_grad()
-        loss_of(each, 10).backward()
-        optimizer.step()
-    assert_same_params(model, plain, "afterwards")
+    assert_same_params(model, plain)
+    assert_same_state(whole(other), whole(one))
 
 
 @on_ranks(2, slow=4)
 @either_way
 @both_wrappers
-def test_uneven_inputs_give_the_same_bits(wrapper: str, inline: bool) -> None:
-    for order in ("last longest", "first longest"):
-        cases: list[tuple[dict[str, bool], float]] = [
-            ({"gradient_as_bucket_view": True}, 1.0),
-            ({}, 0.0),  # gradients of zero, which a rank that has joined cannot see
-            (MAY_BE_UNUSED, 1.0),
-        ]
-        for options, factor in cases[inline:]:
-            run_either_way(inline, check_uneven, wrapper, order, options, factor)
+@pytest.mark.parametrize("first_is_longest", [True, False])
+def test_uneven_inputs_give_the_same_bits(wrapper: str, inline: bool, first_is_longest: bool) -> None:
+    run_either_way(inline, check_uneven, wrapper, first_is_longest)
 
 
 def clip(optimizer: ZeroRedundancyOptimizer) -> None:

@@ -1,16 +1,19 @@
 """Ranks tell each other in the gathers of a step what they do differently: all raise, and say who it was."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from breaking import Breaks, BreaksAnywhere
 from fake_streams import without_thread
 from pool import Ranks, on_ranks
+from training import assert_equal_on_all_ranks, params_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
@@ -24,10 +27,6 @@ def make(cls: Any = torch.optim.SGD, **options: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(params, cls, **{"lr": 0.125, **options})
 
 
-def params_of(optimizer: ZeroRedundancyOptimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def give_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
     for param in params_of(optimizer):
         param.grad = torch.ones_like(param) if param.requires_grad else None
@@ -39,52 +38,103 @@ def step(optimizer: ZeroRedundancyOptimizer) -> None:
 
 
 def check_equal(optimizer: ZeroRedundancyOptimizer) -> None:
-    """The weights are equal on all ranks."""
-    for param in params_of(optimizer):
-        every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, param.detach())
-        assert all(torch.equal(every[0], other) for other in every)
+    assert_equal_on_all_ranks(params_of(optimizer))
+
+
+def owned_by(num_owners: int, optimizer: ZeroRedundancyOptimizer) -> ZeroRedundancyOptimizer:
+    owners = {piece.owner for pieces in optimizer.pieces().values() for piece in pieces}
+    assert len(owners) == num_owners
+    return optimizer
+
+
+def of_params(cls: Any, *params: nn.Parameter, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, cls, lr=0.125, **options)
+
+
+def narrow(cls: Any) -> ZeroRedundancyOptimizer:
+    params = [nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16)) for _ in range(2)]
+    return owned_by(2, of_params(cls, *params, master_dtype=torch.float32))
+
+
+def frozen(cls: Any) -> ZeroRedundancyOptimizer:
+    params = [nn.Parameter(torch.ones(3), requires_grad=trains) for trains in (True, False)]
+    return owned_by(2, of_params(cls, *params))
+
+
+def cut(cls: Any) -> ZeroRedundancyOptimizer:
+    """The rows of all ranks lie in one parameter."""
+    return owned_by(dist.get_world_size(), of_params(cls, nn.Parameter(torch.ones(64, 1024))))
+
+
+def single(cls: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    """All ranks but one own nothing."""
+    return owned_by(1, of_params(cls, nn.Parameter(torch.ones(3)), **options))
+
+
+BUILDERS: dict[str, Callable[[Any], ZeroRedundancyOptimizer]] = {
+    "views": make,
+    "packed": partial(make, parameters_as_bucket_view=False),
+    "masters": narrow,
+    "frozen": frozen,
+    "cut": cut,
+    "owned by one": single,
+    "owned by one, packed": partial(single, parameters_as_bucket_view=False),
+}
+of_builders = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("as_view", [True, False])
-def test_a_step_that_raises_on_one_rank_raises_on_all(as_view: bool) -> None:
-    options = {"parameters_as_bucket_view": as_view}
-    optimizer = make(Breaks, **options)
+@of_builders
+def test_a_step_that_raises_on_one_rank_raises_on_all(build: Callable[[Any], Any]) -> None:
+    optimizer = build(BreaksAnywhere)
     step(optimizer)
-    before = optimizer.metrics()["collectives/total"]
-    assert before > 0
-    optimizer.optim.breaks = True
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
-        step(optimizer)
-    optimizer.optim.breaks = False
-    if dist.get_rank() == 1:
-        assert isinstance(caught.value, ArithmeticError)
-    else:
-        assert isinstance(caught.value, RemoteRankError)
-        assert str(caught.value).startswith(
-            "rank 1 failed with ArithmeticError: no such root. Ranks on which"
-        )
-    check_equal(optimizer)
-    step(optimizer)
-    check_equal(optimizer)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("as_view", [True, False])
-def test_a_rate_that_differs_on_one_rank_raises_on_all(as_view: bool) -> None:
-    options = {"parameters_as_bucket_view": as_view}
-    optimizer = make(**options)
-    for _ in range(2):
-        step(optimizer)
-    if dist.get_rank() == 1:
-        optimizer.param_groups[0]["lr"] = 0.25
-    for _ in range(2):
-        with pytest.raises(RankMismatchError, match=r"lr of group 0: rank 0 has 0.125; rank 1 has 0.25"):
+    for rank in range(2):
+        optimizer.optim.breaks = here = dist.get_rank() == rank
+        with pytest.raises(ArithmeticError if here else RemoteRankError) as caught:
             step(optimizer)
+        optimizer.optim.breaks = False
+        told = f"rank {rank} failed with ArithmeticError: no such root. Ranks on which"
+        assert here or str(caught.value).startswith(told)
         check_equal(optimizer)
+    step(optimizer)
+    check_equal(optimizer)
+
+
+@on_ranks(2, 4)
+@of_builders
+def test_a_rate_that_differs_on_one_rank_raises_on_all(build: Callable[[Any], Any]) -> None:
+    optimizer = build(torch.optim.SGD)
+    for _ in range(2):
+        step(optimizer)
+    for rank in range(dist.get_world_size()):
+        optimizer.param_groups[0]["lr"] = 0.25 if dist.get_rank() == rank else 0.5
+        for _ in range(2):
+            with pytest.raises(RankMismatchError, match=rf"lr of group 0: .*\brank {rank} has 0.25"):
+                step(optimizer)
+            check_equal(optimizer)
     optimizer.param_groups[0]["lr"] = 0.25
     step(optimizer)
+    check_equal(optimizer)
+
+
+@on_ranks(2)
+def test_a_rate_that_is_changed_in_place_on_one_rank_raises_on_all() -> None:
+    optimizer = make(lr=torch.tensor(0.25))
+    step(optimizer)
+    if dist.get_rank() == 0:
+        optimizer.param_groups[0]["lr"].mul_(2)
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 0.25"):
+        step(optimizer)
+
+
+@pytest.mark.on_sockets("it counts what goes through the backend")
+@on_ranks(2)
+def test_a_rank_that_owns_nothing_sends_a_stamp_alone() -> None:
+    optimizer = single(torch.optim.SGD)
+    step(optimizer)
+    optimizer.metrics()
+    step(optimizer)
+    assert optimizer.metrics()["collectives/total"] == 2
 
 
 @on_ranks(2)
@@ -260,30 +310,6 @@ def test_a_rate_that_differed_in_a_step_that_gathers_lazily_raises_in_the_next()
     check_equal(optimizer)
 
 
-def of_params(*params: nn.Parameter, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.125, **options)
-
-
-@on_ranks(2)
-def test_whatever_a_rank_owns_it_is_heard() -> None:
-    bf16 = [nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16)) for _ in range(2)]
-    narrow = of_params(*bf16, master_dtype=torch.float32)
-    frozen = of_params(nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False))
-    assert len({piece.owner for pieces in frozen.pieces().values() for piece in pieces}) == 2
-    for optimizer in (narrow, frozen):
-        give_gradients(optimizer)
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
-        with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
-            optimizer.step()
-    changed = make(lr=torch.tensor(0.25))
-    step(changed)
-    if dist.get_rank() == 0:
-        changed.param_groups[0]["lr"].mul_(2)  # in place
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 0.25"):
-        step(changed)
-
-
 @on_ranks(1)
 def test_one_rank_alone_has_no_stamps_and_checks_names_of_own_options() -> None:
     optimizer = make()
@@ -292,22 +318,6 @@ def test_one_rank_alone_has_no_stamps_and_checks_names_of_own_options() -> None:
     step(optimizer)
     with pytest.raises(TypeError, match=r"own_options to be names of options, such as \('lr',\), got 'lr'"):
         make(own_options="lr")
-
-
-@on_ranks(2)
-def test_owners_of_one_cut_parameter_are_heard() -> None:
-    """Both rows of the one bucket lie in one parameter."""
-    optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(64, 1024))], Breaks, lr=0.125)
-    assert [len(pieces) for pieces in optimizer.pieces().values()] == [2]
-    step(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
-        step(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5
-    optimizer.optim.breaks = True
-    with pytest.raises((ArithmeticError, RemoteRankError), match="no such root"):
-        step(optimizer)
-    check_equal(optimizer)
 
 
 def overlapped() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
@@ -321,20 +331,6 @@ def overlapped() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
 def iterate(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-
-
-@on_ranks(2)
-def test_a_failure_in_an_overlapped_step_raises_out_of_backward_on_all() -> None:
-    model, optimizer = overlapped()
-    iterate(model, optimizer)
-    optimizer.optim.breaks = True
-    error = ArithmeticError if dist.get_rank() == 1 else RemoteRankError
-    with pytest.raises(error, match=r"no such root|rank 1 failed with ArithmeticError in backward\(\)"):
-        model(torch.ones(1, 4)).sum().backward()
-    optimizer.optim.breaks = False
-    check_equal(optimizer)
-    iterate(model, optimizer)
-    check_equal(optimizer)
 
 
 def check_rate_in_overlapped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -434,56 +430,12 @@ def test_options_that_changed_one_after_the_other_have_the_digest_of_all_at_once
     assert options[0]["rates"] == [0.25, 0.5], "as they were"
 
 
-def make_small(cls: Any = torch.optim.SGD, **options: Any) -> tuple[ZeroRedundancyOptimizer, int]:
-    """One parameter for two ranks, and the rank that owns nothing."""
-    optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], cls, lr=0.125, **options)
-    ((owned,),) = optimizer.pieces().values()
-    return optimizer, 1 - owned.owner
-
-
-@pytest.mark.on_sockets("it counts what goes through the backend")
-@on_ranks(2)
-@pytest.mark.parametrize("as_view", [True, False])
-def test_a_rank_that_owns_nothing_is_heard_in_the_same_step(as_view: bool) -> None:
-    options = {"parameters_as_bucket_view": as_view}
-    optimizer, silent = make_small(BreaksAnywhere, **options)
-    here = dist.get_rank() == silent
-    step(optimizer)
-    optimizer.metrics()
-    step(optimizer)
-    assert optimizer.metrics()["collectives/total"] == 2, "a row, and a stamp alone"
-    optimizer.optim.breaks = here
-    with pytest.raises(ArithmeticError if here else RemoteRankError, match="no such root"):
-        step(optimizer)
-    optimizer.optim.breaks = False
-    optimizer.param_groups[0]["lr"] = 0.5 if here else 0.25
-    with pytest.raises(RankMismatchError, match=f"rank {silent} has 0.5"):
-        step(optimizer)
-    check_equal(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.25
-    step(optimizer)
-    check_equal(optimizer)
-
-
 @on_ranks(2)
 def test_a_rank_that_owns_nothing_is_heard_in_an_overlapped_step() -> None:
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.125)
     model.register_comm_hook(None, zero_step(optimizer, ddp=model))
     check_rate_in_overlapped_step(model, optimizer)
-
-
-@on_ranks(4)
-def test_a_rank_whose_rows_lie_in_the_middle_of_a_parameter_is_heard() -> None:
-    """The rows of two ranks lie within the one parameter; and one has frozen parameters alone."""
-    optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(64, 1024))], torch.optim.SGD, lr=0.125)
-    assert [len(pieces) for pieces in optimizer.pieces().values()] == [4]
-    step(optimizer)
-    for rank in range(4):
-        optimizer.param_groups[0]["lr"] = 0.25 if dist.get_rank() == rank else 0.5
-        with pytest.raises(RankMismatchError, match=f"rank {rank} has 0.25"):
-            step(optimizer)
-    check_equal(optimizer)
 
 
 def stamp(number: int = 3, name: str = "step()", *, failed: bool = False) -> Stamp:

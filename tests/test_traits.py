@@ -50,7 +50,6 @@ DRAWS, CLOSURE, DIFFERED = "draws random numbers", "needs a closure", "differed 
 # Letters, and words of the first reason against what they lack.
 HABITS: list[tuple[Builder, dict[str, Any], str, str]] = [
     (Small, {}, ALL, ""),
-    (own.Lion, {}, ALL, ""),
     (torch_optimizer.LARS, {"lr": 0.1, "weight_decay": 1e-4}, WHOLE, DIFFERED),
     (torch_optimizer.AdamP, {"lr": 1e-3, "weight_decay": 0.01}, WHOLE, DIFFERED),
     *((torch_optimizer.SWATS, {"lr": lr}, NONE, "'lr' differed") for lr in (1e-4, 1e-3, 1e-2, 0.1, 1.0)),
@@ -64,8 +63,6 @@ HABITS: list[tuple[Builder, dict[str, Any], str, str]] = [
     (own.CouplesLate, {"begin": 8}, NONE, DIFFERED),
     (own.SeededNoise, {}, NONE, DIFFERED),
     (own.StateByIndex, {}, NONE, "state that belongs to no parameter"),
-    (own.DAdaptation, {}, NONE, DIFFERED),
-    (own.Prodigy, {"lr": 1.0}, NONE, DIFFERED),
     (own.GlobalCounter, {}, "S-E-", "state that belongs to no parameter"),
     (own.GroupCoupled, {}, NONE, DIFFERED),
     (own.StacksEqualShapes, {}, NONE, DIFFERED),
@@ -85,7 +82,6 @@ HABITS: list[tuple[Builder, dict[str, Any], str, str]] = [
     (own.WritesDown, {"uses": "norm"}, NONE, DIFFERED),
     (own.ScheduleFree, {}, UNCOUNTED, ""),
     (own.ChangesItsRate, {"lr": torch.tensor(0.1)}, UNCOUNTED, ""),
-    (own.Warns, {}, ALL, ""),
     (own.SharpnessAware, {}, NONE, CLOSURE),
     (torch.optim.LBFGS, {}, NONE, CLOSURE),
     (torch_optimizer.Adahessian, {}, NONE, "second-order gradients"),
@@ -96,7 +92,6 @@ HABITS: list[tuple[Builder, dict[str, Any], str, str]] = [
     (own.LargeFactored, {}, WHOLE, "cut in pieces"),
     (own.RowNormalized, {}, WHOLE, "cut in pieces"),
     (own.RemembersItsSize, {}, WHOLE, "the state of"),
-    (own.RemembersInBlocks, {}, WHOLE, DIFFERED),
     (own.WrapsAll, {}, WHOLE, "the state of"),
     (torch.optim.SparseAdam, {}, WHOLE, "sparse gradients"),
     (torch_optimizer.NovoGrad, {}, WHOLE, "differed"),

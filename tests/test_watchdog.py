@@ -6,11 +6,9 @@ import gc
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +22,7 @@ import torch.distributed as dist
 
 from pool import Ranks, on_ranks
 from processes import listening
-from stalling import Others, begun_works, linear, outcomes, sharded, with_gradients
+from stalling import begun_works, linear, with_gradients
 from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer, share_host_memory
 from zero_optim.comm.backends import raised_by_backend
@@ -518,34 +516,6 @@ def test_a_wait_that_begins_behind_a_pause_counts_in_full() -> None:
     assert awake.since(0.0, 501.0) == 3.0
 
 
-def wait_while_all_are_stopped(started: Path) -> str:
-    model = with_gradients(linear())
-    optimizer = sharded(model, timeout=20.0)
-    if dist.get_rank() == 0:
-        (started / "waits").touch()
-    else:
-        wait_until((started / "resumed").exists)
-    optimizer.step()
-    dist.barrier()
-    return "stepped"
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Path) -> None:
-    def stop(others: Others) -> None:
-        wait_until((tmp_path / "waits").exists)
-        for signum, seconds in ((signal.SIGSTOP, 25.0), (signal.SIGCONT, 0.0)):
-            for rank in range(2):
-                others.kill(rank, signum)
-            time.sleep(seconds)
-        time.sleep(5.0)  # the watchdogs look
-        (tmp_path / "resumed").touch()
-
-    ended = outcomes(2, wait_while_all_are_stopped, tmp_path, meanwhile=stop, limit=200.0)
-    assert [outcome.said for outcome in ended] == ["stepped"] * 2
-
-
 def test_where_nobody_answers_a_process_is_silent_and_where_nobody_listens_it_has_ended(
     listener: Listener,
 ) -> None:
@@ -588,10 +558,6 @@ def test_who_sends_a_question_slowly_does_not_hold_the_watchdog_up(listener: Lis
         over.set()
         stranger.join()
     timer.cancel()
-
-
-def test_an_address_survives_the_way_through_the_store(listener: Listener) -> None:
-    assert Address(*json.loads(json.dumps(listener.address))) == listener.address
 
 
 def test_a_process_listens_where_the_store_is_reached() -> None:

@@ -4,7 +4,7 @@ Every function depends only on its arguments. So each rank can also make the uns
 without communication.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -52,6 +52,14 @@ def assert_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor], when: ob
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.dtype == b.dtype
         assert torch.equal(a, b), f"parameter {index} differs {when}: {a} and {b}"
+
+
+def assert_equal_on_all_ranks(params: Iterable[Tensor], when: object = "") -> None:
+    """Compare parameters with those of rank 0, bit for bit."""
+    for index, param in enumerate(params):
+        other = param.detach().clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, param), f"parameter {index} differs between ranks {when}"
 
 
 def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
