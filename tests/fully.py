@@ -1,7 +1,7 @@
 """Fully sharded models for tests, and how they train beside whole ones."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -92,13 +92,12 @@ def blocks_of(model: Any) -> list[nn.Module]:
 def both(
     model: nn.Module,
     units: Callable[[Any], Any] = blocks_of,
-    owned: Callable[[nn.Module], Iterator[Tensor]] = nn.Module.parameters,
     of_fully: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[tuple[Any, ZeroRedundancyOptimizer]]:
     """Two wrappers of copies of a model, whole and fully sharded, each with its optimizer."""
     first, second = copy.deepcopy(model), copy.deepcopy(model)
-    one, other = (ZeroRedundancyOptimizer(owned(own), torch.optim.AdamW, lr=1e-2) for own in (first, second))
+    one, other = adamw(first), adamw(second)
     of_fully = of_fully or {}
     whole: Any
     if of_fully.get("accumulate") == "owner":  # the order of sums
@@ -115,13 +114,15 @@ def train(
     steps: int | range = 3,
     loss_of: Loss = loss_of,
     most: float | None = None,
+    passes: int = 1,
 ) -> list[float]:
     """Train with ordinary steps, with gradients clipped to a norm if one is given; gives the losses."""
     losses = []
     for step in range(steps) if isinstance(steps, int) else steps:
         optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
+        for number in range(passes):
+            loss = loss_of(model, step + 10 * number)
+            loss.backward()
         if most is not None:
             optimizer.clip_grad_norm_(most)
         optimizer.step()
@@ -147,6 +148,14 @@ def whole(model: nn.Module) -> list[Tensor]:
     is_sharded = any(map(is_freed, model.parameters()))
     with unsharded(model, writes=False) if is_sharded else nullcontext():
         return [param.detach().clone() for param in model.parameters()]
+
+
+def assert_equal_everywhere(model: nn.Module) -> None:
+    """Every rank has the bits of rank 0."""
+    for param in whole(model):
+        first = param.clone()
+        torch.distributed.broadcast(first, 0)
+        assert torch.equal(param, first)
 
 
 def state_of(model: Any) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def refusal(row: Row) -> str:
     return next((reason for reason, holds in rules.items() if holds), "")
 
 
+STAYING = "fully, units stay", "fully, two units stay"
 OVERLAPS = "overlap", "overlap, torch's DDP", "overlap, no thread"
 MORE_ROWS = [
     Row("overlap", "tower", "Join", "cuts"),
@@ -103,14 +104,31 @@ MORE_ROWS = [
     *(Row(stage, "dtypes", "ordinary", "static graph") for stage in STAGES if "overlap" in stage),
     *(Row(stage, "tower", "adding", "gradients as views") for stage in OVERLAPS),
     *(Row(stage, "sparse", "ordinary", "plain") for stage in OVERLAPS),
+    Row("views", "tower", "ordinary", "mesh"),  # state in pairs, beside DDP over all
+    Row("gradients", "tower", "adding", "four ranks"),
+    Row("gradients", "tower", "no_sync", "four ranks"),
+    Row("fully", "adapters of a frozen base", "ordinary", "optimizer without the base"),
+    Row("fully, lazy", "tower", "ordinary", "plain"),
+    *(Row(f"fully, {how} stay", "gpt", "clipped", "plain") for how in ("units", "two units")),
+    *(
+        Row(f"fully, {how} stay", "reentrant checkpoints", "ordinary", "plain")
+        for how in ("units", "two units")
+    ),
+    Row("fully, wrapped first", "reentrant checkpoints", "GradScaler", "cuts"),
+    Row("fully, wrapped first", "many tiny", "clipped", "mesh"),
+    Row("fully, wrapped first", "convolutions", "ordinary", "momentum, averages"),
+    Row("fully, wrapped first", "dtypes", "scheduled", "plain"),
+    Row("fully, wrapped first", "tied", "freezing", "mesh"),
 ]
 
 
 def choose_rows() -> list[Row]:
     """A few rows in which all pairs of entries meet: of all candidates the one with most new pairs."""
     where: dict[Any, list[Row]] = {}
-    options = [name for name, option in OPTIONS.items() if not option.on_request]
-    for row in map(Row._make, product(STAGES, MODELS, LOOPS, options)):
+    stages, options = (
+        [name for name, each in table.items() if not each.on_request] for table in (STAGES, OPTIONS)
+    )
+    for row in map(Row._make, product(stages, MODELS, LOOPS, options)):
         if not refusal(row):
             for pair in pairs(row):
                 where.setdefault(pair, []).append(row)
@@ -158,11 +176,13 @@ def play(row: Row, stage: Stage) -> Trace:
             averages = values()
     if stage.plain:
         return Trace(run.answers, found, averages, optimizer.entries(), grads, [])
+    if stage.wrapper is FullyShardedDataParallel:
+        assert run.model.units.nbytes_live() == 0
     optimizer.consolidate_state_dict(to=None)
     state = optimizer.state_dict()["state"]
     pieces = optimizer.pieces()
     entries = [state.get(index, {}) for index in range(len(pieces))]
-    owned = [piece_of(pieces[p], optimizer.ranks.rank) for p in params]
+    owned = [piece_of(pieces.get(p, ()), optimizer.ranks.rank) for p in params]
     return Trace(run.answers, found, averages, entries, grads, owned)
 
 

@@ -38,6 +38,9 @@ class Stage:
         plain: the optimizer is `ByHand`.
         to_owners: gradients are summed on their owners, in the order of ranks.
         inline: the CPU stands for an accelerator, so that no thread steps.
+        of_wrapper: arguments of the wrapper.
+        later: the optimizer is built after the wrapper.
+        on_request: for rows that are named, not for those in which all pairs meet.
     """
 
     wrapper: Any
@@ -47,6 +50,9 @@ class Stage:
     plain: bool = False
     to_owners: bool = False
     inline: bool = False
+    of_wrapper: dict[str, Any] = field(default_factory=dict)
+    later: bool = False
+    on_request: bool = False
 
     @property
     def shards(self) -> bool:
@@ -57,6 +63,12 @@ class Stage:
         return self.hook not in (None, reduce_to_owners)
 
 
+FULLY: dict[str, dict[str, Any]] = {
+    "lazy": {"lazy": True},
+    "units stay": {"of_wrapper": {"reshard_after_forward": False}},
+    "two units stay": {"of_wrapper": {"reshard_after_forward": 2}},
+    "wrapped first": {"later": True},
+}
 STAGES = {
     "packed": Stage(TorchDdp, packed=True),
     "views": Stage(TorchDdp),
@@ -79,6 +91,10 @@ STAGES = {
     "gradients": Stage(ShardedDataParallel, to_owners=True),
     "gradients, lazy": Stage(ShardedDataParallel, lazy=True, packed=True, to_owners=True),
     "fully": Stage(FullyShardedDataParallel, to_owners=True),
+    **{
+        f"fully, {how}": Stage(FullyShardedDataParallel, to_owners=True, on_request=True, **given)
+        for how, given in FULLY.items()
+    },
 }
 
 
@@ -91,8 +107,8 @@ class Option:
         of_wrapper: arguments of the wrapper.
         dtype: of the model.
         size: number of ranks.
-        kind: "cuts", "mesh" or "classes"; what needs more than arguments.
-        on_request: for the GPU suite, not for rows in which all pairs meet.
+        kind: "cuts", "mesh", "classes" or "trained alone"; what needs more than arguments.
+        on_request: for rows that are named, not for those in which all pairs meet.
     """
 
     of_optimizer: dict[str, Any] = field(default_factory=dict)
@@ -127,6 +143,7 @@ OPTIONS = {
             "ema_decay": 0.9,
         }
     ),
+    "optimizer without the base": Option(kind="trained alone", on_request=True),
     "foreach": Option({"foreach": True, "amsgrad": True}, on_request=True),
     "capturable": Option({"capturable": True}, on_request=True),
     "Adafactor": Option({"optimizer_class": torch.optim.Adafactor}, on_request=True),
@@ -136,7 +153,7 @@ OPTIONS = {
 
 def groups_of(net: nn.Module, option: Option) -> Any:
     if option.kind != "classes":
-        return list(net.parameters())
+        return [p for p in net.parameters() if p.requires_grad or option.kind != "trained alone"]
     for_matrices = torch.optim.Muon if HAS_MUON else torch.optim.Adafactor
     is_matrix = {p: p.dim() == 2 and not p.is_complex() for p in net.parameters()}
     matrices = [p for p in is_matrix if is_matrix[p]]
@@ -180,8 +197,9 @@ class Run:
         of_optimizer = {"lr": 0.01, "optimizer_class": torch.optim.AdamW, **option.of_optimizer}
         if row.model == "sparse":
             of_optimizer["optimizer_class"] = torch.optim.SGD
-        groups = groups_of(net, option)
         mesh = mesh_of(2) if option.kind == "mesh" else None
+        model = cls.wrapped(row, stage, net, None, mesh) if stage.later else None
+        groups = groups_of(net, option)
         optimizer: Any
         if stage.plain:
             of_optimizer.pop("bucket_cap_mb", None)
@@ -192,10 +210,10 @@ class Run:
                 "parameters_as_bucket_view": not stage.packed,
                 **of_optimizer,
             }
-            group = mesh["shard"].get_group() if mesh else None
+            group = mesh["shard"].get_group() if mesh and not stage.later else None
             with cutting() if option.kind == "cuts" else nullcontext():
                 optimizer = ZeroRedundancyOptimizer(groups, process_group=group, **of_optimizer)
-        model = cls.wrapped(row, stage, net, optimizer, mesh)
+        model = model or cls.wrapped(row, stage, net, optimizer, mesh)
         if stage.hook is not None:
             hook = stage.hook(optimizer)
             model.register_comm_hook(None, hook)
@@ -206,7 +224,7 @@ class Run:
     @staticmethod
     def wrapped(row: Row, stage: Stage, net: Any, optimizer: Any, mesh: Any) -> Any:
         option, loop = OPTIONS[row.option], LOOPS[row.loop]
-        options = {"bucket_cap_mb": CAP_MB, **option.of_wrapper}
+        options = {"bucket_cap_mb": CAP_MB, **option.of_wrapper, **stage.of_wrapper}
         if row.model == "unused" or loop.leaves_out:
             options["find_unused_parameters"] = True
         if row.model == "complex":
@@ -236,7 +254,8 @@ class Run:
             params = [p for group in self.optimizer.param_groups for p in group["params"]]
             found = nn.utils.clip_grad_norm_(params, norm, norm_type)
         else:
-            found = self.optimizer.clip_grad_norm_(norm, norm_type)
+            clips = self.model if hasattr(self.model, "clip_grad_norm_") else self.optimizer
+            found = clips.clip_grad_norm_(norm, norm_type)
         self.answers.append(found.item())
 
 
@@ -271,10 +290,15 @@ def clipped_by_value(run: Run) -> None:
 
 
 def with_no_sync(run: Run) -> None:
+    """Gradients are set to None before the forward pass, or between it and the backward pass."""
     for step in range(3):
-        run.optimizer.zero_grad()
+        if step % 2 == 0:
+            run.optimizer.zero_grad()
         with run.model.no_sync():
-            run.loss(3 * step).backward()
+            loss = run.loss(3 * step)
+            if step % 2:
+                run.optimizer.zero_grad()
+            loss.backward()
             run.loss(3 * step + 1).backward()
         run.loss(3 * step + 2).backward()
         run.optimizer.step()

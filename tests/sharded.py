@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cuts import cutting
-from overlap import Net, adamw, loss_of
+from overlap import Net, adamw
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.plan.pieces import Piece, piece_of
@@ -50,35 +50,6 @@ def cut_adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
         optimizer = adamw(model, bucket_cap_mb=0.002, **options)
     assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
     return optimizer
-
-
-Step = Callable[[Any, ZeroRedundancyOptimizer, int], object]
-
-
-def plain_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    optimizer.step()
-
-
-def assert_same_run(setting: Setting, step: Step = plain_step, steps: int = 4) -> ShardedDataParallel:
-    """Train both ways; after every step parameters are the same bit for bit, and gradients where they are."""
-    (whole, one), (sharded, other) = setting.whole(), setting.sharded()
-    for number in range(steps):
-        expected, got = step(whole, one, number), step(sharded, other, number)
-        assert_same_answer(expected, got, number)
-        for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
-            assert torch.equal(param, want), (number, name)
-        assert_same_gradients(sharded, whole)
-    return sharded
-
-
-def assert_same_answer(expected: object, got: object, when: object) -> None:
-    """What steps give is the same: tensors bit for bit, numbers by their text, as NaN equals NaN there."""
-    if isinstance(expected, Tensor):
-        assert isinstance(got, Tensor), (when, got)
-        assert torch.equal(expected.nan_to_num(), got.nan_to_num()), (when, expected, got)
-    assert repr(expected) == repr(got), (when, expected, got)
 
 
 def assert_same_gradients(sharded: ShardedDataParallel, whole: nn.Module) -> None:

@@ -450,6 +450,8 @@ WRAPPINGS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], dict[str, A
     "sharded: devices": (SHARDED, {}, {"device_ids": [0]}),
     "sharded: several devices": (SHARDED, {}, {"device_ids": [0, 1]}),
     "sharded: no init_sync": (SHARDED, {}, {"init_sync": False}),
+    "sharded: a size of buckets": (SHARDED, {}, {"bucket_cap_mb": 1}),
+    "sharded: another way to add up": (SHARDED, {}, {"accumulate": "local"}),
     "fully sharded: no init_sync": (with_optimizer(FullyShardedDataParallel), {}, {"init_sync": False}),
     "fully sharded: devices": (with_optimizer(FullyShardedDataParallel), {}, {"device_ids": [0]}),
 }

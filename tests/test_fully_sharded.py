@@ -1,8 +1,9 @@
 """With parameters on their owners alone, a loop trains as with whole ones."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,20 +22,6 @@ from fully import (
 )
 from pool import on_ranks
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
-
-
-# The table of `test_parity` has models that keep no unit.
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("how", "reshards"), [("", False), ("reentrant", 2), ("not reentrant", False), ("not reentrant", 1)]
-)
-def test_units_that_stay_have_the_bits_of_whole_parameters(how: str, reshards: bool | int) -> None:
-    (whole, one), (sharded, other) = both(Tower(how=how), of_fully={"reshard_after_forward": reshards})
-    for _ in range(2):
-        assert all(param.isnan().all() for param in sharded.parameters())
-        assert train(sharded, other, most=0.5) == train(whole, one, most=0.5)
-    assert_alike(sharded, whole)
-    assert sharded.units.nbytes_live() == 0
 
 
 @on_ranks(2)
@@ -106,37 +93,6 @@ def test_parameters_are_read_and_written_where_they_are_whole() -> None:
     assert_equal(state_of(model), {name: 2 * tensor for name, tensor in before.items()})
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(24, 24)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        if self.fails:
-            raise ArithmeticError("on purpose")
-        return x
-
-
-@on_ranks(2)
-def test_it_goes_on_after_a_forward_pass_that_raised() -> None:
-    model = nn.Sequential(nn.Linear(8, 24), Failing(), nn.Linear(24, 3))
-    wrapped, optimizer = fully(model, units=[model[1]])
-    model[1].fails = True
-    with pytest.raises(ArithmeticError):
-        wrapped(batch(0))
-    assert wrapped.units.nbytes_live() == 0
-    model[1].fails = False
-    with torch.no_grad():
-        before = wrapped(batch(0))
-    assert wrapped.units.nbytes_live() == 0
-    assert torch.equal(wrapped(batch(0)), before)
-    assert torch.equal(model(batch(0)), before)
-    assert not model[1](torch.ones(1, 24)).isnan().any()
-    train(wrapped, optimizer)
-
-
 # ---------------------------------------------------------------------- adapters
 
 
@@ -153,88 +109,40 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def trained(model: nn.Module) -> Iterator[Tensor]:
-    return (param for param in model.parameters() if param.requires_grad)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("inside", "how"), [(True, "not reentrant"), (False, "")])
-def test_adapters_train_alike(inside: bool, how: str) -> None:
-    """The optimizer has the frozen base or not; it stays as it was."""
-    model = Tower(how=how).requires_grad_(False)
-    for block in model.blocks:
-        block.up, block.down = Adapted(block.up), Adapted(block.down)
-    (whole, one), (sharded, other) = both(model, owned=nn.Module.parameters if inside else trained)
-    assert train(sharded, other) == train(whole, one)
-    assert sharded.module.blocks[0].up.base.weight.isnan().all() == inside
-    assert_alike(sharded, whole)
-    assert sharded.units.nbytes_live() == 0
-    for block, kept in zip(whole.module.blocks, model.blocks, strict=True):
-        assert torch.equal(block.up.base.weight, kept.up.base.weight)
-        assert not torch.equal(block.up.up.weight, kept.up.up.weight)
-
-
-@on_ranks(2)
-def test_what_is_left_outside_units_may_be_gathered_lazily() -> None:
-    (whole, one), (sharded, other) = both(Tower())
-    other.gather_lazily(sharded)
-    assert train(sharded, other) == train(whole, one)
-    assert_alike(sharded, whole)
-
-
 # ---------------------- units with frozen parameters
 
 
-WIDTH, NUM_BLOCKS = 24, 8
+class Blocks(Tower):
+    """Blocks that begin with a frozen layer, which the backward pass reads last, called in some way."""
 
-
-class HalfFrozen(nn.Module):
-    """Begins with a frozen layer, which the backward pass reads last; ends with one that is adapted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.adapted = Adapted(nn.Linear(WIDTH, WIDTH))
-        self.first.requires_grad_(False)
-        self.last.requires_grad_(False)
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        return x + scale * self.adapted(self.last(torch.tanh(self.first(x))))
-
-
-class Blocks(nn.Module):
-    """Blocks that are called in some way."""
-
-    def __init__(self, kind: str = "plain") -> None:
-        super().__init__()
-        torch.manual_seed(0)
+    def __init__(self, kind: str) -> None:
+        how = {"checkpointed": "not reentrant", "reentrant": "reentrant"}.get(kind, "")
+        super().__init__(depth=8, how=how)
         self.kind = kind
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(HalfFrozen() for _ in range(NUM_BLOCKS))
-        self.last = nn.Linear(WIDTH, 3)
-        frozen = {"frozen": [1, 2, 5], "frozen first": [0, 1]}.get(kind, [])
-        for number in frozen:
+        for block in self.blocks:
+            block.norm.requires_grad_(False)
+            block.up.requires_grad_(False)
+            block.down = Adapted(block.down)
+        for number in {"frozen": [1, 2, 5], "frozen first": [0, 1]}.get(kind, []):
             self.blocks[number].requires_grad_(False)
-        if kind == "frozen first":
-            self.first.requires_grad_(False)
+        self.first.requires_grad_(kind != "frozen first")
 
     def _two(self, number: int, x: Tensor) -> Tensor:
         return self.blocks[number + 1](self.blocks[number](x))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how:
+            return super().forward(x)
         x = self.first(x)
         if self.kind == "pairs":
-            for number in range(0, NUM_BLOCKS, 2):
+            for number in range(0, len(self.blocks), 2):
                 x = checkpoint(self._two, number, x, use_reentrant=False)
-        for block in () if self.kind == "pairs" else self.blocks:
-            if self.kind in ("reentrant", "checkpointed"):
-                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
-            elif self.kind == "by name":
-                x = block(x=x, scale=0.5)
-            elif self.kind == "in place":
-                x = block(x.clone().mul_(1.0))
+            return self.last(x)
+        for block in self.blocks:
+            if self.kind == "by name":
+                x = block(x=x)
             else:
-                x = block(x)
+                x = block(x.clone().mul_(1.0) if self.kind == "in place" else x)
         if self.kind == "twice":
             x = self.blocks[0](x)
         return self.last(x)
@@ -259,25 +167,39 @@ class Live:
         self.most = max(self.most, sum(live))
 
 
-KINDS = [
-    "plain",
-    "by name",
-    "in place",
-    "frozen",
-    "frozen first",
-    "twice",
-    "checkpointed",
-    "reentrant",
-    "pairs",
-]
-
-
 @on_ranks(2)
 def test_units_with_frozen_parameters_are_freed_when_their_inputs_have_gradients() -> None:
-    for kind in KINDS:
+    for kind in (
+        *("plain", "by name", "in place", "frozen", "frozen first"),
+        *("twice", "checkpointed", "reentrant", "pairs"),
+    ):
         (whole, one), (fully, other) = both(Blocks(kind))
         live = Live(fully)
         assert train(fully, other, 2) == train(whole, one, 2), kind
         assert_alike(fully, whole)
         assert fully.units.nbytes_live() == 0
         assert live.most <= 2 + (kind == "pairs"), kind
+
+
+CONTAINERS: list[Callable[[Any], nn.Module]] = [
+    nn.ModuleList,
+    lambda blocks: nn.Sequential(*blocks),
+    lambda blocks: nn.ModuleDict({f"block{number}": block for number, block in enumerate(blocks)}),
+]
+
+
+@on_ranks(1)
+def test_a_container_stands_for_its_members_and_what_is_never_called_is_no_unit() -> None:
+    for container in CONTAINERS:
+        model = Tower()
+        model.blocks = container(model.blocks)
+        wrapped, _ = fully(model, units=model.blocks)
+        assert [unit.name for unit in wrapped.units.units[1:]] == [
+            f"blocks.{name}" for name, _ in model.blocks.named_children()
+        ]
+    model = Tower()
+    with pytest.raises(TypeError, match="got one, Block: put it in a list"):
+        fully(model, units=model.blocks[0])
+    attention = nn.Sequential(nn.MultiheadAttention(16, 2))
+    with pytest.raises(ValueError, match=r"out_proj is never called itself: the MultiheadAttention"):
+        fully(attention, units=[attention[0].out_proj])

@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fully import (
+    NARROW,
     Tower,
     adamw,
     assert_alike,
     assert_equal,
     batch,
-    loss_of,
     on_meta,
     state_of,
     train,
+    trains_alike,
 )
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
@@ -40,59 +41,13 @@ def storages(tensors: list[Tensor]) -> int:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("is_planned_alike", [True, False])
-def test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before(is_planned_alike: bool) -> None:
-    """Rows stay where they are if the owners are the same."""
-    model = Tower(how="reentrant")
-    whole = DistributedDataParallel(copy.deepcopy(model))
+@pytest.mark.parametrize("cuts", [True, False])
+def test_rows_stay_where_they_are_if_a_later_optimizer_has_the_same_owners(cuts: bool) -> None:
+    model = Tower()
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-
-    def rows() -> list[int]:
-        return [bucket.row.data_ptr() for unit in wrapped.units.units for bucket in unit.buckets]
-
-    before = rows()
-    one, optimizer = (adamw(model, cuts=is_planned_alike) for model in (whole, wrapped))
-    assert (rows() == before) == is_planned_alike
-    assert train(wrapped, optimizer) == train(whole, one)
-    assert_alike(model, whole)
-    assert wrapped.units.nbytes_live() == 0
-
-
-class Odd(nn.Module):
-    """Memory formats, several dtypes, a frozen parameter, a scalar and an empty one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4, dtype=torch.float64)])
-        self.blocks.to(memory_format=torch.channels_last)
-        self.turned = nn.Parameter(torch.randn(4, 6).t())
-        self.scale, self.none = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
-        self.fixed = nn.Parameter(torch.randn(4, 4), requires_grad=False)
-        self.one = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.blocks
-        x = first(x.view(1, 4, 2, 4)).mean(-1).squeeze(0).t() @ self.fixed
-        return (second(x.double()).float() @ self.turned.t()) * self.scale * self.one + self.none.sum()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("first", [True, False])
-def test_parameters_of_any_form_become_units(first: bool) -> None:
-    model = Odd()
-    whole = DistributedDataParallel(copy.deepcopy(model))
-    one = adamw(whole, ema_decay=0.5)
-    optimizer = adamw(model, ema_decay=0.5) if first else None
-    wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
-    optimizer = optimizer or adamw(wrapped, ema_decay=0.5)
-    turned = model.turned
-    assert train(wrapped, optimizer) == train(whole, one)
-    assert_alike(model, whole)
-    with unsharded(model):
-        assert turned.stride() == whole.module.turned.stride()
-        assert model.blocks[0].weight.is_contiguous(memory_format=torch.channels_last)
-    with optimizer.averaged_weights(), one.averaged_weights():
-        assert_alike(model, whole)
+    rows = [bucket.row.data_ptr() for bucket in wrapped.units.buckets]
+    adamw(model, cuts=cuts)
+    assert ([bucket.row.data_ptr() for bucket in wrapped.units.buckets] == rows) == cuts
 
 
 @on_ranks(2)
@@ -117,54 +72,11 @@ def test_a_model_without_an_optimizer_takes_the_values_of_rank_0_evaluates_saves
 
 
 @on_ranks(2)
-def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing() -> None:
-    model = Tower()
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-    with pytest.raises(ValueError, match="lacks 2 trainable parameters"):
-        ZeroRedundancyOptimizer([*model.parameters()][2:], torch.optim.AdamW)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("a fully sharded model takes none", {"overlap_with_ddp": True}),
-        ("Invalid beta", {"betas": (2.0, 2.0)}),  # in the class itself, when rows were moved
-        ("another process group", {"process_group": dist.new_group()}),
-    ]
-    for words, options in wrong:
-        with pytest.raises(ValueError, match=words):
-            adamw(wrapped, **options)
-    with unsharded(model), pytest.raises(RuntimeError, match="somebody to read or write"):
-        adamw(wrapped)
-    loss_of(wrapped, 0).backward()
-    with pytest.raises(RuntimeError, match="before the first backward pass"):
-        adamw(wrapped)
-    wrapped.zero_grad()
-    whole = DistributedDataParallel(Tower())
-    whole.module.load_state_dict(model.state_dict())
-    optimizer = adamw(wrapped)
-    with pytest.raises(ValueError, match="has an optimizer already"):
-        adamw(wrapped)
-    assert train(wrapped, optimizer) == train(whole, adamw(whole))
-
-
-PLAIN: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.AdamW, {}),
-    (torch.optim.AdamW, {"fused": True}),
-    (torch.optim.SGD, {"foreach": True}),
-]
-
-
-@on_ranks(1)
-def test_an_optimizer_that_is_not_sharded_cannot_step_a_fully_sharded_model() -> None:
-    model = Tower()
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-    loss_of(wrapped, 0).backward()
-    for kind, options in PLAIN:
-        plain = kind(wrapped.parameters(), **options)
-        with pytest.raises(RuntimeError, match=f"build ZeroRedundancyOptimizer.*{kind.__name__}"):
-            plain.step()
-    wrapped.zero_grad()
-    train(wrapped, adamw(wrapped))
-    whole = Tower()
-    loss_of(whole, 0).backward()
-    torch.optim.AdamW(whole.parameters()).step()  # others step as ever
+def test_an_empty_parameter_and_a_scalar_become_parts_of_units() -> None:
+    model: Any = Tower()
+    model.none, model.scale = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.tensor(1.5))
+    model.register_forward_hook(lambda own, _, out: out * own.scale + own.none.sum())
+    trains_alike(model)
 
 
 # ---------------------------------------------------------------------- in place
@@ -333,26 +245,65 @@ def test_a_model_from_the_meta_device_has_the_bits_of_one_made_whole() -> None:
     assert_alike(model, whole)
 
 
-class Bare(nn.Module):
+# ---------------------------------------------------------------------- with a policy of dtypes
+
+
+class Tied(nn.Module):
+    """Modules of two units that share a weight, and a module whose parameters do not train."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.weight = nn.Parameter(torch.ones(2))
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 @on_ranks(2)
-def test_a_model_from_the_meta_device_that_nobody_can_initialize_is_refused() -> None:
-    with pytest.raises(ValueError, match="the outermost module, a Bare, is on the meta device and has no"):
-        FullyShardedDataParallel(on_meta(Bare))
-    with pytest.raises(ValueError, match="weight has no values after init of its module, a Bare"):
-        FullyShardedDataParallel(
-            on_meta(Bare), init=lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None
+def test_a_meta_model_gets_its_first_values_in_the_dtype_that_owners_keep() -> None:
+    torch.manual_seed(3)
+    want = Tied().state_dict()
+    model = on_meta(Tied)
+    torch.manual_seed(3)
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks], mixed_precision=NARROW)
+    assert_equal(state_of(wrapped), want)
+
+
+@on_ranks(2)
+def test_frozen_parameters_that_the_optimizer_lacks_become_whole_in_the_dtype_of_the_policy() -> None:
+    models: list[tuple[Any, ZeroRedundancyOptimizer]] = []
+    for is_first in (True, False):
+        torch.manual_seed(3)
+        model = Tied()
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-2) if is_first else None
+        wrapped = FullyShardedDataParallel(
+            model, optimizer, units=[*model.blocks], mixed_precision=NARROW, guards_reads=False
         )
-    with pytest.raises(ValueError, match="nothing in this one is"):
-        FullyShardedDataParallel(Bare(), init=nn.Linear.reset_parameters)
-    half = Bare()
-    half.inner.to("meta")
-    half.inner.requires_grad_(False)
-    optimizer = ZeroRedundancyOptimizer([half.weight], torch.optim.AdamW)
-    with pytest.raises(ValueError, match="wrap it without an optimizer, then build"):
-        FullyShardedDataParallel(half, optimizer)
+        models.append((wrapped, optimizer or ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-2)))
+    for (wrapped, _), twin in zip(models, reversed(models), strict=True):
+        assert wrapped.module.blocks[1].weight.dtype == torch.bfloat16
+        assert_alike(wrapped.module.blocks[1], twin[0].module.blocks[1])
+    assert train(*models[0]) == train(*models[1])
+    assert_equal(state_of(models[0][0]), state_of(models[1][0]))
+
+
+@on_ranks(2)
+def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded() -> None:
+    wrapped = FullyShardedDataParallel(Tower(width=48), mixed_precision=NARROW)
+    state = {key: value + 0.001 for key, value in state_of(wrapped).items()}
+    wrapped.module.load_state_dict(state)
+    with unsharded(wrapped), torch.no_grad():
+        wrapped.module.last.bias.fill_(0.5)
+    state["last.bias"].fill_(0.5)
+    with torch.no_grad():
+        assert wrapped(batch(0)).isfinite().all()
+    wrapped(batch(0)).sum().backward()  # for the owners until then
+    wrapped.zero_grad()
+    optimizer = adamw(wrapped)
+    assert_equal(state_of(wrapped), state)
+    train(wrapped, optimizer)

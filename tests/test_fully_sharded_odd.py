@@ -8,17 +8,15 @@ from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fully import Block, Tower, adamw, assert_alike, batch, both, fully, loss_of, train, trains_alike
+from fully import Block, Tower, batch, both, fully, loss_of, train, trains_alike
 from pool import on_ranks
 from waiting import wait_until
-from zero_optim.ddp import DistributedDataParallel, fully_shard, fully_sharded, unsharded
-from zero_optim.ddp.full import module_hooks
+from zero_optim.ddp import DistributedDataParallel, unsharded
 
 KEPT: dict[str, Tensor] = {}  # what modules below keep outside of themselves
 
@@ -271,30 +269,6 @@ def test_inference_and_methods_that_call_the_model_leave_nothing_behind() -> Non
 # ---------------------------------------------------------------------- units that cannot be
 
 
-CONTAINERS: list[Callable[[Any], nn.Module]] = [
-    nn.ModuleList,
-    lambda blocks: nn.Sequential(*blocks),
-    lambda blocks: nn.ModuleDict({f"block{number}": block for number, block in enumerate(blocks)}),
-]
-
-
-@on_ranks(1)
-def test_a_container_stands_for_its_members_and_what_is_never_called_is_no_unit() -> None:
-    for container in CONTAINERS:
-        model = Tower()
-        model.blocks = container(model.blocks)
-        wrapped, _ = fully(model, units=model.blocks)
-        assert [unit.name for unit in wrapped.units.units[1:]] == [
-            f"blocks.{name}" for name, _ in model.blocks.named_children()
-        ]
-    model = Tower()
-    with pytest.raises(TypeError, match="got one, Block: put it in a list"):
-        fully(model, units=model.blocks[0])
-    attention = nn.Sequential(nn.MultiheadAttention(16, 2))
-    with pytest.raises(ValueError, match=r"out_proj is never called itself: the MultiheadAttention"):
-        fully(attention, units=[attention[0].out_proj])
-
-
 class ReadingUnits(Tower):
     """The outermost module reads a unit's parameter by itself."""
 
@@ -355,42 +329,6 @@ def test_without_the_guard_modules_use_torch_func() -> None:
 
 
 # ---------------------------------------------------------------------- interrupts, and the end
-
-
-class Interrupted(Tower):
-    stops = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](self.first(x))
-        if self.stops:
-            raise KeyboardInterrupt
-        return self.last(self.blocks[1](x))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_it_goes_on_after_an_interrupt(in_place: bool) -> None:
-    whole, model = Interrupted(), Interrupted()
-    wrapped = DistributedDataParallel(whole, **UNUSED)
-    if in_place:
-        called: Any = fully_shard(model, units=model.blocks, **UNUSED)
-        optimizer, controller = adamw(model), fully_sharded(model)
-    else:
-        called, optimizer = fully(model, **UNUSED)
-        controller = called
-    for each, module, steps in ((wrapped, whole, adamw(wrapped)), (called, model, optimizer)):
-        with mock.patch.object(module_hooks, "_num_calls", side_effect=AssertionError("no call in a call")):
-            train(each, steps, 1)
-        module.stops = True
-        with pytest.raises(KeyboardInterrupt):
-            each(batch(3))
-        module.stops = False
-        train(each, steps, 2)
-    assert_alike(model, whole)
-    assert controller.units.nbytes_live() == 0
-    with torch.no_grad():
-        called(batch(1))
-    assert controller.units.nbytes_live() == 0
 
 
 def are_gone(objects: Sequence[weakref.ref[Any]]) -> bool:

@@ -1,20 +1,19 @@
 """Fully sharded models are saved by the owners of their rows, and load at any stage."""
 
-import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import resident
-from fully import Tower, adamw, assert_equal, batch, loss_of, state_of, train
+from fully import Tower, adamw, assert_equal, batch, state_of, train
 from pool import Ranks, on_ranks
 from zero_optim import RemoteRankError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint.offline import consolidate
@@ -60,43 +59,67 @@ class Convolved(Tower):
         assert state == "extra"
 
 
-def built(stage: str, model: nn.Module | None = None, **options: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
-    model = Convolved() if model is None else model
-    optimizer = adamw(model, **options)
+def built(stage: str, width: int = 0) -> tuple[Any, ZeroRedundancyOptimizer]:
+    """Wrap a model, with masters and averages; with a width its matrices are so large that they are cut."""
+    model = Tower(width, depth=1) if width else Convolved()
+    optimizer = adamw(model, master_dtype=torch.float64, ema_decay=0.5)
     return STAGES[stage](model, optimizer), optimizer
 
 
-def saved(folder: Path, stage: str) -> dict[str, Any]:
-    """Train, save without a gather, and give the state dict."""
-    model, optimizer = built(stage)
+def content(model: Any, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """The model, the average and the whole state."""
+    with optimizer.averaged_weights():
+        average = state_of(model)
+    told = state_of(model)
+    told.update({f"average {name}": tensor for name, tensor in average.items()})
+    optimizer.consolidate_state_dict(to=None)
+    for index, state in optimizer.state_dict()["state"].items():
+        told.update({f"{index} {key}": value for key, value in state.items()})
+    return told
+
+
+def saves(folder: Path, stage: str, width: int = 0) -> dict[str, Any]:
+    """Train, save without a gather, and tell what there is."""
+    model, optimizer = built(stage, width)
     train(model, optimizer, 2)
     gathers = optimizer.metrics(reset=False)["collectives/gather"]
     checkpoint.save(folder, model=model, optimizer=optimizer)
     assert optimizer.metrics(reset=False)["collectives/gather"] == gathers
-    if stage == "fully":
-        assert model.units.nbytes_live() == 0
-    return state_of(model)
+    assert stage != "fully" or model.units.nbytes_live() == 0
+    return content(model, optimizer)
 
 
-def loaded(folder: Path, stage: str) -> tuple[dict[str, Any], list[float]]:
-    """Load, and give the state dict and the losses of what follows."""
-    model, optimizer = built(stage)
+@dataclass
+class Loaded:
+    """What there is after a load, the pieces of parameters that are cut, and the losses of what follows."""
+
+    content: dict[str, Any]
+    cuts: list[Any]
+    losses: list[float]
+
+
+def loads(folder: Path, stage: str, again: Path, width: int = 0) -> Loaded:
+    """Load, save again, and train on."""
+    model, optimizer = built(stage, width)
     train(model, optimizer, range(5, 6))
     checkpoint.load(folder, model=model, optimizer=optimizer)
-    return state_of(model), train(model, optimizer, range(2, 4))
+    checkpoint.save(again, model=model, optimizer=optimizer)
+    there = content(model, optimizer)
+    cuts = [cut.pieces for cut in optimizer.core.cut_states().values()]
+    return Loaded(there, cuts, train(model, optimizer, range(2, 4)))
 
 
 @on_ranks(2)
 def test_a_checkpoint_loads_at_another_stage(tmp_path: Path) -> None:
     """Files are those of whole parameters."""
-    want = saved(tmp_path / "plain", "plain")
-    _, losses = loaded(tmp_path / "plain", "plain")
+    want = saves(tmp_path / "plain", "plain")
+    losses = loads(tmp_path / "plain", "plain", tmp_path / "again").losses
     for stage in ("gradients", "fully"):
-        assert_equal(saved(tmp_path / stage, stage), want)
+        assert_equal(saves(tmp_path / stage, stage), want)
     for folder, stage in (("fully", "plain"), ("fully", "fully"), ("gradients", "fully")):
-        state, went_on = loaded(tmp_path / folder, stage)
-        assert_equal(state, want)
-        assert went_on == losses
+        loaded = loads(tmp_path / folder, stage, tmp_path / f"{folder} {stage}")
+        assert_equal(loaded.content, want)
+        assert loaded.losses == losses
     if torch.distributed.get_rank() == 0:
         weights = []
         for stage in ("plain", "fully"):
@@ -108,6 +131,37 @@ def test_a_checkpoint_loads_at_another_stage(tmp_path: Path) -> None:
             for each in weights
         ]
         assert strides[0] == strides[1]
+
+
+def goes_there_and_back(here: Ranks, there: Ranks, folder: Path, stages: tuple[str, str], width: int) -> None:
+    saved, loaded = stages
+    want = here.run(saves, folder / "saved", saved, width)[0]
+    up = there.run(loads, folder / "saved", loaded, folder / "there", width)[0]
+    back = here.run(loads, folder / "there", saved, folder / "back", width)[0]
+    assert len(want) > 40
+    assert_equal(up.content, want)
+    assert_equal(back.content, want)
+    if width and stages == ("fully", "fully"):
+        assert up.cuts
+        assert back.cuts
+        assert up.cuts != back.cuts
+
+
+def test_state_masters_and_averages_of_cut_parameters_go_from_two_ranks_to_three_and_back(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path
+) -> None:
+    goes_there_and_back(ranks2, ranks3, tmp_path, ("fully", "fully"), 128)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
+@pytest.mark.parametrize("loaded", ["plain", "gradients", "fully"])
+@pytest.mark.parametrize("saved", ["plain", "gradients", "fully"])
+def test_state_goes_to_other_numbers_of_ranks_at_all_stages(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, saved: str, loaded: str, width: int
+) -> None:
+    goes_there_and_back(ranks2, ranks3, tmp_path / "up", (saved, loaded), width)
+    goes_there_and_back(ranks3, ranks2, tmp_path / "down", (saved, loaded), width)
 
 
 @on_ranks(2)
@@ -155,138 +209,26 @@ def test_what_would_miss_parameters_is_refused() -> None:
     train(model, optimizer, 1)
 
 
-# ---------------------------------------------------------------------- with masters and averages
-
-
-MORE: dict[str, Any] = {"master_dtype": torch.float64, "ema_decay": 0.5}  # with rows of their own
-
-
-def content(model: Any, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """The model, the average and the whole state, on rank 0; empty on others."""
-    with optimizer.averaged_weights():
-        average = state_of(model)
-    told = state_of(model)
-    told.update({f"average {name}": tensor for name, tensor in average.items()})
-    optimizer.consolidate_state_dict(to=0)
-    if dist.get_rank():
-        return {}
-    for index, state in optimizer.state_dict()["state"].items():
-        told.update({f"{index} {key}": value for key, value in state.items()})
-    return told
-
-
-# ---------------------------------------------------------------------- one rank
-
-
-def step_both(pairs: Any, step: int, most: float = 1e9) -> None:
-    """Take the same step without sharding and with it, with gradients clipped to a norm."""
-    losses, norms = [], []
-    for model, optimizer in pairs:
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            norms.append(optimizer.clip_grad_norm_(most))
-        else:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), most))
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == losses[1], step
-    assert torch.allclose(norms[0], norms[1]), step
-
-
 @on_ranks(1)
 def test_one_rank_alone(tmp_path: Path) -> None:
-    plain, model = Convolved(), Convolved()
-    one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    other = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-    fully = FullyShardedDataParallel(model, other, units=model.blocks)
-    pairs = (plain, one), (fully, other)
-    step_both(pairs, 0)
-    step_both(pairs, 1)
-    assert all(param.isnan().all() for param in model.parameters())
-    assert fully.units.nbytes_live() == 0
-    checkpoint.save(tmp_path, model=fully, optimizer=other)
-    whole = full_state_dict(fully)
-    assert whole is not None
-    assert_equal(whole, state_of(plain))
-    saved = copy.deepcopy((plain.state_dict(), one.state_dict()))
-    step_both(pairs, 2)
-    checkpoint.load(tmp_path, model=fully, optimizer=other)
-    assert_equal(state_of(fully), whole)
-    plain.load_state_dict(saved[0])
-    one.load_state_dict(saved[1])
-    step_both(pairs, 3)
-    fully.module.load_state_dict(whole)
-    plain.load_state_dict(saved[0])
-    with torch.no_grad(), unsharded(fully):
-        for param in (*fully.parameters(), *plain.parameters()):
+    (plain, one), (model, other) = built("plain"), built("fully")
+    assert train(model, other, 2) == train(plain, one, 2)
+    checkpoint.save(tmp_path, model=model, optimizer=other)
+    state = full_state_dict(model)
+    assert state is not None
+    assert_equal(state, state_of(plain))
+    train(model, other, range(5, 6))
+    checkpoint.load(tmp_path, model=model, optimizer=other)
+    assert_equal(state_of(model), state)
+    assert train(model, other, range(2, 4)) == train(plain, one, range(2, 4))
+    assert model.units.nbytes_live() == 0
+    with torch.no_grad(), unsharded(model):
+        for param in (*model.parameters(), *plain.parameters()):
             param.mul_(2)
     with torch.no_grad():
-        assert torch.equal(fully.eval()(batch(4)), plain.eval()(batch(4)))
-    fully.train()
-    plain.train()
-    step_both(pairs, 5)
-    assert_equal(state_of(fully), state_of(plain))
-    step_both(pairs, 6, most=0.05)  # the norm adds up in another order, so the last bits may differ
-    for param, want in zip(state_of(fully).values(), state_of(plain).values(), strict=True):
-        assert torch.allclose(param, want) if isinstance(want, torch.Tensor) else param == want
-
-
-# ---------------------------------------------------------------------- other numbers of ranks
-
-
-def made(stage: str, width: int) -> tuple[Any, ZeroRedundancyOptimizer]:
-    """Wrap a model; with a width its matrices are so large that they are cut."""
-    return built(stage, Tower(width, depth=1) if width else None, **MORE)
-
-
-def saves(folder: Path, stage: str, width: int) -> dict[str, Any]:
-    """Train, save, and tell what there is."""
-    model, optimizer = made(stage, width)
-    train(model, optimizer, 2)
-    checkpoint.save(folder, model=model, optimizer=optimizer)
-    return content(model, optimizer)
-
-
-def loads(folder: Path, stage: str, width: int, again: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Load, save again, and tell what there is, with the pieces of the parameters that are cut."""
-    model, optimizer = made(stage, width)
-    train(model, optimizer, range(5, 6))
-    checkpoint.load(folder, model=model, optimizer=optimizer)
-    checkpoint.save(again, model=model, optimizer=optimizer)
-    return content(model, optimizer), [cut.pieces for cut in optimizer.core.cut_states().values()]
-
-
-def goes_there_and_back(here: Ranks, there: Ranks, folder: Path, stages: tuple[str, str], width: int) -> None:
-    saved, loaded = stages
-    want = here.run(saves, folder / "saved", saved, width)[0]
-    got, cuts = there.run(loads, folder / "saved", loaded, width, folder / "there")[0]
-    back, others = here.run(loads, folder / "there", saved, width, folder / "back")[0]
-    assert len(want) > 40
-    assert_equal(got, want)
-    assert_equal(back, want)
-    if width and stages == ("fully", "fully"):
-        assert cuts
-        assert others
-        assert cuts != others
-
-
-def test_state_masters_and_averages_of_cut_parameters_go_from_two_ranks_to_three_and_back(
-    ranks2: Ranks, ranks3: Ranks, tmp_path: Path
-) -> None:
-    goes_there_and_back(ranks2, ranks3, tmp_path, ("fully", "fully"), 128)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
-@pytest.mark.parametrize("loaded", ["plain", "gradients", "fully"])
-@pytest.mark.parametrize("saved", ["plain", "gradients", "fully"])
-def test_state_goes_to_other_numbers_of_ranks_at_all_stages(
-    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, saved: str, loaded: str, width: int
-) -> None:
-    goes_there_and_back(ranks2, ranks3, tmp_path / "up", (saved, loaded), width)
-    goes_there_and_back(ranks3, ranks2, tmp_path / "down", (saved, loaded), width)
+        assert torch.equal(model.eval()(batch(4)), plain.eval()(batch(4)))
+    assert train(model.train(), other, range(5, 6)) == train(plain.train(), one, range(5, 6))
+    assert_equal(state_of(model), state_of(plain))
 
 
 # ---------------------------------------------------------------------- own rows
@@ -296,7 +238,7 @@ def test_state_goes_to_other_numbers_of_ranks_at_all_stages(
 @pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
 def test_own_rows_are_saved_without_communication_and_loaded(tmp_path: Path, width: int) -> None:
     """Save own rows, train on, load them into this model and another."""
-    (model, optimizer), (other, another) = made("fully", width), made("fully", width)
+    (model, optimizer), (other, another) = built("fully", width), built("fully", width)
     train(model, optimizer, 2)
     want = state_of(model)
     sent = optimizer.metrics(reset=False)
@@ -326,51 +268,6 @@ def test_own_rows_are_saved_without_communication_and_loaded(tmp_path: Path, wid
     assert_equal(state_of(other), before)
     with unsharded(other), pytest.raises(RuntimeError, match="are whole for somebody to read"):
         other.local_state_dict()
-
-
-# ---------------------------------------------------------------------- torch.distributed.checkpoint
-
-
-def for_dcp(model: Any, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    return {"model": model.module, "optimizer": checkpoint.OptimizerState(optimizer, model)}
-
-
-def saves_by_dcp(folder: Path, stage: str, options: dict[str, Any]) -> dict[str, Any]:
-    model, optimizer = built(stage, **options)
-    train(model, optimizer, 2)
-    dcp.save(for_dcp(model, optimizer), storage_writer=checkpoint.Writer(folder))
-    return content(model, optimizer)
-
-
-def loads_by_dcp(folder: Path, stage: str, options: dict[str, Any]) -> dict[str, Any]:
-    model, optimizer = built(stage, **options)
-    train(model, optimizer, range(5, 6))
-    reader, planner = checkpoint.Reader(folder), checkpoint.SafeLoadPlanner()
-    dcp.load(for_dcp(model, optimizer), storage_reader=reader, planner=planner)
-    told = content(model, optimizer)
-    train(model, optimizer, range(2, 3))
-    return told
-
-
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
-def test_dcp_saves_on_two_ranks_and_loads_on_three(ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
-    want = ranks2.run(saves_by_dcp, tmp_path, "fully", MORE)[0]
-    assert_equal(ranks3.run(loads_by_dcp, tmp_path, "fully", MORE)[0], want)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("fully", "plain"), ("plain", "fully"), ("gradients", "fully")]
-)
-def test_dcp_loads_at_another_stage_and_number_of_ranks(
-    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, saved: str, loaded: str
-) -> None:
-    for number, options in enumerate(({"ema_decay": 0.5}, MORE)):
-        for few, many in ((ranks2, ranks3), (ranks3, ranks2)):
-            folder = tmp_path / f"{number}-{few.size}"
-            want = few.run(saves_by_dcp, folder, saved, options)[0]
-            assert_equal(many.run(loads_by_dcp, folder, loaded, options)[0], want)
 
 
 # ---------------------------------------------------------------------- memory

@@ -4,7 +4,6 @@ import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from breaking import Breaks, BreaksAnywhere
-from fully import Tower, assert_alike, batch, loss_of, whole
+from fully import Tower, assert_alike, assert_equal_everywhere, batch, loss_of, whole
 from fully import train as train_on
 from meshes import mesh_of
 from pool import Ranks, on_ranks
@@ -26,9 +26,7 @@ from zero_optim import (
     ReductionError,
     RemoteRankError,
     ZeroRedundancyOptimizer,
-    checkpoint,
 )
-from zero_optim.checkpoint import loading, saving
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import made_over
 from zero_optim.ddp import (
@@ -36,7 +34,6 @@ from zero_optim.ddp import (
     FullyShardedDataParallel,
     ShardedDataParallel,
 )
-from zero_optim.errors import CheckpointError, StateMismatchError
 
 STAGES: dict[str, Any] = {"gradients": ShardedDataParallel, "fully": FullyShardedDataParallel}
 
@@ -52,31 +49,6 @@ def built(
 
 def train(wrapped: Any, optimizer: Any, first: int = 0, steps: int = 3) -> list[float]:
     return train_on(wrapped, optimizer, range(first, first + steps))
-
-
-def assert_equal_everywhere(model: nn.Module) -> None:
-    """Every rank has the bits of rank 0."""
-    for param in whole(model):
-        first = param.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(param, first)
-
-
-def summed_by_hand(model: nn.Module, replicas: int) -> None:
-    """Average gradients as a mesh does: inside a replica in the order of ranks, then over two replicas."""
-    size = dist.get_world_size()
-    inner = size // replicas
-    for param in model.parameters():
-        assert param.grad is not None
-        everyone = [torch.empty_like(param) for _ in range(size)]
-        dist.all_gather(everyone, param.grad * (1 / size))
-        sums = []
-        for start in range(0, size, inner):
-            total = everyone[start]
-            for rank in range(start + 1, start + inner):
-                total = total + everyone[rank]
-            sums.append(total)
-        param.grad = sums[0] + sums[1]
 
 
 @on_ranks(2)
@@ -119,26 +91,18 @@ def test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters() -> No
     wrapped, optimizer = built(
         copy.deepcopy(plain), "gradients", mesh_of(2), given, find_unused_parameters=True
     )
-    one = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ddp = TorchDdp(plain, find_unused_parameters=True)
+    one = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(3):
-        optimizer.zero_grad()
-        one.zero_grad()
-        wrapped(step).backward()
-        assert wrapped.module.seen == step  # rank 0's
-        assert wrapped.module.by_none.weight.grad is None
-        optimizer.step()
-        plain(step).backward()
-        for param in plain.parameters():
-            is_used = torch.tensor(float(param.grad is not None))
-            dist.all_reduce(is_used)
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
-            if not is_used:
-                assert param is plain.by_none.weight or param is plain.by_none.bias
-        summed_by_hand(plain, 2)
-        one.step()
+        for each, steps in ((wrapped, optimizer), (ddp, one)):
+            steps.zero_grad()
+            each(step).backward()
+            assert each.module.seen == step  # rank 0's
+            assert each.module.by_none.weight.grad is None
+            steps.step()
     assert_equal_everywhere(wrapped.module)
     for got, want in zip(whole(wrapped.module), whole(plain), strict=True):
-        torch.testing.assert_close(got, want)  # a sparse gradient is summed over all ranks at once
+        torch.testing.assert_close(got, want)  # sums have another order
 
 
 @on_ranks(4)
@@ -348,95 +312,6 @@ def test_what_all_replicas_have_raised_is_not_told_again() -> None:
     optimizer.optim.breaks = False
     train(wrapped, optimizer, 3)
     assert_equal_everywhere(wrapped.module)
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a rank has after a save or a load: the parameters then, a random number, and those in the end."""
-
-    saved: list[Tensor]
-    drawn: Tensor
-    ended: list[Tensor]
-
-
-def saves(folder: Path) -> Told:
-    """Save over a mesh, at once and in the background, and go on."""
-    wrapped, optimizer = built(Tower(), "fully", mesh_of(2), {"master_dtype": torch.float64})
-    train(wrapped, optimizer)
-    torch.manual_seed(dist.get_rank())
-    kept = {"model": wrapped, "optimizer": optimizer}
-    checkpoint.save(folder / "now", **kept, extra="now")
-    checkpoint.save_async(folder / "later", **kept).wait()
-    assert len([*folder.glob("now/*")]) == len([*folder.glob("later/*")])
-    saved, drawn = whole(wrapped.module), torch.rand(1)
-    train(wrapped, optimizer, 3)
-    return Told(saved, drawn, whole(wrapped.module))
-
-
-def loads(folder: Path, name: str, how: str) -> Told:
-    """Load over a mesh, or without one, and go on."""
-    model = Tower()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1)
-    if how == "no mesh":
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, lr=1e-2, master_dtype=torch.float64
-        )
-        wrapped: Any = ShardedDataParallel(model, optimizer)
-    else:
-        wrapped, optimizer = built(model, how, mesh_of(2), {"master_dtype": torch.float64})
-    assert checkpoint.load(folder / name, model=wrapped, optimizer=optimizer) == {"now": "now"}.get(name)
-    saved, drawn = whole(model), torch.rand(1)
-    train(wrapped, optimizer, 3)
-    return Told(saved, drawn, whole(model))
-
-
-def test_one_replica_saves_for_all_and_every_one_loads(ranks4: Ranks, ranks2: Ranks, tmp_path: Path) -> None:
-    wanted = ranks4.run(saves, tmp_path)
-    for name, how, ranks in (
-        ("now", "fully", ranks4),
-        ("later", "gradients", ranks4),
-        ("now", "no mesh", ranks4),
-        ("now", "no mesh", ranks2),
-    ):
-        for got, want in zip(ranks.run(loads, tmp_path, name, how), wanted, strict=False):
-            assert all(map(torch.equal, got.saved, want.saved))
-            assert torch.equal(got.drawn, want.drawn)
-            if how != "no mesh":  # there sums have another order
-                assert all(map(torch.equal, got.ended, want.ended))
-
-
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-@on_ranks(4)
-def test_a_save_or_load_that_fails_does_so_on_all_ranks_and_names_one(tmp_path: Path) -> None:
-    rank = dist.get_rank()
-    wrapped, optimizer = built(Tower(), "fully", mesh_of(2))
-    kept = {"model": wrapped, "optimizer": optimizer}
-    whose = "" if rank == 1 else "rank 1: "
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 1:
-            patched.setattr(saving, "write_tensors", full)
-        with pytest.raises(CheckpointError, match=f"^{whose}cannot write .* No space left"):
-            checkpoint.save(tmp_path / "one", **kept)
-        with pytest.raises(CheckpointError, match=f"^{whose}cannot write .* No space left"):
-            checkpoint.save_async(tmp_path / "one", **kept).wait()
-    assert not (tmp_path / "one").exists()
-    with pytest.raises(RankMismatchError, match=r"what to save: ranks 0, 1 has .*; ranks 2, 3 has"):
-        checkpoint.save(tmp_path / str(rank > 1), **kept)
-    checkpoint.save(tmp_path / "one", **kept, process_group=dist.group.WORLD)
-    train(wrapped, optimizer)
-    before = whole(wrapped.module)
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 3:
-            patched.setattr(loading, "set_random_state", full)
-        words = "^the random state of" if rank == 3 else "^rank 3: the random state of"
-        with pytest.raises(StateMismatchError, match=words):
-            checkpoint.load(tmp_path / "one", **kept)
-    assert all(map(torch.equal, whole(wrapped.module), before))
 
 
 def stays_away(stage: str, where: str) -> str:

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap import WRAPPERS, Setting, plain_step
+from overlap import WRAPPERS
+from parity import assert_row
+from parity_runs import Row
 from pool import on_ranks
 from test_sharded_memory import LivingStorages
 from test_streams_runs import races_of
-from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
 from zero_optim.comm.backends import TRANSPORTS
@@ -175,18 +176,12 @@ def test_a_pass_with_whole_matrices_holds_no_copy_for_each_rank(kind: str, most:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("wrapper", "at_once"), [("ours", True), ("torch", False)])
-def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(
-    wrapper: str, at_once: bool
-) -> None:
-    runs = []
-    for parts in (contextlib.nullcontext(), parts_of_any_length(at_once=at_once)):
-        model, optimizer = Setting(wrapper, zero={"gradients": "owners"}).build(overlap=True)
-        with parts:
-            for step in range(4):
-                plain_step(model, optimizer, step)
-        runs.append(list(model.parameters()))
-    assert_same_bits(runs[1], runs[0])
+@pytest.mark.parametrize(
+    ("stage", "at_once"), [("overlap, owners", True), ("overlap, owners, no thread, torch's DDP", False)]
+)
+def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(stage: str, at_once: bool) -> None:
+    with parts_of_any_length(at_once=at_once):
+        assert_row(Row(stage, "tower", "ordinary", "four ranks"))
 
 
 @pytest.mark.on_sockets("an accelerator takes no part in it")

@@ -1,6 +1,5 @@
 """What sharded gradients refuse, and what ranks see when something goes wrong."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from breaking import Stops, in_backward_of
 from overlap import Net, adamw, inputs, loss_of
+from parity_reference import InRankOrder
 from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_gradients
 from zero_optim import ZeroRedundancyOptimizer
@@ -51,22 +52,6 @@ def test_options_without_a_meaning_and_optimizers_that_own_no_gradients_are_refu
 
 
 @on_ranks(2)
-def test_what_is_wrong_on_one_rank_raises_on_every_rank() -> None:
-    if dist.get_rank() == 0:
-        assert "bucket_cap_mb" in refuses(bucket_cap_mb=1)
-    else:
-        model = Net()
-        optimizer = adamw(model)
-        with pytest.raises(TypeError, match="rank 0: ShardedDataParallel takes no bucket_cap_mb"):
-            ShardedDataParallel(model, optimizer)
-    model = Net()
-    optimizer = adamw(model)
-    accumulate: Any = "owner" if dist.get_rank() else "local"
-    with pytest.raises(RankMismatchError, match="accumulate"):
-        ShardedDataParallel(model, optimizer, accumulate=accumulate)
-
-
-@on_ranks(2)
 def test_comm_hooks_are_refused() -> None:
     wrapped, _ = Setting().sharded()
     for register in (
@@ -93,9 +78,10 @@ def goes_on_after_a_failure() -> None:
     (whole, one), (wrapped, optimizer) = Setting().whole(), Setting().sharded()
     out = wrapped(inputs(0))
     if dist.get_rank() == 1:
-        wrapped.module.layers[0].weight.register_hook(_fail_once([]))
+        handle = wrapped.module.layers[0].weight.register_hook(_fail)
         with pytest.raises(ZeroDivisionError):
             out.square().mean().backward()
+        handle.remove()
         with pytest.raises(ReductionError, match="rank 1: a backward pass ended with an exception"):
             wrapped(inputs(0))
     else:
@@ -111,13 +97,8 @@ def goes_on_after_a_failure() -> None:
         assert torch.equal(a, b)
 
 
-def _fail_once(done: list[int]) -> Any:
-    def fail(grad: torch.Tensor) -> None:
-        if not done:
-            done.append(1)
-            raise ZeroDivisionError
-
-    return fail
+def _fail(_: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 def test_a_rank_that_raises_in_backward_leaves_no_other_waiting(ranks2: Ranks) -> None:
@@ -174,38 +155,26 @@ class LossWeight(Net):
         return out.square().mean() * torch.exp(-self.log_var).sum() + self.log_var.square().sum()
 
 
-def run_passes(wrapped: Any, module: Any, *, through: str, create_graph: bool = False) -> None:
-    """Two passes; the second one adds to what the first has left at the owners."""
-    module.loss(wrapped(inputs(0))).backward()
-    called = module if through == "module" else wrapped
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of create_graph
-        module.loss(called(inputs(1))).backward(create_graph=create_graph)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("through", "create_graph"), [("wrapper", False), ("module", False), ("module", True)]
 )
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")
 def test_passes_that_begin_at_a_parameter_add_up(through: str, create_graph: bool) -> None:
-    (once, _), (again, _) = Setting(LossWeight).sharded(), Setting(LossWeight).sharded()
-    (wrapped, optimizer) = Setting(LossWeight).sharded()
-    run_passes(wrapped, wrapped.module, through=through, create_graph=create_graph)
-    for model, number in ((once, 0), (again, 1)):
-        model.module.loss(model(inputs(number))).backward()
-    num_owned = 0
-    for param, one, other in zip(wrapped.parameters(), once.parameters(), again.parameters(), strict=True):
-        assert isinstance(param.grad, PartialGradient) == isinstance(one.grad, PartialGradient)
-        if not isinstance(param.grad, PartialGradient):
-            assert param.grad is not None
-            assert one.grad is not None
-            assert other.grad is not None
-            total = one.grad + other.grad
-            # With create_graph other operators compute the gradients.
-            same = torch.allclose(param.grad, total) if create_graph else torch.equal(param.grad, total)
-            assert same
-            num_owned += 1
-    assert num_owned
+    """The second of two passes adds to what the first has left at the owners."""
+    (wrapped, optimizer), whole = Setting(LossWeight).sharded(), InRankOrder(LossWeight(), by_pass=True)
+    for number in range(2):
+        whole.module.loss(whole(inputs(number))).backward()
+    wrapped.module.loss(wrapped(inputs(0))).backward()
+    called = wrapped.module if through == "module" else wrapped
+    wrapped.module.loss(called(inputs(1))).backward(create_graph=create_graph)
+    if create_graph:  # other operators compute the gradients
+        owned = {*optimizer.owned_parameters()}
+        assert owned
+        for param, want in zip(wrapped.parameters(), whole.parameters(), strict=True):
+            assert param not in owned or torch.allclose(param.grad, want.grad)  # type: ignore[arg-type]
+    else:
+        assert_same_gradients(wrapped, whole)
     optimizer.step()
 
 
@@ -255,27 +224,17 @@ def test_a_pass_that_fails_leaves_what_was_added_up_before(ranks2: Ranks) -> Non
     ranks2.run(keeps_sums, Setting())
 
 
-class Breaking(torch.autograd.Function):
-    """Raises when the gradients of all parameters have come."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise ZeroDivisionError
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_a_pass_that_breaks_off_leaves_what_was_added_up_to_the_user(zeroes: bool) -> None:
     wrapped, optimizer = Setting().sharded()
     loss_of(wrapped, 0).backward()
     before = own_copies(wrapped)
-    broken = Breaking.apply(inputs(1).requires_grad_())
-    with pytest.raises(ZeroDivisionError):
+    broken = in_backward_of("input", inputs(1).requires_grad_())
+    Stops.place = "input"
+    with pytest.raises(ArithmeticError, match="on purpose"):
         wrapped(broken).square().mean().backward()
+    Stops.place = ""
     if zeroes:
         optimizer.zero_grad()
     with pytest.raises(ReductionError, match="every rank: a backward pass ended with an exception"):

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from parity import assert_row
+from parity_runs import Row
 from pool import Ranks
-from sharded import Setting, assert_same_run
-from test_sharded_accumulation import adds_up
+from sharded import Setting
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
 from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
 from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
@@ -154,13 +155,13 @@ def runs_in_portions(check: Callable[..., object], *args: object) -> None:
 
 
 def test_portions_are_summed_in_the_order_of_ranks(ranks4: Ranks) -> None:
-    ranks4.run(runs_in_portions, adds_up, "owner")
+    ranks4.run(runs_in_portions, assert_row, Row("gradients", "tower", "adding", "four ranks"))
 
 
 @pytest.mark.parametrize(
     ("check", "args"),
     [
-        (assert_same_run, (Setting(),)),
+        (assert_row, (Row("gradients", "tower", "ordinary", "plain"),)),
         (goes_on_after_a_failure, ()),
         (keeps_sums, (Setting(),)),
     ],

@@ -1,7 +1,9 @@
-"""Sharded gradients: which a rank has, cut parameters, uneven inputs; more bits in `test_parity`."""
+"""Sharded gradients: which a rank has, cut parameters, several passes a step; more bits in `test_parity`."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from overlap import Net, adamw, loss_of
+from overlap import Net, adamw, inputs, loss_of
+from parity_reference import InRankOrder
 from pool import on_ranks
-from sharded import Setting, assert_same_gradients, assert_same_run, cut_adamw
+from sharded import Setting, assert_same_gradients, cut_adamw
+from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.step.gradients import owned_gradient, rows_of
 from zero_optim.step.partial import PartialGradient
 
 
@@ -47,28 +52,6 @@ class Unused(Net):
         return super().forward(x, with_spare=self.count % 2 == 0 and dist.get_rank() == 0)
 
 
-class Same(Net):
-    """One layer is used by nobody, in any step."""
-
-    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
-        return super().forward(x, with_spare=False)
-
-
-class Words(nn.Module):
-    """A sparse embedding, registered first, and a dense layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.table = nn.Embedding(20, 6, sparse=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        index = (x.abs() * 10).long().flatten(1)[:, :4] % 20
-        out: Tensor = self.head(self.table(index).sum(1))
-        return out
-
-
 def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.0005)
 
@@ -96,9 +79,11 @@ def test_an_owner_of_rows_has_their_gradient_and_their_norms() -> None:
 
 @on_ranks(1)
 def test_one_rank_has_all_gradients() -> None:
-    sharded = assert_same_run(Setting(options={}))
+    (whole, _), (sharded, _) = Setting().whole(), Setting().sharded()
+    for model in (whole, sharded):
+        loss_of(model, 0).backward()
     assert all(not isinstance(param.grad, PartialGradient) for param in sharded.parameters())
-    assert all(param.grad is not None for param in sharded.parameters())
+    assert_same_gradients(sharded, whole)
 
 
 @on_ranks(2)
@@ -151,9 +136,6 @@ def test_the_cap_of_buckets_that_is_told_is_that_of_the_optimizer() -> None:
     assert optimizer.core.sharding.cap_nbytes == int(0.0005 * 2**20)
 
 
-# ---------------------------------------------------------------------- uneven inputs
-
-
 @on_ranks(2)
 def test_join_is_refused_on_every_rank_with_what_serves_instead() -> None:
     wrapped, optimizer = Setting().sharded()
@@ -164,3 +146,151 @@ def test_join_is_refused_on_every_rank_with_what_serves_instead() -> None:
         pass
     loss_of(wrapped, 0).backward()
     optimizer.step()
+
+
+# ---------------------------------------------------------------------- several passes
+
+
+NUM_PASSES = 3
+
+
+@on_ranks(2)
+def test_owners_add_up_in_the_gradients_they_have() -> None:
+    wrapped, _ = Setting().sharded()
+    loss_of(wrapped, 0).backward()
+    before = [param.grad for param in wrapped.parameters()]
+    loss_of(wrapped, 1).backward()
+    assert all(param.grad is grad for param, grad in zip(wrapped.parameters(), before, strict=True))
+
+
+class TwoHeads(nn.Module):
+    """Two outputs of one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.trunk = nn.Linear(18, 8)
+        self.left = nn.Linear(8, 2)
+        self.right = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(x.flatten(1)).tanh()
+        return self.left(hidden), self.right(hidden)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accumulate", ["owner", "local"])
+def test_two_losses_of_one_forward_pass_add_up(accumulate: str) -> None:
+    """Of one forward pass: one backward pass each, where a part may be unused."""
+    (sharded, other), whole = (
+        Setting(TwoHeads, options={"find_unused_parameters": True}, accumulate=accumulate).sharded(),
+        InRankOrder(TwoHeads(), by_pass=True),
+    )
+    for model in (sharded, whole):
+        left, right = model(inputs(0))
+        left.square().mean().backward(retain_graph=True)
+        right.square().mean().backward()
+    assert_same_gradients(sharded, whole)
+    other.step()
+
+
+class Normed(nn.Module):
+    """With buffers that each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(18, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x.flatten(1))
+        return out
+
+
+def steps_of_passes(kind: Any, way: str) -> list[Tensor]:
+    """Train with several passes a step, as loops for DDP do; gradients, weights and buffers of each step."""
+    model, results = Normed(), list[Tensor]()
+    optimizer = adamw(model)
+    wrapped = kind(model, optimizer)
+    wrapped.metrics()
+    for step in range(2):
+        optimizer.zero_grad()
+        for number in range(NUM_PASSES):
+            syncs = number == NUM_PASSES - 1 or way == "plain"
+            with nullcontext() if syncs or way == "around backward" else wrapped.no_sync():
+                loss = loss_of(wrapped, NUM_PASSES * step + number)
+                with nullcontext() if syncs else wrapped.no_sync():
+                    loss.backward()
+        grads = (param.grad for param in model.parameters())
+        results += [grad.clone() for grad in grads if not isinstance(grad, PartialGradient | None)]
+        optimizer.step()
+        wrapped.check_finished()
+        results += [value.clone() for value in wrapped.state_dict().values()]
+    assert wrapped.metrics()["passes"] == 2 * NUM_PASSES  # each is reduced
+    return results
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [ShardedDataParallel, FullyShardedDataParallel])
+def test_loops_for_ddp_accumulate_on_owners_with_the_bits_of_a_loop_without_no_sync(kind: Any) -> None:
+    expected = steps_of_passes(kind, "plain")
+    for way in ("around all", "around backward"):
+        assert_same_bits(steps_of_passes(kind, way), expected)
+
+
+@on_ranks(2)
+def test_a_local_pass_behind_a_reduced_one_is_refused() -> None:
+    (whole, one), (sharded, other) = Setting().whole(), Setting(accumulate="local").sharded()
+    loss_of(sharded, 0).backward()
+    announced = loss_of(sharded, 1)
+    for loss in (announced, None):  # also of a forward pass under no_sync()
+        with sharded.no_sync(), pytest.raises(RuntimeError, match=r"to its owners.*Call zero_grad\(\)"):
+            (loss_of(sharded, 1) if loss is None else loss).backward()
+    # PyTorch's loop may go on, as nothing was added.
+    other.step()
+    loss_of(whole, 0).backward()
+    one.step()
+    assert_same_gradients(sharded, whole)
+
+
+@on_ranks(2)
+def test_what_no_rank_uses_keeps_its_sum() -> None:
+    """A frozen parameter keeps what was added up for it."""
+    model = Net()
+    optimizer = adamw(model)
+    wrapped = ShardedDataParallel(model, optimizer, find_unused_parameters=True)
+    loss_of(wrapped, 0).backward()
+    weight = model.spare.weight
+    before = weight.grad
+    copy = None if isinstance(before, PartialGradient) or before is None else before.clone()
+    weight.requires_grad_(False)
+    loss_of(wrapped, 1).backward()
+    assert weight.grad is before
+    assert copy is None or (before is not None and torch.equal(before, copy))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [Setting(), Setting(optimizer=cut_adamw)], ids=["whole", "cut"])
+def test_owners_add_to_whole_gradients_that_the_user_set(setting: Setting) -> None:
+    """The user puts whole gradients there: zeros, then some value."""
+
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, float(number))
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    (whole, one), (sharded, other) = setting.whole(), setting.sharded()
+    step(whole, one, 0)
+    step(sharded, other, 0)
+    assert_same_gradients(sharded, whole)
+    step(whole, one, 2)
+    step(sharded, other, 2)
+    for param, want in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert want.grad is not None
+        piece = next((piece for piece in other.pieces()[param] if piece.owner == dist.get_rank()), None)
+        assert isinstance(param.grad, PartialGradient) == (piece is None or len(other.pieces()[param]) > 1)
+        if piece is not None:
+            rows = owned_gradient(param, piece)
+            assert rows is not None
+            assert torch.allclose(rows, rows_of(want.grad, piece), atol=1e-6)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from breaking import Stops, in_backward_of
 from fully import NARROW
 from stalling import TIMEOUT, Outcome, about_to_stall, outcomes
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
@@ -19,23 +20,6 @@ from zero_optim.ddp import FullyShardedDataParallel
 
 WHAT = "ranks gather different parts of a fully sharded model: "
 EQUAL, UNEVEN = (8, 8, 8, 8), (8, 40, 4, 24)  # widths of blocks
-
-
-class Stops(torch.autograd.Function):
-    """Raises in its backward pass where it is told to."""
-
-    place = ""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: str) -> Tensor:
-        ctx.place = place
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if Stops.place == ctx.place:
-            raise ArithmeticError("on purpose")
-        return grad, None
 
 
 class Routed(nn.Module):
@@ -60,10 +44,6 @@ class Routed(nn.Module):
         return x
 
 
-def in_backward_of(place: str, x: Tensor) -> Tensor:
-    return Stops.apply(x, place)  # type: ignore[no-any-return]
-
-
 Trained = tuple[Any, Callable[[], Tensor], Callable[[], None]]
 
 
@@ -71,7 +51,8 @@ def trained(widths: tuple[int, ...], **options: Any) -> Trained:
     """Train for two steps; gives the wrapper, what computes the loss, and what takes one more step."""
     torch.manual_seed(0)
     model = Routed(widths)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    group = options["mesh"].get_group("shard") if "mesh" in options else None
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, lr=0.1)
     wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks, **options)
 
     def loss() -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from breaking import Breaks
 from fake_streams import without_thread
+from fully import assert_equal_everywhere
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
@@ -33,14 +34,6 @@ def iterate(model: nn.Module, optimizer: ZeroRedundancyOptimizer, *, steps: int 
         optimizer.step()
 
 
-def check_equal(model: nn.Module) -> None:
-    """The weights are equal on all ranks."""
-    for value in model.state_dict().values():
-        every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, value)
-        assert all(torch.equal(every[0], other) for other in every)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("reshards", [True, False])
 def test_a_step_that_raises_on_one_rank_raises_on_all_in_the_next_forward_pass(reshards: bool) -> None:
@@ -59,7 +52,7 @@ def test_a_step_that_raises_on_one_rank_raises_on_all_in_the_next_forward_pass(r
         forward(model)
     iterate(model, optimizer)
     iterate(model, optimizer)
-    check_equal(model)
+    assert_equal_everywhere(model)
 
 
 @on_ranks(2)
@@ -78,7 +71,7 @@ def test_a_rate_that_differs_is_named_on_all_in_the_next_forward_pass() -> None:
     optimizer.param_groups[0]["lr"] = 0.125
     iterate(model, optimizer)
     iterate(model, optimizer)
-    check_equal(model)
+    assert_equal_everywhere(model)
 
 
 @on_ranks(2)
@@ -115,7 +108,7 @@ def test_a_step_left_out_or_taken_twice_is_named_on_all_in_the_next_forward_pass
     forward(model)
     iterate(model, optimizer, steps=1 if dist.get_rank() == 1 else steps)
     forward(model)
-    check_equal(model)
+    assert_equal_everywhere(model)
 
 
 @on_ranks(2)
@@ -161,7 +154,7 @@ def test_units_of_one_owner_each_tell_of_a_difference_when_the_last_one_has_arri
     optimizer.param_groups[0]["lr"] = 0.125
     iterate(model, optimizer)
     iterate(model, optimizer)
-    check_equal(model)
+    assert_equal_everywhere(model)
 
 
 def check_late() -> None:

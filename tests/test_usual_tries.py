@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fully import Block, Tower, adamw, batch
+from fully import Block, Tower, adamw
 from pool import on_ranks
 from training import make_params
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
@@ -77,22 +77,6 @@ def test_options_of_pytorchs_fsdp_are_answered_with_ours() -> None:
                 FullyShardedDataParallel(model, given, **{name: None})
     with pytest.raises(TypeError, match=r"expected options among accumulate, .*, got auto_wrap_policy"):
         ShardedDataParallel(model, optimizer, auto_wrap_policy=None)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", [ShardedDataParallel, FullyShardedDataParallel])
-def test_gradients_are_clipped_at_the_wrapper_too(kind: Any) -> None:
-    params = []
-    for at_wrapper in (True, False):
-        model = Tower()
-        optimizer = adamw(model)
-        wrapped = kind(model, optimizer)
-        wrapped(batch(0)).square().mean().backward()
-        norm = (wrapped if at_wrapper else optimizer).clip_grad_norm_(0.1, 2.0)
-        optimizer.step()
-        state = [value.clone() for value in wrapped.state_dict().values()]
-        params.append([*state, norm])
-    assert all(map(torch.equal, *params))
 
 
 @on_ranks(1)

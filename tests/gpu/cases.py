@@ -21,12 +21,10 @@ import test_fully_sharded_precision as precision
 import test_fully_sharded_state as state
 import test_mesh as mesh
 import test_overlap_training as overlap
-import test_sharded_accumulation as accumulation
 from fully import NARROW
 from gpu import costs, kernels, offloaded, stages, starting, streams
 from gpu.setting import Figures, Here, NotHere, Setup, asleep_on_device, need_futures
 from parity_runs import STAGES, Row, Run
-from test_fully_sharded_forms import trains_as_optimizer_first
 from training import HAS_MUON
 from zero_optim.ddp import PrecisionPolicy
 from zero_optim.hooks import zero_step
@@ -134,20 +132,13 @@ ANYWHERE: Tests = {
     **table("fully", "unused", "clipped"),
     **table("fully", "gpt", "no_sync", "masters"),
     **table("fully", "reentrant checkpoints", "GradScaler"),
-    "parameters: units kept": (parameters.test_units_that_stay_have_the_bits_of_whole_parameters, "", False),
-    **{
-        f"parameters: LoRA{name}": (parameters.test_adapters_train_alike, *of_base)
-        for name, of_base in {
-            "": (True, ""),
-            ", checkpointing": (True, "not reentrant"),
-            ", base on every rank": (False, ""),
-        }.items()
-    },
-    "parameters: optimizer built later": (
-        made.test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before,
-        True,
+    **table("fully", "adapters of a frozen base", "ordinary", "plain; optimizer without the base"),
+    **table("fully, units stay", "gpt", "clipped"),
+    **table("fully, wrapped first", "tower", "ordinary"),
+    **table("fully, wrapped first", "convolutions", "ordinary", "momentum, averages"),
+    "parameters: units with frozen parameters": (
+        parameters.test_units_with_frozen_parameters_are_freed_when_their_inputs_have_gradients,
     ),
-    "parameters: odd ones": (made.test_parameters_of_any_form_become_units, False),
     "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
     "parameters: bf16, several passes": (precision.test_bits_are_those_of_masters, NARROW, "", 3, False),
     "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
@@ -174,11 +165,10 @@ ON_TWO_RANKS: Tests = {
     **table("gradients", "tower", "ordinary", "cuts"),
     "parameters: bf16, cut": (precision.test_cut_parameters_keep_the_bits,),
     "parameters: units on their way": (parameters.test_only_what_is_used_or_next_is_there, True, 0),
-    "parameters: bf16, built later": (trains_as_optimizer_first, ["wrapper", "dtypes"], FOLDER, "AdamW"),
 }
 ON_MORE_RANKS: Tests = {  # the sums of the reference are made in the order of ranks
-    "gradients: order of sums, passes on owners": (accumulation.adds_up, "owner"),
-    "gradients: order of sums, passes on ranks": (accumulation.adds_up, "local"),
+    **table("gradients", "tower", "adding", "four ranks"),
+    **table("gradients", "tower", "no_sync", "four ranks"),
     "parameters: order of sums, float32": (
         precision.test_bits_are_those_of_masters,
         WIDE,
@@ -193,7 +183,10 @@ ON_A_MESH: Tests = {  # of two replicas of two ranks
     **table("gradients; fully", "tower", "adding", "mesh"),
     **table("gradients; fully", "tower", "GradScaler", "mesh"),
     "mesh: unused": (mesh.test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters,),
-    "mesh: bf16": (trains_as_optimizer_first, ["wrapper", "mesh", "dtypes"], FOLDER, "AdamW"),
+    "mesh: bf16, wrapped first": (
+        precision.test_a_model_from_the_meta_device_wrapped_first_over_a_mesh_has_the_same_bits,
+        True,
+    ),
 }
 # Ways in which PyTorch's classes step; what is saved is loaded again.
 WITH_KERNELS: Tests = {

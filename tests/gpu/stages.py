@@ -17,7 +17,7 @@ from fully import NARROW
 from gpu.costs import MIB
 from gpu.setting import Figures, Here, layers_asleep
 from sync_calls import cpu_as_accelerator
-from test_fully_sharded import Adapted, trained
+from test_fully_sharded import Adapted
 from test_sharded_memory import LivingStorages
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
@@ -77,7 +77,7 @@ def ours(here: Here, stage: str, sizes: Sizes) -> Built:
             kept = sum(bucket.nbytes_of_row for bucket in buckets)
             whole = 2 * max(sum(bucket.nbytes for bucket in unit.buckets) for unit in wrapped.units.units)
         own = optimizer.state_nbytes() // 2  # AdamW keeps two values for each that it owns
-        gradient = max(param.numel() * 4 for param in trained(model))
+        gradient = max(param.numel() * 4 for param in model.parameters() if param.requires_grad)
         buckets_on_their_way = (4 if here.backend == "gloo" else 3) * gradient
         return kept + optimizer.state_nbytes() + own + whole + buckets_on_their_way + gradient
 
@@ -93,7 +93,8 @@ def theirs(here: Here, stage: str, sizes: Sizes) -> Built:
     )
     for module in (*model, model):
         fully_shard_of_torch(module, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(trained(model), lr=1e-3, fused=here.is_cuda)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=here.is_cuda)
     return model, optimizer, lambda: 0
 
 
