@@ -1,7 +1,6 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` instead of its C++ one.
 
-Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's code. Only this file, `rebindable`
-and `reducer_adapters` touch private names of that class.
+Only this file, `rebindable` and `reducer_adapters` touch private names of that class.
 """
 
 import inspect
@@ -50,9 +49,8 @@ class DistributedDataParallel(RebindableWrapper):
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
     - Unused parameters are found without wrapping, or copying, the outputs.
-    - In a context of ``torch.distributed.autograd``, which keeps gradients itself, forward raises. After a
-      forward pass outside of one, ``torch.distributed.autograd.backward`` raises, with the reason in a
-      warning.
+    - ``torch.distributed.autograd`` is refused: forward raises in its context; its ``backward`` raises, with
+      the reason in a warning.
 
     Raises:
         TypeError: on every rank: ``mixed_precision`` is given, for which ``torch.autocast`` serves.
@@ -141,7 +139,7 @@ class DistributedDataParallel(RebindableWrapper):
         return was_expected and syncs
 
     def _own(self) -> Reducer:
-        """Return our reducer, or raise: there is none where every parameter is delayed."""
+        """Return our reducer; RuntimeError where every parameter is delayed, so that there is none."""
         if self._delay_all_reduce_all_params:
             raise RuntimeError(
                 "delay_all_reduce_named_params holds every parameter, so there are no buckets: comm hooks "
@@ -246,7 +244,7 @@ class DistributedDataParallel(RebindableWrapper):
     # ------------------------------------------------------------------ uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
-        """Take part in ``Join``; called by it, on every rank. First reads reports of earlier passes."""
+        """Take part in ``Join``, which calls it on every rank. First reads reports of earlier passes."""
         self.check_finished()
         hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         return hook
@@ -269,10 +267,7 @@ class DistributedDataParallel(RebindableWrapper):
     # ------------------------------------------------------------------ statistics
 
     def get_ddp_logging_data(self) -> dict[str, int | str]:
-        """Return a part of what PyTorch's ``_get_ddp_logging_data`` does; no communication.
-
-        Comm hook, sizes of buckets in bytes, counts, and flags as 0 and 1. No times.
-        """
+        """Return a part of PyTorch's ``_get_ddp_logging_data``, without times; no communication."""
         return logging_data(self._own())
 
     _get_ddp_logging_data = get_ddp_logging_data
@@ -280,10 +275,9 @@ class DistributedDataParallel(RebindableWrapper):
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Return what the reductions on this rank communicated since the last call. No communication.
 
-        The keys are those of `ZeroRedundancyOptimizer.metrics`, whose figures can be added. Phases:
-        ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (of new buckets) and
-        ``total``. ``passes`` counts reduced backward passes. With a comm hook ``exposed_seconds/reduce`` is
-        the time of the hook and of the wait for it; what it sends is not counted, nor are buffers.
-        ``reset=False`` leaves the counts alone.
+        The keys are those of `ZeroRedundancyOptimizer.metrics`. Phases: ``reduce`` (gradients), ``agree``
+        (failures, unused parameters), ``order`` (of new buckets) and ``total``. ``passes`` counts reduced
+        backward passes. With a comm hook ``exposed_seconds/reduce`` is the time of the hook and of the wait
+        for it; what it sends is not counted, nor are buffers. ``reset=False`` leaves the counts alone.
         """
         return self._own().metrics(reset=reset)

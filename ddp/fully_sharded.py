@@ -2,8 +2,7 @@
 
 Note [No part in Join]
     A rank without inputs would have to start the other ranks' gathers in their order, which depends on the
-    modules that they call. The order of the pass before may be wrong for another kind of batch, and units of
-    different sizes would meet. To send each unit's number first would cost a collective for each gather.
+    modules that they call. To send each unit's number first would cost a collective for each gather.
 """
 
 from collections.abc import Mapping
@@ -171,7 +170,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         return was_expected and self.require_backward_grad_sync
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Reduce gradients for an optimizer built later; all ranks call."""
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
@@ -215,10 +213,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         return self._everyone.process_group
 
     def check_finished(self) -> None:
-        """Raise `ReductionError`, on every rank, if the last backward passes were incomplete; all ranks call.
-
-        Waits for the device. See `DistributedDataParallel`.
-        """
+        """Raise as `DistributedDataParallel.check_finished`; all ranks call; waits for the device."""
         self._reducer.check_finished()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
@@ -240,7 +235,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
 
         Of sharded parameters these are the rows that this rank owns, in the dtype that owners keep: by name,
         or as ``NAME[FIRST:LAST]`` if they are not all rows. The tensors share the model's memory.
-
         RuntimeError if parameters are whole for somebody to read or write.
         """
         return local_state_dict(self.module, self.units)
@@ -288,12 +282,7 @@ def fully_shard(
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
     `fully_sharded` gives the wrapper, with ``no_sync()``, ``metrics()``, ``units`` and ``check_finished()``.
-    All ranks of the group call with the same arguments; it communicates.
-
-    Args:
-        module: what to train, the whole of it.
-        optimizer: as in `FullyShardedDataParallel`.
-        **options: likewise.
+    All ranks of the group call with the same arguments, those of the wrapper; it communicates.
 
     Returns:
         The module.

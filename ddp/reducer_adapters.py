@@ -13,13 +13,10 @@ from zero_optim.ddp.reducer.reducer import Reducer
 
 @dataclass(slots=True, eq=False)
 class TorchReducerAdapter:
-    """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's.
-
-    ``num_forwards`` counts forward passes whose gradients are reduced.
-    """
+    """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's."""
 
     own: Reducer
-    num_forwards: int = 0
+    num_forwards: int = 0  # whose gradients are reduced
 
     @eager
     def prepare_for_forward(self) -> None:

@@ -128,9 +128,8 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Go on with the process group of the optimizer, which is bound already; it may be left out.
 
-        Raises:
-            RuntimeError: the optimizer is detached, or there is a mesh; or as in `DistributedDataParallel`.
-            ValueError: on every rank: the optimizer lacks a parameter, or has another process group.
+        RuntimeError if the optimizer is detached, or there is a mesh; ValueError, on every rank, if the
+        optimizer lacks a parameter or has another process group.
         """
         if self._mesh is not None:
             raise RuntimeError(

@@ -139,10 +139,7 @@ def ignored_names(module: nn.Module) -> Sequence[str]:
 
 
 def seen_params(module: object) -> list[tuple[str, Tensor]]:
-    """List (name, parameter) pairs without ignored ones; empty for what is no module.
-
-    Ignored parameters may be of a kind that must not be touched, such as `ShardedTensor`.
-    """
+    """List (name, parameter) pairs without ignored ones, which may not be touched; empty for no module."""
     if not isinstance(module, nn.Module):
         return []
     ignored = ignored_names(module)
@@ -169,10 +166,7 @@ def _refuse_freed(module: object) -> None:
 def check_arguments(
     wrapper: type, accumulate: object, options: Mapping[str, object], refused: Mapping[str, str]
 ) -> None:
-    """Raise TypeError for an unknown option, ValueError for a wrong ``accumulate``.
-
-    ``refused`` says what to do in the place of an option of PyTorch's.
-    """
+    """Raise TypeError for an unknown or ``refused`` option, ValueError for a wrong ``accumulate``."""
     if accumulate not in ("owner", "local"):
         raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
     for name in options:

@@ -28,10 +28,7 @@ __all__ = [
 
 
 def real_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's buffer as 1-D real numbers, two for a complex one.
-
-    ValueError, with the hook's name, if it is sparse.
-    """
+    """Return the bucket's buffer as 1-D real numbers, two for a complex one; ValueError if it is sparse."""
     buffer = bucket.buffer()
     if buffer.layout == torch.strided and buffer.is_complex():  # our DDP's; PyTorch's is real already
         return torch.view_as_real(buffer).view(-1)
@@ -65,14 +62,11 @@ def name_of(hook: Hook) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketOwnership:
-    """The elements of a bucket that each rank owns.
-
-    By rank: ranges ``[start, stop)`` of `real_buffer`'s elements, and the places of its parameters.
-    """
+    """The elements of a bucket that each rank owns."""
 
     params: tuple[Tensor, ...]
-    spans: tuple[tuple[tuple[int, int], ...], ...]
-    slots: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # by rank, ranges of `real_buffer`'s elements
+    slots: tuple[tuple[int, ...], ...]  # by rank, the places of its parameters
 
     @classmethod
     def of(cls, params: Sequence[Tensor], pieces: Sequence[Pieces], size: int) -> "BucketOwnership":

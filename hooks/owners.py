@@ -1,10 +1,8 @@
 """`reduce_to_owners`: reduction of gradients to their owners alone, in half the bytes of an all-reduce.
 
-ZeRO stage 2 (Rajbhandari et al., SC 2020). Owners add in the order of ranks, so sums are reproducible.
-
-Note [Rows in place]
-    In our DDP's buckets, from `OwnerGradients.members`, a rank's part is contiguous: it is sent and summed in
-    place. In another DDP's a rank's parts are packed to be sent, and the sum is copied back.
+ZeRO stage 2 (Rajbhandari et al., SC 2020). Owners add in the order of ranks, so sums are reproducible. In our
+DDP's buckets, from `OwnerGradients.members`, a rank's part is contiguous: it is sent and summed in place. In
+another DDP's a rank's parts are packed to be sent, and the sum is copied back.
 """
 
 from collections.abc import Sequence
@@ -53,10 +51,7 @@ _NO_OWNER = (
 
 
 class OwnerReduction:
-    """The pending reduction of one bucket to owners; all ranks construct it, in bucket order.
-
-    It divides the bucket in place. ``all_used``: some rank used each parameter, so no flags are sent.
-    """
+    """The pending reduction of one bucket to owners, divided in place; all ranks construct it."""
 
     def __init__(
         self,
@@ -81,7 +76,6 @@ class OwnerReduction:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._flat[:0]
 
     def _flags(self) -> list[Tensor]:
-        """Return, by owner, which of its parameters were used here."""
         params, slots = self._ownership.params, self._ownership.slots
         used = [params[slot].grad is not None for of_rank in slots for slot in of_rank]
         flags = to_device(torch.tensor(used, dtype=torch.uint8), self._flat.device)
@@ -116,11 +110,7 @@ class OwnerReduction:
 class OwnerGradients:
     """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements.
 
-    It also tells a DDP that asks the hook for them the optimizer's buckets: Note [Rows in place].
-
-    ``no_owner``: the error for parameters that the optimizer lacks, with their ``{number}`` and the first
-    ``{shape}``. ``agree``: see Note [Infinities in sharded gradients] in `zero_optim.step.partial`.
-    ``reduced``: parameters and buffer of each bucket of the pass.
+    It also tells a DDP that asks the hook for them the optimizer's buckets.
     """
 
     def __init__(
@@ -132,7 +122,7 @@ class OwnerGradients:
     ) -> None:
         self.lanes = lanes
         self.has_one_owner = False
-        self.reduced: list[tuple[Sequence[Tensor], Tensor]] = []
+        self.reduced: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffer of each bucket
         self._optimizer = optimizer
         self._no_owner = no_owner
         self._agree = agree
@@ -267,8 +257,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
 class ReduceToOwners:
     """The hook: it reduces buckets, and sets partial gradients at the end of the backward pass.
 
-    A later bucket's hook waits for a sum on the CPU; on an accelerator a side stream does. ``buckets``: those
-    that our DDP takes.
+    A later bucket's hook waits for a sum on the CPU; on an accelerator a side stream does.
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -321,10 +310,6 @@ class ReduceToOwners:
         return done
 
     def _end(self) -> None:
-        """Set partial gradients after DDP has assigned its own.
-
-        Reentrant checkpointing leaves this to the outermost pass. If that calls no hook, other ranks'
-        gradients stay local.
-        """
+        """Set partial gradients after DDP has assigned its own, at the end of the outermost pass."""
         if not in_outer_backward():
             self._gradients.set_partial()

@@ -59,22 +59,17 @@ Gradients = dict[Tensor, Tensor | None]
 
 @dataclass(slots=True, eq=False)
 class SteppedPass:
-    """One backward pass that steps, from its first bucket to its end.
-
-    ``joined``: this rank's inputs ended, or it broke off before its first bucket. ``reduced``: gradients that
-    are not stepped yet, by bucket. ``unsure``: Note [Gradients that are all zero]. ``error``: the first
-    failure, which ``backward()`` raises after DDP has ended the pass.
-    """
+    """One backward pass that steps, from its first bucket to its end."""
 
     overlap: Overlap
     leases: Sequence[Lease]
-    joined: bool
+    joined: bool  # this rank's inputs ended, or it broke off before its first bucket
     has_begun: bool = False
     is_complete: bool = False
     number: int = -1
-    reduced: dict[int, Gradients] = field(default_factory=dict)
-    unsure: set[Tensor] = field(default_factory=set)
-    error: BaseException | None = None
+    reduced: dict[int, Gradients] = field(default_factory=dict)  # that are not stepped yet, by bucket
+    unsure: set[Tensor] = field(default_factory=set)  # Note [Gradients that are all zero]
+    error: BaseException | None = None  # the first, which ``backward()`` raises when DDP has ended the pass
 
     def abandon(self) -> None:
         """Give up the lanes on which something failed."""
@@ -83,7 +78,7 @@ class SteppedPass:
 
     @contextmanager
     def storing_errors(self) -> Iterator[None]:
-        """Store the body's exception as the pass's error, raised when backward has ended."""
+        """Store the body's exception as the pass's error."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
@@ -135,13 +130,13 @@ class SteppedPass:
 class Task:
     """A bucket of DDP being reduced, then stepped: one work of `Overlap.under_way`.
 
-    ``buffer`` has the unreduced gradients. ``done`` is DDP's future. Without a thread it is completed before
-    the step, as a later hook, which steps, may not come; with NCCL only a stream waits there.
+    Without a thread ``done``, DDP's future, is completed before the step, as a later hook, which steps, may
+    not come; with NCCL only a stream waits there.
     """
 
     of: SteppedPass
     params: Sequence[Tensor]
-    buffer: Tensor
+    buffer: Tensor  # has the unreduced gradients
     reduced: Work | OwnerReduction
     all_used: bool
     done: TensorFuture
@@ -205,10 +200,7 @@ def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
-    """Return the places of all-zero gradients; on an accelerator the CPU waits.
-
-    It reads the first elements of all, and the rest of those that begin with zero.
-    """
+    """Return the places of all-zero gradients, by their first elements; on an accelerator the CPU waits."""
     if gradients[0].is_sparse:
         return set() if private.nnz(gradients[0]) else {0}
     filled = [place for place, gradient in enumerate(gradients) if gradient.numel()]

@@ -67,8 +67,7 @@ def zero_step(
     power of two). ``optimizer.step()`` steps the rest; a loop may omit it if DDP holds all parameters. The
     learning rate is read during backward. Clipping and GradScaler come too late and raise. Uneven inputs need
     ``Join([ddp, optimizer])``. After a failed ``backward()`` call ``optimizer.wait_for_gathers()``. Autograd
-    raises if backward reads a parameter after its gradient is complete. With error feedback an unused
-    parameter may get a gradient, and is stepped.
+    raises if backward reads a parameter after its gradient is complete.
 
     Args:
         optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
@@ -165,11 +164,7 @@ def _require_wrapper(ddp: object) -> None:
 
 
 class ZeroStep:
-    """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass.
-
-    ``to_owners`` replaces ``hook``. ``all_used`` is called for each bucket, with the same result on all
-    ranks. ``buckets``: those that our DDP takes, None for its own.
-    """
+    """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass."""
 
     def __init__(
         self,
@@ -187,7 +182,7 @@ class ZeroStep:
         self._to_owners: OwnerGradients | None = None
         if to_owners:
             self._to_owners = OwnerGradients(optimizer, overlap.new_lanes(), _NO_OWNER)
-        self.buckets = self._to_owners
+        self.buckets = self._to_owners  # those that our DDP takes, None for its own
         self._interleave = interleave
         self._all_used = all_used
         self._pass: SteppedPass | None = None
@@ -249,7 +244,6 @@ class ZeroStep:
         return work.take(reduced)
 
     def _put_held(self, of: SteppedPass) -> None:
-        """Give the flow the buckets that came."""
         if not of.has_begun:
             self._begin(of)
         tasks, self._held = self._held, []
@@ -314,7 +308,6 @@ class ZeroStep:
             self._to_owners.set_partial()
 
     def _end_joined(self, of: SteppedPass) -> None:
-        """Take part in the same gathers."""
         self._pass = None
         self._overlap.wait_for_steps()
         current = self._overlap.current

@@ -34,10 +34,7 @@ class UnitChoice:
 
 
 def choose_units(model: nn.Module, units: Units) -> UnitChoice:
-    """Choose the units of a model, "auto": as small as possible, but at least `AUTO_PART`.
-
-    TypeError or ValueError if a unit is no module of the model, or is never called itself.
-    """
+    """Choose the units of a model; TypeError or ValueError if one is no module of it, or is never called."""
     name_of = {module: name for name, module in model.named_modules()}
     read_by = _read_by_others(model)
     if units == "auto":

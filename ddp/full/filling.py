@@ -2,10 +2,9 @@
 
 Note [Filled module by module]
     The buckets of units begin without memory. A *portion* is a unit, or in the outermost unit a module with
-    parameters, with all below it that belongs to the same unit. When it has its values (the model's, or first
-    ones for a model on the meta device), the ranks take those of rank 0, each copies its rows, and the
-    portion's memory is released. Where all values are there, the portion with the largest parameter comes
-    last: its owner has it twice while it is copied.
+    parameters, with all below it that belongs to the same unit. When it has its values, the ranks take those
+    of rank 0, each copies its rows, and the portion's memory is released. Where all values are there, the
+    portion with the largest parameter comes last: its owner has it twice while it is copied.
 
     A module is initialized after those below it, in the order of registration. As a rule that is the order of
     their constructors, so the same seed gives the bits of a model that is made whole.
@@ -85,10 +84,7 @@ def _reset_of(module: nn.Module, name: str) -> Callable[[], object]:
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
-    """Replace parameters on the meta device by some that show NaN, as freed ones do; return the new ones.
-
-    Modules that shared a parameter share the new one.
-    """
+    """Replace parameters on the meta device, also shared ones, by freed ones; return the new by the old."""
     new: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for slots, name, tensor in own_tensors(module):
@@ -111,10 +107,7 @@ def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
 
 
 def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
-    """Make memory for a parameter or a buffer, which shows where nobody has written.
-
-    In the dtype that owners keep: random numbers give other values in another dtype.
-    """
+    """Make NaN, or zeros, in the dtype that owners keep: random numbers differ in another dtype."""
     new = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=kept_dtype(tensor), device=device)
     return new.fill_(float("nan")) if new.is_floating_point() or new.is_complex() else new.zero_()
 
@@ -199,10 +192,7 @@ class UnitFiller:
 
     @torch.no_grad()
     def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:
-        """Give what has no values yet its first ones.
-
-        A parameter that another module has initialized gets other memory meanwhile.
-        """
+        """Give first values. A parameter that another module has initialized gets other memory meanwhile."""
         new = {param for param in own if param in self._unfilled}
         device = next(iter(new or own or self._bucket_of)).device
         before = {param: param.data for param in new if param in self._seen_params}

@@ -6,12 +6,10 @@ Note [When a unit is whole]
     step stays, as the backward pass begins with it. In the backward pass a unit is gathered when the gradient
     of its output is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit
     with some also waits for the gradients of its module's inputs. At the end of the pass everything is freed.
-    Where a backward pass computes activations again, nothing is freed when a call returns, as that pass needs
-    it next.
+    Where a backward pass computes activations again, nothing is freed when a call returns.
 
-    What autograd saved may be views of a unit's storage, so the unit must be whole before the backward pass
-    reaches it: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in` sees, its
-    unit stays whole after the forward pass.
+    What autograd saved may be views of a unit's storage, so a hook on the outputs makes the unit whole before
+    the backward pass reaches it. If a module returns no tensor that `tensors_in` sees, its unit stays whole.
 
 Note [The next unit]
     The order in which the pass before needed units tells which one is needed next. Its gather starts when the
@@ -54,8 +52,7 @@ class _Call(NamedTuple):
 class UnitsInUse(Uncopied):
     """Gathers and frees the units of a model. All ranks make the same calls, in the same order; communicates.
 
-    The last ``keeps`` units of a forward pass stay whole until the backward pass; None for all. The next
-    forward pass calls ``unfinished`` first, which ends state dicts that broke off.
+    The last ``keeps`` units of a forward pass stay whole until the backward pass; None for all.
     """
 
     def __init__(self, units: Sequence[Unit], keeps: int | None, *, guards_reads: bool = True) -> None:
@@ -69,7 +66,7 @@ class UnitsInUse(Uncopied):
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
-        self.unfinished: list[Callable[[], None]] = []
+        self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
 
     def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps, places: LaunchPlaces) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
@@ -127,7 +124,7 @@ class UnitsInUse(Uncopied):
 
     @contextmanager
     def _forgetting(self, unit: Unit) -> Iterator[None]:
-        """Where ranks gather different units, free this one and forget other gathers: they may never come."""
+        """If ranks gather different units, free this one and forget other gathers: they may never come."""
         try:
             yield
         except RankMismatchError:

@@ -3,12 +3,11 @@
 Note [Places of launches]
     All ranks must start collectives in one order, on gloo too. Gathers are in one, as all ranks call the same
     units. Where ranks may use different parameters, a bucket is full at different places. So with
-    ``find_unused_parameters`` or a static graph full buckets are held, and launched where the backward pass
-    reaches the output of a call whose unit it had to gather, behind that gather. By then all gradients of
-    units that were called only later have come. When each unit has been gathered, buckets are launched as
-    soon as they are full, those of parameters in no unit last. Each bucket is sent as one portion, and waits
-    for gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward
-    pass.
+    ``find_unused_parameters`` or a static graph full buckets are held, and launched behind the gather of a
+    unit whose output the backward pass reaches. By then all gradients of units that were called only later
+    have come. When each unit has been gathered, buckets are launched as soon as they are full, those of
+    parameters in no unit last. Each bucket is sent as one portion, and waits for gradients that the engine
+    still has to accumulate, as a graph may reach back to an earlier forward pass.
 """
 
 import weakref
@@ -24,10 +23,7 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass
 
 
 class LaunchPlaces:
-    """Holds buckets back, and has them launched: Note [Places of launches].
-
-    ``unit_of``: the number of each parameter's unit. It does not keep the reducer alive.
-    """
+    """Holds buckets back, and has them launched: Note [Places of launches]."""
 
     def __init__(self, units: Sequence[Unit], unit_of: Mapping[Tensor, int], reducer: OwnerReducer) -> None:
         self._units = units
@@ -73,10 +69,7 @@ class LaunchPlaces:
         return bool(self._to_gather)
 
     def reached(self, number: int, place: int | None) -> None:
-        """Note that a unit is whole in the backward pass, before the next one is fetched.
-
-        The place is that of its call; None if no output of it was reached.
-        """
+        """Note that a unit is whole, before the next is fetched, at the place of its call, or None."""
         self.gathered(number)
         current = self._running()
         if current is not None and place is not None and place > self._since and number in self._freed:

@@ -12,10 +12,9 @@ Note [Memory of sharded gradients]
     sums where earlier ones are kept.
 
 Note [Sums apart]
-    A pass may turn out bad when all its buckets but the last have been summed. On the CPU sums stay apart
-    until ranks know, and a bad pass leaves earlier ones as they were, bit for bit. On an accelerator
-    gradients are handed out before (Note [Late reports] in `report`), so each sum is added at once: behind a
-    pass that failed call ``zero_grad()``.
+    On the CPU sums stay apart until ranks know that the pass is good, and a bad one leaves earlier sums as
+    they were, bit for bit. On an accelerator gradients are handed out before (Note [Late reports] in
+    `report`), so each sum is added at once: behind a pass that failed call ``zero_grad()``.
 
 Note [Gradients set by hand]
     Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows
@@ -276,10 +275,7 @@ class OwnerBucket(ReducerBucket):
     # ------------------------------------------------------------------ what stands in param.grad
 
     def _shown(self, slot: int, earlier: Tensor | None, reduced: Tensor | None) -> Tensor:
-        """Return ``param.grad``: the gradient on the owner of the whole, else a partial one.
-
-        Adds ``reduced`` in place to ``earlier``, which may be whole: Note [Gradients set by hand].
-        """
+        """Return ``param.grad``: whole on its only owner, else partial. Adds ``reduced`` to ``earlier``."""
         owners = self._owners
         if earlier is None:
             if reduced is None or len(owners.pieces[slot]) > 1 or self._keeps_another(slot):

@@ -35,11 +35,7 @@ class OwnerReducer(Reducer):
 
     Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has yet
     to be reduced. So a pass has to begin before autograd adds its first gradient, also where it goes through
-    no output of the forward pass.
-
-    Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
-    train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
-    units.
+    no output of the forward pass. ``outermost``: the parameters in no unit, where there are units.
     """
 
     checks_first = True
@@ -81,11 +77,7 @@ class OwnerReducer(Reducer):
         self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
 
     def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
-        """Call `came`, made by `weakly`, with a parameter's place after each gradient.
-
-        If ranks may use different parameters, `holds` tells, when a pass begins, whether full buckets wait
-        for a caller to launch them.
-        """
+        """Call `came` with a parameter's place after each gradient; if `holds()`, full buckets are held."""
         self._inbox.follower, self._to_hold = came, holds
 
     def rebuild(self) -> bool:
@@ -164,10 +156,7 @@ class OwnerReducer(Reducer):
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def check_finished(self, *, waits: bool = True) -> None:
-        """Do as `Reducer.check_finished`; it raises on every rank.
-
-        RankMismatchError if the replicas of a mesh differ.
-        """
+        """Do as `Reducer.check_finished`; RankMismatchError, on every rank, if replicas differ."""
         super().check_finished(waits=waits)
         if waits and self._check is not None:
             self._check.read()

@@ -1,11 +1,10 @@
 """The memory of gradients that go to owners: a row for each rank, in portions sent one after the other.
 
 Note [Rows of gradients]
-    Owners and pieces are those of the plan, rows and extents those of `zero_optim.plan.layout`, and reduced
-    gradients are views of the owner's row. Each rank's row is laid out by itself, as gradients come: the last
-    parameter first, aligned as parameters are. The parameter bucket's layout would not do: it has a cut
-    parameter last in one row and first in the next, and room for frozen parameters and stamps, which would be
-    bytes on the wire.
+    Owners and pieces are those of the plan, and reduced gradients are views of the owner's row. Each rank's
+    row is laid out by itself, as gradients come: the last parameter first, aligned as parameters are. The
+    parameter bucket's layout would not do: it has a cut parameter last in one row and first in the next, and
+    room for frozen parameters and stamps, which would be bytes on the wire.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +24,7 @@ LEAST_PORTION_NBYTES = 2**16
 def most_portions(size: int) -> int:
     """Return in how many portions the largest bucket is sent, so that two buckets are enough.
 
-    The smallest c with ``(W - 1) / W (1 + 4 / c) <= 2``, see Note [Memory of sharded gradients], and at least
-    two, as the last one is pending while the next bucket begins.
+    The smallest c with ``(W - 1) / W (1 + 4 / c) <= 2``: Note [Memory of sharded gradients]; at least two.
     """
     return -(-4 * (size - 1) // (size + 1)) if size > 1 else 1
 

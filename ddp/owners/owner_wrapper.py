@@ -42,9 +42,8 @@ class OwnerWrapper:
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
         """Accumulate the passes in this context, as loops for ``DistributedDataParallel`` do.
 
-        With ``accumulate="owner"`` it changes nothing: owners add up the passes with or without it, each pass
-        communicates, and all ranks run as many. With "local" gradients are added up on each rank without
-        communication, and the next pass outside reduces the sums.
+        With ``accumulate="owner"`` it changes nothing: each pass communicates, and all ranks run as many.
+        With "local" gradients are added up on each rank, and the next pass outside reduces the sums.
         """
         return nullcontext() if self._accumulate == "owner" else self._without_sync()
 

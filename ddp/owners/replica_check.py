@@ -8,10 +8,9 @@ Note [Replicas that drift]
 
 Note [Failures in one replica]
     A rank that raises a failure of its replica sends its next stamp at once, with the message, and waits for
-    nothing: it may never begin another backward pass. If it does, that begins a new gather, as on a rank that
-    has read the failure and raised. On the CPU the stamps are read before the pass has launched anything, as
-    an error in the middle would leave reductions half done. Each rank tells its own column, so only failures
-    of which all ranks of a replica hear, in gathers, are told.
+    nothing: it may never begin another backward pass. If it does, that begins a new gather. On the CPU the
+    stamps are read before the pass has launched anything, as an error in the middle would leave reductions
+    half done. Only failures of which all ranks of a replica hear, in gathers, are told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -108,11 +107,7 @@ class ReplicaCheck:
         return stamps
 
     def read(self) -> None:
-        """Wait for the pending gather, if any. The CPU waits.
-
-        RankMismatchError if replicas took different steps or have different options; RemoteRankError if a
-        step has failed in another one.
-        """
+        """Wait for the pending gather; RankMismatchError or RemoteRankError if replicas differ or failed."""
         if self._pending is None:
             return
         mine, stamps = self._pending[0], self._stamps()

@@ -1,10 +1,4 @@
-"""One backward pass: counts gradients, launches buckets, records failures.
-
-Note [Phases of a backward pass]
-    A `BackwardPass` is ``RUNNING`` while gradients come, and ``ENDING`` when the engine has called. If an
-    exception ends the pass, it is ``BROKEN_OFF`` until the next forward or backward pass ends it, together
-    with the other ranks.
-"""
+"""One backward pass: counts gradients, launches buckets, records failures."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +23,7 @@ from zero_optim.plan.groups import names_text
 
 
 class Phase(Enum):
-    """See Note [Phases of a backward pass]."""
+    """The phases of a backward pass. The next pass ends one that broke off, together with the other ranks."""
 
     RUNNING = "gradients come, and full buckets are launched"
     BROKEN_OFF = "an exception has ended it, and the other ranks have not been told"
@@ -332,5 +326,5 @@ class PassWithGraph(BackwardPass):
 
     @torch.no_grad()
     def arrived(self, index: int) -> None:
-        """See `BackwardPass.arrived`."""
+        """Note a parameter's gradient."""
         super().arrived(index)

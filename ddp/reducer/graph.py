@@ -97,10 +97,7 @@ def refuse_distributed_autograd() -> None:
 
 
 def refuse_distributed_backward() -> None:
-    """Raise RuntimeError, from a hook, in a pass of ``torch.distributed.autograd``.
-
-    Also warns, as PyTorch drops the error's text there.
-    """
+    """Raise RuntimeError, from a hook, in such a pass; warns too, as PyTorch drops the error's text."""
     if runs_distributed_backward():
         warnings.warn(_ON_DISTRIBUTED_AUTOGRAD, stacklevel=2)
         raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)

@@ -25,16 +25,12 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """The parameters' hooks, which keep it alive, and the current backward pass.
-
-    ``current`` runs, or has broken off and was not ended yet. ``take_first`` takes the place of a parameter
-    whose gradient came while no pass runs; ``follower`` is called afterwards. Make both by `weakly`.
-    """
+    """The parameters' hooks, which keep it alive, and the current backward pass."""
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
-        self.current: BackwardPass | None = None
+        self.current: BackwardPass | None = None  # runs, or has broken off and was not ended yet
         self.handles: list[RemovableHandle] = []
-        self.follower: Callable[[int], None] | None = None
+        self.follower: Callable[[int], None] | None = None  # called last; made, as `take_first`, by `weakly`
         self._params = params
         self._tensors = list(map(private.cdata, params))
         running = Phase.RUNNING  # found faster here
@@ -132,10 +128,7 @@ def _end(token: _Token, finish: Callable[[], None]) -> None:
 
 
 def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Return a callable that does not keep the method's object alive, and returns None once it is gone.
-
-    Parameters and outputs, which hold the hooks, may outlive the reducer.
-    """
+    """Return a callable that does not keep the method's object alive; it returns None once that is gone."""
     reference = WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:

@@ -1,11 +1,9 @@
 """`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass, as PyTorch's does.
 
-Note [One backward pass]
-    A hook on the forward pass's output, or the first gradient, begins a `BackwardPass` and asks the autograd
-    engine to call at the end. A full bucket is launched after all before it, so every rank launches in the
-    same order. At the end the rest is launched, and the results become the parameters' gradients. Other ranks
-    hear of a failure by an element of the last bucket; with a comm hook, or where parameters may be unused,
-    by a small sum.
+A hook on the forward pass's output, or the first gradient, begins a `BackwardPass` and asks the autograd
+engine to call at the end. A full bucket is launched after all before it, so every rank launches in the same
+order. At the end the rest is launched, and the results become the parameters' gradients. Other ranks hear of
+a failure by an element of the last bucket; with a comm hook, or where parameters may be unused, by a sum.
 """
 
 import warnings
@@ -146,10 +144,7 @@ class Reducer:
 
     @torch.no_grad()
     def rebuild(self) -> bool:
-        """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did.
-
-        All ranks call; communicates when it is due.
-        """
+        """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
         history = self.history
         if self._inbox.is_running:
             return False
@@ -175,10 +170,7 @@ class Reducer:
             self._assign(None)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks.
-
-        Raises as `DistributedDataParallel.register_comm_hook`, on this rank.
-        """
+        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks."""
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
@@ -370,10 +362,7 @@ class Reducer:
 
     @torch.no_grad()
     def shadow(self) -> None:
-        """Join the reductions of one backward pass of the others, with zeros; for ``Join``.
-
-        ReductionError if a rank failed.
-        """
+        """Join one backward pass of the others, with zeros, for ``Join``; ReductionError if a rank failed."""
         self.check_finished()
         self.rebuild()
         self.divisor = None

@@ -95,10 +95,7 @@ class HookSlot:
         return self._names.members()
 
     def launching(self, group: RankGroup, *, all_used: bool) -> Launch:
-        """Return the launch function: the comm hook, or a sum without one.
-
-        It holds a weak reference: a hook's state may hold the model.
-        """
+        """Return the launch function: the comm hook, or a sum. It holds a weak reference."""
         reference = weakref.ref(self)
 
         def launch(bucket: ReducerBucket) -> Wait:

@@ -159,11 +159,7 @@ class Flow:
 
 
 class Worker:
-    """A thread for `Flow`, which runs work in order. It ends with this object or the process.
-
-    It keeps nothing alive while idle. The end of this object does not wait for it, as a finalizer can run
-    anywhere.
-    """
+    """A thread for `Flow`, which runs work in order. It ends with this object or the process."""
 
     def __init__(self, name: str) -> None:
         self._works: SimpleQueue[_Run | None] = SimpleQueue()
@@ -180,8 +176,6 @@ class Worker:
 
 
 class _Run:
-    """Work on a thread, and its end."""
-
     def __init__(self, work: Callable[[], object]) -> None:
         self._work: Callable[[], object] | None = work
         self._error: BaseException | None = None

@@ -41,7 +41,7 @@ class Pending:
         for work in works:
             work.wait()
         self.then()
-        self.then = _nothing  # and let go of what it keeps
+        self.then = lambda: None  # and let go of what it keeps
         device = tensors[0].device
         record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
         event = recorded_event(device)
@@ -69,7 +69,3 @@ class Then:
     def wait(self) -> None:
         """Wait for all."""
         self.then([work.wait() for work in self.works])
-
-
-def _nothing() -> None:
-    pass

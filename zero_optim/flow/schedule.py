@@ -3,9 +3,7 @@
 A recipe is a `Schedule`. `Schedule.at` runs what it has for a moment; three places call it: a full bucket
 (`ddp/reducer/backward_pass.py`), steps during the backward pass (`iteration/overlap.py`) and units
 (`ddp/full/in_use.py`). Gathers of ``step()`` and their waits read the row themselves (`shard/sharding.py`,
-`Gathers.schedules_of` in `shard/gathers.py`). So a new recipe is a row here, and a choice of it: by the
-bucket, or in these places. A row of another form is refused below: full buckets are reduced, ``step()`` steps
-at last. `picture` draws the schedules for docs/design.md.
+`Gathers.schedules_of` in `shard/gathers.py`). So a new recipe is a row here, and a choice of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +61,6 @@ class Schedule:
     gradients: Placement = Placement.WHOLE
 
     def __post_init__(self) -> None:
-        """Check that buckets are reduced, stepped, gathered and waited for in this order."""
         object.__setattr__(self, "moments", MappingProxyType(dict(self.moments)))
         if Operation.REDUCE not in self[Moment.BUCKET_FULL] or Operation.STEP not in self[Moment.STEP]:
             raise ValueError(f"expected full buckets to be reduced, and stepped in step() at last: {self}")
@@ -89,10 +86,7 @@ class Schedule:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Run the operations at a moment, in order, each with the same arguments.
-
-        KeyError if the caller lacks one of them: a row never stays undone.
-        """
+        """Run the operations at a moment, in order; KeyError if the caller lacks one."""
         for operation in self[moment]:
             operations[operation](*args, **kwargs)
 

@@ -1,24 +1,19 @@
 """Gathers: the owners broadcast their rows of each bucket to all ranks.
 
 A plain ``step()`` comes here by `Calls.make` and `Sharding.gather`, after the local step, also if that
-raised. Every rank starts the broadcasts of every owner's rows, in the order of buckets;
-`RankGroup.broadcast_rows` sends them. ``step()`` waits for them; with lazy gathers modules do.
-
-Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
+raised. Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
 
 Note [A lane an owner]
     A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
     With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s instead
     of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 2 MiB lanes gain
-    nothing (10.2 instead of 10.7 ms for 1.5 MiB), and cost threads and file descriptors; the first larger
-    gather of several owners creates them. An overlapped step has its own, as its thread gathers in another
-    order. Other backends have one communicator a device: Note [Rows at once] in
-    `zero_optim.comm.collectives`.
+    nothing, and cost threads and file descriptors; the first larger gather of several owners creates them.
+    An overlapped step has its own, as its thread gathers in another order. Other backends have one
+    communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`.
 
 Note [What gained nothing]
-    Merging an owner's small rows; gathering a bucket while the next is stepped (1.00 to 1.04 of the time,
-    AdamW, 13.8 M parameters). Limiting the *number* of pending gathers cost time (300 instead of 240 ms with
-    four small buckets between two large ones), so only memory is limited.
+    Merging an owner's small rows; gathering a bucket while the next is stepped (1.00 to 1.04 of the time).
+    Limiting the *number* of pending gathers cost time (300 instead of 240 ms), so only memory is limited.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -59,7 +54,7 @@ def start_gather(
     """Start the gather of one bucket: a broadcast for each owner, in one launch where the backend can.
 
     Owner r uses lane r modulo their number. ``send`` writes a stamp. Nothing may write to the parameters
-    before ``wait()``. For autograd the other parameters than those that ``changed`` stay as they are.
+    before ``wait()``. Autograd sees the parameters in ``changed`` change; None for all.
     """
     flat = bucket.fill()
     take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
@@ -100,16 +95,12 @@ def start_broadcasts(
 
 
 class Gathers:
-    """One optimizer's gathers and their stamps (None in a group of one).
-
-    A step leaves gathers of buckets ``under_way`` if modules wait for them: ``readers`` are the parameters of
-    such models.
-    """
+    """One optimizer's gathers and their stamps (None in a group of one)."""
 
     def __init__(self, stamps: Stamps | None = None) -> None:
-        self.under_way = Flow()
+        self.under_way = Flow()  # what a step left, as modules wait for it
         self.stamps = stamps
-        self.readers: list[frozenset[Tensor]] = []
+        self.readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner]; the same on every rank
 
     def __reduce__(self) -> "tuple[type[Gathers], tuple[Stamps | None]]":
@@ -129,7 +120,7 @@ class Gathers:
             self.under_way.abandon()
 
     def check_failures(self) -> None:
-        """Raise if a rank is known to have failed in the last call; see `Stamps.check_failures`."""
+        """Raise if a rank is known to have failed in the last call."""
         if self.stamps is not None:
             self.stamps.check_failures()
 
@@ -141,10 +132,7 @@ class Gathers:
         return [LAZY if read.issuperset(bucket.params) else bucket.schedule for bucket in buckets]
 
     def gather(self, group: RankGroup, buckets: Sequence[Bucket], *, in_step: bool) -> None:
-        """Gather buckets; ``in_step`` sends stamps, and waits only where the schedule says so.
-
-        As many run at once as memory allows, so an owner of short rows need not wait for the others.
-        """
+        """Gather buckets, as many at once as memory allows; ``in_step`` sends stamps, follows schedules."""
         send = self.stamps.send if in_step and self.stamps is not None else None
         awaited = Flow(NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0))
         if self._lanes is None and _gains_by_lanes(group, buckets):
@@ -167,7 +155,7 @@ class Gathers:
 
 def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
     """Whether lanes make a gather faster; the same on every rank."""
-    if group.size == 1 or sum(bucket.nbytes for bucket in buckets) < LANES_FROM_NBYTES:
+    if group.size == 1:
         return False
     sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
     if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:

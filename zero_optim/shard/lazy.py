@@ -19,7 +19,7 @@ class LazyGather:
 
     Some modules read a child's parameters without calling it (``nn.MultiheadAttention``). So the first
     forward pass waits for everything and records calls; later the nearest called ancestor waits. A pass
-    without gradients always waits for everything, as PyTorch's Transformer layers then skip calls.
+    without gradients waits for everything, as PyTorch's Transformer layers then skip calls.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
@@ -70,7 +70,6 @@ class LazyGather:
             self._assign(self._root, self._root, self._needs)
 
     def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
-        """Assign parameters of a module and its children to the called module that waits for them."""
         caller = module if module in self._called else caller
         needs[caller].extend(module.parameters(recurse=False))
         for child in module.children():
@@ -79,14 +78,11 @@ class LazyGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ForwardWait:
-    """A forward pre-hook."""
-
     gather: LazyGather
     module: nn.Module
 
     @eager
     def __call__(self, *_: object) -> None:
-        """Wait for the module's parameters."""
         self.gather.wait_for(self.module)
 
 

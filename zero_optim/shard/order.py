@@ -1,6 +1,6 @@
 """A check, by values, that ranks have unnamed parameters of equal shape in one order.
 
-It needs equal initial values on all ranks, and distinct ones (not zeros).
+It needs initial values that are equal on all ranks, and distinct.
 """
 
 import hashlib
@@ -23,10 +23,7 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only values distinguish: indices by kind, and some values of each.
-
-    ``sizes``: of the values in bytes.
-    """
+    """Unnamed parameters that only values distinguish: indices by kind, and some values of each."""
 
     kinds: list[list[int]]
     sizes: list[int]
@@ -82,7 +79,6 @@ def digests(memories: Sequence[Tensor]) -> list[bytes]:
 
 
 def _packed(tensors: Sequence[Tensor], nbytes: int) -> bytes:
-    """Copy tensors on any devices to the CPU, as bytes."""
     packed = torch.empty(nbytes, dtype=torch.uint8)
     pack(tensors, packed)
     return packed.numpy().tobytes()

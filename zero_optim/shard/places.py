@@ -3,9 +3,8 @@
 Note [A storage for each parameter]
     Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
     storage. So each parameter has its own, exactly its slice of the flat tensor, made by DLPack in bytes, as
-    it lacks some dtypes. Autograd cannot see a gather change it; `Bucket.receive` tells it. The storage
-    cannot be resized. A parameter moved to shared memory gets other memory, and gathers copy it. On CUDA its
-    ``record_stream`` does nothing, and it can hardly be sent to a process.
+    it lacks some dtypes. `Bucket.receive` tells autograd of a gather. The storage cannot be resized, and on
+    CUDA its ``record_stream`` does nothing. A parameter moved to shared memory gets other memory.
 
 Note [Memory that is touched late]
     Padding is zeroed, as it is sent. Zeroing the whole flat tensor would make it resident beside the
@@ -125,10 +124,7 @@ class FreedParams:
         self._versions = [param._version for param in self._params]
 
     def was_written(self) -> bool:
-        """Whether a parameter was written to since `note_versions`; a write to ``.data`` is reported once.
-
-        Writes to ``.data``, which change no version, are not seen on an asynchronous device.
-        """
+        """Whether a parameter was written to since `note_versions`; on accelerators not if by ``.data``."""
         # Some writes in place do not notice that the elements have one place in memory.
         if self._versions != [param._version for param in self._params]:
             return True

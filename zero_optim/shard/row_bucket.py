@@ -1,27 +1,19 @@
 """A bucket of which each rank keeps its own row; its parameters are *whole* in use, else *freed*.
 
-No communication. `fill` gives a unit's flat tensor its memory again (`zero_optim.shard.unit_memory`). Units
-run the rows `ZERO3` and `ZERO3_KEPT` of the schedule.
+No communication. Units run the rows `ZERO3` and `ZERO3_KEPT` of the schedule.
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, without the second gather's values. So
-    one storage stays, and its memory comes and goes.
-    PyTorch does not check reads of an emptied storage. So a freed parameter shows one expanded NaN (zero for
-    dtypes without), and a write in place raises. `receive` changes the version only after a step or load.
-
-Note [Views that somebody keeps]
-    While the parameters are freed, a user's view has no memory: operators raise or read address 0. Storage
-    references do not tell these views from autograd's, which `zero_optim.ddp.full.saved_reads` guards.
+    one storage stays, and its memory comes and goes. PyTorch does not check reads of an emptied storage. So a
+    freed parameter shows one expanded NaN (zero for dtypes without), and a write in place raises. `receive`
+    changes the version only after a step or load. While parameters are freed a user's view has no memory:
+    operators raise or read address 0. `zero_optim.ddp.full.saved_reads` guards the views of autograd.
 
 Note [Kept in one dtype, computed with in another]
     The row keeps the original dtype; owners round it into the flat tensor. Freed parameters have the compute
     dtype too: a change would lose autograd's node that accumulates the gradient. Writes to whole parameters
     count as for masters (Note [Masters and their parameters] in `zero_optim.step.leaves`).
-
-Note [Freed one by one]
-    `take_in` copies this rank's rows out of one parameter at a time, and `let_go` releases its memory, so a
-    new bucket needs no second copy of its unit.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -60,7 +52,6 @@ class Uncopied:
     __slots__ = ()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled."""
         raise RuntimeError(
             "a fully sharded model and its optimizer cannot be copied or pickled: no rank holds the "
             "parameters. Save model.state_dict(), or use zero_optim.checkpoint.save. For averages, as "
@@ -160,7 +151,7 @@ class RowBucket(Uncopied, Bucket):
     # ------------------------------------------------------------------ the row
 
     def _make_row(self) -> None:
-        """Allocate the row if needed; padding is zeroed."""
+        """Allocate the row if needed, with zeros as padding."""
         if self._has_row:
             return
         self._has_row = True
@@ -264,10 +255,7 @@ class RowBucket(Uncopied, Bucket):
 
     @torch.no_grad()
     def take_written(self) -> None:
-        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed.
-
-        Where the row has another dtype, elements that equal the rounded row stay as they are.
-        """
+        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed."""
         assert self.is_whole
         self.num_changes += 1
         for param, form, view in zip(self.params, self.forms, self._views, strict=True):

@@ -1,7 +1,4 @@
-"""The owners of parameters, and an optimizer's buckets.
-
-`Sharding.plan`, `gather` and `gather_all` communicate; all ranks call them.
-"""
+"""The owners of parameters, and an optimizer's buckets."""
 
 import math
 import sys
@@ -100,11 +97,10 @@ class Sharding:
         about: Sequence[str],
         why_whole: WhyWhole | None,
     ) -> Plan:
-        """Return the plan of new groups, equal on all ranks, which all call; `add` applies it.
+        """Return the plan of new groups, equal on all ranks, which all call; `add` applies it. Communicates.
 
-        ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model. Raises
-        on every rank: TypeError or ValueError for unshardable parameters, RankMismatchError for unequal
-        arguments.
+        ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model.
+        TypeError or ValueError for unshardable parameters, RankMismatchError for unequal arguments.
         """
         new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
@@ -160,7 +156,7 @@ class Sharding:
         return replace(plan, whole_because=tuple(whole_because))
 
     def let_go(self, *, waits: bool) -> None:
-        """Release the process group after the gathers; see `Gathers.let_go`."""
+        """Release the process group after the gathers."""
         self.gathers.let_go(waits=waits)
         self._group = self._group.let_go()
 
@@ -218,16 +214,12 @@ class Sharding:
 
     @eager
     def refresh(self) -> None:
-        """Wait for gathers, then take over the user's changes: `Bucket.refresh`.
-
-        For `step` and comm hooks only: Note [Moving parameters] in `bucket`. RuntimeError, after refreshing
-        the rest, if a parameter no longer fits.
-        """
+        """Wait for gathers, then take over the user's changes: Note [Moving parameters] in `bucket`."""
         self.under_way.wait()
         self.take_over()
 
     def take_over(self) -> None:
-        """Like `refresh`, without waiting."""
+        """Take over the user's changes; RuntimeError, after all others, if a parameter no longer fits."""
         failure: Exception | None = None
         written = [place for bucket in self.buckets for place in bucket.written()]
         for bucket in self.buckets if written else ():
@@ -287,10 +279,7 @@ class Sharding:
 
     @eager
     def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Check stamps as `Stamps.compare`; all ranks call.
-
-        ``with_last`` includes the last call, unless the CPU would wait for a device.
-        """
+        """Check stamps; ``with_last`` also the last call's, if the CPU need not wait for a device."""
         if self.gathers.stamps is not None:
             if with_last:
                 self.under_way.wait()

@@ -3,7 +3,7 @@
 Note [Every rank is heard]
     Each row has space for a stamp, except one within a single parameter. A rank without such a row that
     trains gets space behind one bucket's rows, and broadcasts these 32 bytes beside the owners; on gloo an
-    all-gather would take more messages. Most plans need no extra space.
+    all-gather would take more messages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,10 +24,7 @@ from zero_optim.shard.row_storage import HostStorage, RowStorage
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """The parameters of which ranks keep rows, and where these are stored.
-
-    Of ``params``, those with one number become whole together.
-    """
+    """The parameters of which ranks keep rows, with their units' numbers, and where rows are stored."""
 
     params: dict[Tensor, int] = field(default_factory=dict)
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
@@ -83,10 +80,7 @@ class BucketMaker:
         for planned, layout, label in zip(plan.buckets, layouts, labels, strict=True):
             members = [params[index] for index in planned.params]
             bucket = rows.get(members[0])
-            if bucket is None:
-                buckets.append(Bucket(members, layout, group.rank, as_views=self._as_views))
-            else:
-                buckets.append(bucket)
+            buckets.append(bucket or Bucket(members, layout, group.rank, as_views=self._as_views))
             buckets[-1].label = label
         return buckets
 
