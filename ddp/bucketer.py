@@ -1,8 +1,7 @@
 """`ReduceScatterBucketer`: collects small reduce-scatters, and sends them together.
 
-The interface is that of FairScale's class of the same name. Reductions of gradients do not use it: their
-buckets are collections already. Inputs here stay the caller's, so they are not summed in place. With NCCL
-it sends on its own process group, and two groups in use at once may wait for each other for ever.
+The interface is FairScale's. Reductions of gradients do not use it: their buckets are collections already.
+Inputs stay the caller's, so they are not summed in place. With NCCL it sends on its own process group.
 """
 
 from collections.abc import Callable, Sequence

@@ -114,13 +114,9 @@ class DistributedDataParallel(RebindableWrapper):
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
-        self._frozen = FrozenParams(  # a sharded optimizer asks for them in each step
-            [
-                (name, param)
-                for name, param in self.module.named_parameters()
-                if name not in self.parameters_to_ignore and not param.requires_grad
-            ]
-        )
+        seen = [pair for pair in self.module.named_parameters() if pair[0] not in self.parameters_to_ignore]
+        # A sharded optimizer asks for them in each step.
+        self._frozen = FrozenParams([pair for pair in seen if not pair[1].requires_grad])
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -207,7 +203,7 @@ class DistributedDataParallel(RebindableWrapper):
         """Let a hook reduce the buckets instead of all-reduce; any hook of PyTorch's DDP runs here.
 
         All ranks register the same, once, before the first backward pass; communicates. A hook that reduces
-        to owners brings its own buckets: ``bucket_cap_mb`` has no effect.
+        to owners brings its own buckets.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.
@@ -252,8 +248,8 @@ class DistributedDataParallel(RebindableWrapper):
     def check_finished(self) -> None:
         """Raise `ReductionError`, on every rank, if gradients were incomplete; all ranks call.
 
-        On a CPU ``backward()`` has raised by itself. On a GPU only the second forward pass after it raises:
-        so call this after the last pass, or before you write a checkpoint. Waits for the device.
+        On a CPU ``backward()`` has raised by itself. On a GPU call this after the last pass, or before you
+        write a checkpoint. Waits for the device.
         """
         if not self._delay_all_reduce_all_params:
             self._own().check_finished()
@@ -262,7 +258,7 @@ class DistributedDataParallel(RebindableWrapper):
         self._own().shadow()
 
     def _match_unused_params_allreduce(self) -> None:
-        """Do nothing: `Reducer.shadow` has told the others that nothing was used here."""
+        """Do nothing: `Reducer.shadow` has told the others."""
 
     # ------------------------------------------------------------------ statistics
 

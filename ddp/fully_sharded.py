@@ -1,8 +1,7 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3).
 
-Note [No part in Join]
-    A rank without inputs would have to start the other ranks' gathers in their order, which depends on the
-    modules that they call. To send each unit's number first would cost a collective for each gather.
+It takes no part in Join: a rank without inputs would have to start the other ranks' gathers in their order,
+and to send each unit's number first would cost a collective for each gather.
 """
 
 from collections.abc import Mapping
@@ -147,7 +146,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         PassHooks(self).hang_on(module)
 
     def _make_reducer(self) -> None:
-        """Build the reducer and the gathers of units; all ranks call."""
         optimizer, mesh, construction = self._optimizer, self._mesh, self._construction
         self._reducer = reducer = make_reducer(
             construction, optimizer, mesh, self._options, weakly(self._wants)

@@ -35,7 +35,6 @@ class TorchReducerAdapter:
 
     @eager
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
-        """Take the count of ranks that have not joined, which is still under way."""
         size = dist.get_world_size(self.own.group.process_group)
         counting = self.own.group.begin_work("ranks that have not joined")
 

@@ -63,8 +63,7 @@ def agree_on_model(
 ) -> None:
     """Check that all ranks wrap the same model; all ranks call. Communicates.
 
-    With ``init_sync=False`` compares only that flag, and checks devices. ``arguments``: those of PyTorch's
-    constructor, by name. ``user``: the wrapper.
+    ``arguments``: those of PyTorch's constructor, by name. With ``init_sync=False`` compares only that flag.
     """
     module, mesh = arguments["module"], arguments.get("device_mesh")
     process_group = arguments.get("process_group")

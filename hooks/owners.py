@@ -6,6 +6,7 @@ another DDP's a rank's parts are packed to be sent, and the sum is copied back.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_
 from weakref import WeakMethod
 
@@ -107,25 +108,18 @@ class OwnerReduction:
         return gradients
 
 
+@dataclass(eq=False)
 class OwnerGradients:
-    """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements.
+    """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements."""
 
-    It also tells a DDP that asks the hook for them the optimizer's buckets.
-    """
+    optimizer: ZeroRedundancyOptimizer
+    lanes: Lease
+    no_owner: str  # the error for parameters without an owner, their {number} and the first {shape}
+    agree: Agree | None = None  # Note [Infinities in sharded gradients] in `zero_optim.step.partial`
 
-    def __init__(
-        self,
-        optimizer: ZeroRedundancyOptimizer,
-        lanes: Lease,
-        no_owner: str,
-        agree: Agree | None = None,
-    ) -> None:
-        self.lanes = lanes
+    def __post_init__(self) -> None:
         self.has_one_owner = False
         self.reduced: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffer of each bucket
-        self._optimizer = optimizer
-        self._no_owner = no_owner
-        self._agree = agree
         self._known: dict[int, BucketOwnership] = {}  # by number of DDP's bucket
         self._names: dict[Tensor, str] = {}
         self._elsewhere: dict[Tensor, PartialGradient] = {}  # of parameters that this rank has no rows of
@@ -133,8 +127,8 @@ class OwnerGradients:
 
     def begin(self) -> None:
         """Begin a pass; RuntimeError, on every rank, in ``Join``, or if gradients of the last are left."""
-        core, self.reduced = self._optimizer.core, []
-        if self._optimizer.iteration.joins.under_way:
+        core, self.reduced = self.optimizer.core, []
+        if self.optimizer.iteration.joins.under_way:
             raise RuntimeError(f"hooks that reduce gradients to owners take no part in Join: {NO_JOIN}")
         if self._num_buckets != len(core.sharding.buckets):
             self._num_buckets, self._elsewhere = len(core.sharding.buckets), {}
@@ -163,18 +157,18 @@ class OwnerGradients:
         number, params = bucket.index(), bucket.parameters()
         known = self._known.get(number)
         if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
-            pieces = self._optimizer.pieces()
+            pieces = self.optimizer.pieces()
             lacking = [param for param in params if param not in pieces]
             if lacking:
                 shape = tuple(lacking[0].shape)
-                raise ValueError(self._no_owner.format(number=len(lacking), shape=shape))
-            size = self._optimizer.ranks.size
+                raise ValueError(self.no_owner.format(number=len(lacking), shape=shape))
+            size = self.optimizer.ranks.size
             known = self._known[number] = BucketOwnership.of(params, [pieces[p] for p in params], size)
         return known
 
     def set_partial(self) -> None:
         """Replace gradients of other owners by partial ones, after DDP has assigned the whole ones."""
-        pieces, rank = self._optimizer.pieces(), self._optimizer.ranks.rank
+        pieces, rank = self.optimizer.pieces(), self.optimizer.ranks.rank
         reduced, self.reduced = self.reduced, []
         for param, buffer in ((param, buffer) for params, buffer in reduced for param in params):
             grad, of_param = param.grad, pieces[param]
@@ -182,7 +176,7 @@ class OwnerGradients:
                 continue
             piece = piece_of(of_param, rank)
             if piece is not None and len(of_param) == 1:
-                owned(grad, self._agree)
+                owned(grad, self.agree)
                 continue
             rows = None if piece is None else rows_of(grad, piece)
             if rows is not None and not _is_in(rows, buffer):
@@ -192,8 +186,8 @@ class OwnerGradients:
     def _partial(self, param: Tensor, rows: Tensor | None) -> PartialGradient:
         if rows is None and param in self._elsewhere:
             return self._elsewhere[param]
-        pieces = self._optimizer.pieces()[param]
-        gradient = PartialGradient(param, pieces, rows, self._names[param], agree=self._agree)
+        pieces = self.optimizer.pieces()[param]
+        gradient = PartialGradient(param, pieces, rows, self._names[param], agree=self.agree)
         if rows is None:
             self._elsewhere[param] = gradient
         return gradient
@@ -202,11 +196,11 @@ class OwnerGradients:
 
     def version(self) -> int:
         """Return a number that changes when the optimizer gets more parameters."""
-        return len(self._optimizer.core.sharding.buckets)
+        return len(self.optimizer.core.sharding.buckets)
 
     def members(self) -> list[list[Tensor]] | None:
         """Return each bucket's parameters in the order of owners; None if one rank owns all."""
-        pieces = self._optimizer.pieces()
+        pieces = self.optimizer.pieces()
         if len({piece.owner for of_param in pieces.values() for piece in of_param}) == 1:
             return None
 
@@ -215,7 +209,7 @@ class OwnerGradients:
 
         return [
             sorted(filter(pieces.__contains__, members), key=owners)
-            for members in self._optimizer.core.bucket_members()
+            for members in self.optimizer.core.bucket_members()
         ]
 
 
@@ -255,10 +249,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
 
 
 class ReduceToOwners:
-    """The hook: it reduces buckets, and sets partial gradients at the end of the backward pass.
-
-    A later bucket's hook waits for a sum on the CPU; on an accelerator a side stream does.
-    """
+    """The hook: it reduces buckets, and sets partial gradients at the end of the backward pass."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.__name__ = self.__qualname__ = "reduce_to_owners"  # which DDP logs

@@ -1,9 +1,7 @@
 """One backward pass that steps the optimizer, and its buckets.
 
-Note [Buckets of the optimizer]
-    DDP's buckets are reduced; the optimizer's are stepped and gathered, when all their trained parameters are
-    reduced, in one order on every rank. A bucket with a trained parameter outside DDP is stepped after the
-    backward pass.
+DDP's buckets are reduced; the optimizer's are stepped and gathered, when all their trained parameters are
+reduced, in one order on every rank. One with a trained parameter outside DDP is stepped after the pass.
 
 Note [Gradients that are all zero]
     Unused parameters are zeros in DDP's buckets, but an optimizer skips only those without a gradient. So a
@@ -34,8 +32,6 @@ Note [Streams of a step]
     what steps take and drop    S      S                 nothing else uses it
     late gradients              C      C                 stepped when C has waited for S
     ==========================  =====  ================  ==================================================
-
-    S reads the reduced bucket, not ``param.grad``; C waits for S before anybody can change it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -101,10 +97,7 @@ class SteppedPass:
                 self.step(self.reduced.pop(number))
 
     def step_late(self, *, leaves_unsure: bool, has_grads: bool) -> None:
-        """Step buckets that never became full.
-
-        ``leaves_unsure`` leaves all-zero gradients to ``step()``; without ``has_grads`` they are not stepped.
-        """
+        """Step buckets that never became full; if it ``leaves_unsure``, ``step()`` does the all-zero ones."""
         late: Gradients = {}
         for number in sorted(self.reduced):
             members = self.reduced[number]
@@ -128,11 +121,7 @@ class SteppedPass:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A bucket of DDP being reduced, then stepped: one work of `Overlap.under_way`.
-
-    Without a thread ``done``, DDP's future, is completed before the step, as a later hook, which steps, may
-    not come; with NCCL only a stream waits there.
-    """
+    """A bucket of DDP being reduced, then stepped: one work of `Overlap.under_way`."""
 
     of: SteppedPass
     params: Sequence[Tensor]

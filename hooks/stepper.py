@@ -126,11 +126,8 @@ def hook_with_zero_step(
 ) -> Hook:
     """Return ``zero_step(zero, hook, ddp=ddp)`` with ``interleave=False``, under PyTorch's name.
 
-    ``shard_buckets`` is ignored; every rank steps the parameters that it owns.
-
-    Raises:
-        TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.
-        ValueError: a class cannot be stepped in parts, or ``ddp`` has ``skip_all_reduce_unused_params``.
+    ``shard_buckets`` is ignored; every rank steps the parameters that it owns. TypeError if ``ddp`` is no
+    ``DistributedDataParallel``; otherwise raises as `zero_step`.
     """
     _require_wrapper(ddp)
     return zero_step(zero, hook, interleave=False, ddp=ddp)

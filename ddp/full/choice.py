@@ -1,7 +1,7 @@
 """Which modules of a model are units, and which parameter belongs to which. Does not communicate.
 
-A unit is a module whose parameters are gathered and freed together: its own, and those below it that are in
-no unit further down. The outermost module is always one; it has number 0.
+A unit has its own parameters, and those below it that are in no unit further down. The outermost module is
+always one; it has number 0.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -120,7 +120,7 @@ def _by_size(model: nn.Module, read_by: Container[nn.Module]) -> set[nn.Module]:
 
 
 def _assigned(model: nn.Module, modules: tuple[nn.Module, ...]) -> dict[Tensor, int]:
-    """Give each parameter the innermost unit around all modules that have it, in order of registration."""
+    """Give each parameter the innermost unit around all modules that have it."""
     number_of = {module: number for number, module in enumerate(modules)}
     around: dict[Tensor, tuple[int, ...]] = {}
 

@@ -1,11 +1,9 @@
 """How the parameters of a model become those of units: who keeps them, and how they get there.
 
-Note [Which comes first]
-    An optimizer makes the buckets of units: the one that comes first, which plans anew, or one that stands in
-    for a later one and never steps. Then all buckets are filled in one way, module by module. An optimizer
-    that comes first may have masters, which must be those of rank 0 when it plans; so all values are sent
-    before. Without one no values need ever be whole (the meta device), so each module's are sent when it is
-    filled.
+An optimizer makes the buckets of units: the one that comes first, which plans anew, or one that stands in for
+a later one and never steps. Then all buckets are filled in one way, module by module. An optimizer that comes
+first may have masters, which must be those of rank 0 when it plans; so all values are sent before. Without
+one no values need ever be whole (the meta device), so each module's are sent when it is filled.
 
 Note [Optimizers that know nothing of units]
     An optimizer of PyTorch's may be built over freed parameters by mistake. Most steps would raise; a fused
@@ -204,8 +202,7 @@ def construct(
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
     """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
 
-    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh. Units that
-    are not filled ``at_exit`` leave the model as it was.
+    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh.
     """
     group, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:

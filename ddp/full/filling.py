@@ -11,6 +11,7 @@ Note [Filled module by module]
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,39 +116,29 @@ def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
 # ---------------------------------------------------------------------- filling
 
 
+@dataclass(eq=False)
 class UnitFiller:
-    """Fills the empty buckets of a model's units: Note [Filled module by module].
+    """Fills the empty buckets of a model's units: Note [Filled module by module]."""
 
-    `init`, or the modules' own ``reset_parameters()``, gives values to the parameters `unfilled`. Those in
-    ``former`` leave the bucket there. If it `syncs`, every rank takes rank 0's values.
-    """
+    group: RankGroup
+    choice: UnitChoice
+    buckets: Sequence[RowBucket]
+    unfilled: set[Tensor]  # parameters without values
+    init: Init | None  # gives these; None for the modules' own ``reset_parameters()``
+    former: dict[Tensor, Bucket]  # buckets that parameters leave
+    syncs: bool  # every rank takes rank 0's values
 
-    def __init__(
-        self,
-        group: RankGroup,
-        choice: UnitChoice,
-        buckets: Sequence[RowBucket],
-        unfilled: set[Tensor],
-        init: Init | None,
-        former: dict[Tensor, Bucket],
-        *,
-        syncs: bool,
-    ) -> None:
-        self._group = group
-        self._inner = set(choice.modules[1:])
-        self._names = {module: name for name, module in choice.modules[0].named_modules()}
-        self._bucket_of: Mapping[Tensor, RowBucket] = {p: bucket for bucket in buckets for p in bucket.params}
-        self._unfilled = unfilled
-        self._init = init
-        self._former = former
-        self._syncs = syncs
+    def __post_init__(self) -> None:
+        self._inner = set(self.choice.modules[1:])
+        self._names = {module: name for name, module in self.choice.modules[0].named_modules()}
+        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self._seen_params: set[Tensor] = set()
         self._seen: set[nn.Module] = set()
         self._waiting: list[list[Tensor]] | None = None  # portions that have their values; None: none waits
 
     def fill(self, model: nn.Module) -> None:
         """Fill all of them, and free the parameters; all ranks call, and it communicates."""
-        if not self._unfilled and not has_meta(model):
+        if not self.unfilled and not has_meta(model):
             self._waiting = []
         self._visit(model, None)
         for portion in sorted(self._waiting or (), key=_largest):  # equal ones in the order of modules
@@ -166,7 +157,7 @@ class UnitFiller:
         for child in module.children():
             self._visit(child, portion)
         if self._needs_init(module, own):
-            with failing_together(self._group):
+            with failing_together(self.group):
                 self._initialize(module, own)
         for param in own:
             if param in self._bucket_of and param not in self._seen_params and portion is not None:
@@ -178,22 +169,21 @@ class UnitFiller:
             self._close(portion)
 
     def _close(self, portion: list[Tensor]) -> None:
-        if self._syncs:
-            take_values_of_first(self._group, portion)
+        if self.syncs:
+            take_values_of_first(self.group, portion)
         for param in portion:
             self._bucket_of[param].take_in(param)
-            if param in self._former:
-                self._former.pop(param).give_back(param)
+            if param in self.former:
+                self.former.pop(param).give_back(param)
 
     def _needs_init(self, module: nn.Module, own: Sequence[Tensor]) -> bool:
-        """Whether a module has something without values; the same on every rank."""
-        has_new = any(param in self._unfilled and param not in self._seen_params for param in own)
+        has_new = any(param in self.unfilled and param not in self._seen_params for param in own)
         return has_new or any(tensor.is_meta for _, _, tensor in own_tensors(module))
 
     @torch.no_grad()
     def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:
         """Give first values. A parameter that another module has initialized gets other memory meanwhile."""
-        new = {param for param in own if param in self._unfilled}
+        new = {param for param in own if param in self.unfilled}
         device = next(iter(new or own or self._bucket_of)).device
         before = {param: param.data for param in new if param in self._seen_params}
         for param in new:
@@ -203,13 +193,13 @@ class UnitFiller:
                 slots[name] = _new_values(tensor, device)
                 new.add(slots[name])
         name = self._names[module]
-        if self._init is None:
+        if self.init is None:
             _reset_of(module, name)()
         else:
-            self._init(module)
+            self.init(module)
         for _, own_name, tensor in own_tensors(module):
             if tensor in new and _shows_nothing(tensor):
-                what = "its reset_parameters()" if self._init is None else "init"
+                what = "its reset_parameters()" if self.init is None else "init"
                 raise ValueError(
                     f"{name}{'.' if name else ''}{own_name} has no values after {what} of its module, a "
                     f"{type(module).__name__}: give an init= that sets it"

@@ -50,14 +50,11 @@ class _Call(NamedTuple):
 
 
 class UnitsInUse(Uncopied):
-    """Gathers and frees the units of a model. All ranks make the same calls, in the same order; communicates.
-
-    The last ``keeps`` units of a forward pass stay whole until the backward pass; None for all.
-    """
+    """Gathers and frees the units of a model. All ranks make the same calls, in one order; communicates."""
 
     def __init__(self, units: Sequence[Unit], keeps: int | None, *, guards_reads: bool = True) -> None:
         self.units = units  # by number
-        self._keeps = keeps
+        self._keeps = keeps  # how many, the last ones, stay whole until the backward pass; None for all
         self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
         self._backward = UnitOrder()
         self._calls: list[_Call] = []  # the outermost first
@@ -140,7 +137,6 @@ class UnitsInUse(Uncopied):
             self._gather(self.units[number], purpose, tells)
 
     def _free_unused(self, units: Iterable[Unit] | None = None) -> None:
-        """Free units that nobody is using, by default all, in or after a backward pass."""
         for unit in self.units if units is None else units:
             if not unit.depth:
                 self._at(Moment.AFTER_BACKWARD, unit, Purpose.BACKWARD)

@@ -34,9 +34,7 @@ class LaunchPlaces:
         self._first: dict[int, int] = {}  # by unit, when it was first called since then
         self._trains = False
         self._freed: frozenset[int] = frozenset()  # units that were not whole when the backward pass began
-        self._to_gather: set[int] | None = (
-            None  # those of them to be gathered; None outside of backward passes
-        )
+        self._to_gather: set[int] | None = None  # those of them to be gathered, in a backward pass
         self._has_ended = False  # a backward pass, since the last forward pass
 
     def called(self, number: int, *, is_outermost: bool) -> None:

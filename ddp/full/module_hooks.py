@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CallHooks:
-    """The hooks before and after a call of a module of a unit."""
-
     units: UnitsInUse
     unit: Unit
     members: UnitMembers
@@ -63,11 +61,7 @@ class _CallHooks:
 
 
 def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
-    """Register the hooks of all modules that are units, or have parameters in one.
-
-    Calls are hooked of units, and of modules with parameters of the outermost one, so that a model's other
-    methods may call them. Hooks inside other units would break up their compiled graphs.
-    """
+    """Register the hooks of all modules that are units, or have parameters in one."""
     in_units = {param for unit in units.units for param in unit.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
     values, members = [UnitValues(units, unit) for unit in units.units], UnitMembers(choice.modules[0])

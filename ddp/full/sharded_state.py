@@ -76,7 +76,6 @@ def load_local_state_dict(module: nn.Module, units: UnitsInUse, state: Mapping[s
 
 
 def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the parameters of units by name, and the state dict; no communication."""
     with left_freed(units.buckets):
         state = dict(module.state_dict())
     params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}

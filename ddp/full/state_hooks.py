@@ -121,7 +121,6 @@ class _Visit:
         self.values.leave()
 
     def after_load(self, _: nn.Module, __: object) -> None:
-        """Have owners take over what was loaded."""
         if self.own is not None:
             self.restore(written=True)
             self.values.leave(written=True)

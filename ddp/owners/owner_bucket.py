@@ -69,8 +69,8 @@ class _Filling:
 class OwnerBucket(ReducerBucket):
     """Gradients that go to their owners together, in portions. Does not communicate.
 
-    In the last bucket each row ends with an element more, the word of a failure, as a rank reads only its own
-    row. A sparse gradient is summed on every rank, and kept by its owners alone.
+    In the last bucket each row ends with an element more, the word of a failure. A sparse gradient is summed
+    on every rank, and kept by its owners alone.
     """
 
     schedule = ZERO2
@@ -131,15 +131,11 @@ class OwnerBucket(ReducerBucket):
     def begin(
         self,
         earlier: Mapping[int, Tensor],
-        pace: Callable[[float], None] | None = None,
+        pace: Callable[[float], None] | None = None,  # called before copies with the filled part, 0 to 1
         *,
-        adds_at_once: bool,
+        adds_at_once: bool,  # Note [Sums apart]
     ) -> None:
-        """Begin a backward pass; ``earlier`` has the gradients of earlier ones, by slot.
-
-        ``pace`` is called before copies, with the filled part, from 0 to 1. ``adds_at_once``: Note [Sums
-        apart].
-        """
+        """Begin a backward pass; ``earlier`` has the gradients of earlier ones, by slot."""
         self._filling = _Filling(dict(earlier), pace, adds_at_once, is_open=True)
 
     def has_gradient(self, slot: int) -> bool:

@@ -58,8 +58,7 @@ def cells_of(rows: Sequence[Row], edges: Sequence[Sequence[int]], num_slots: int
 class OwnerRows:
     """The rows of a bucket in one backward pass: ``own`` is that of this rank, made at once.
 
-    ``edges``: by rank, where portions begin in its row, and the last one ends. Portions of other rows are
-    made when the first gradient comes, one portion at once, by one stream, and dropped when they are popped.
+    Portions of other rows are made when the first gradient comes, one at once, by one stream.
     """
 
     def __init__(self, edges: Sequence[Sequence[int]], rank: int, like: Tensor, *, zeros: bool) -> None:

@@ -1,7 +1,7 @@
 """`OwnerWrapper`: what wrappers have in common whose gradients go to their owners."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -39,17 +39,15 @@ class OwnerWrapper:
         """Call ``optimizer.clip_grad_norm_``; all ranks call."""
         return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
-    def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate the passes in this context, as loops for ``DistributedDataParallel`` do.
 
         With ``accumulate="owner"`` it changes nothing: each pass communicates, and all ranks run as many.
         With "local" gradients are added up on each rank, and the next pass outside reduces the sums.
         """
-        return nullcontext() if self._accumulate == "owner" else self._without_sync()
-
-    @contextmanager
-    def _without_sync(self) -> Iterator[None]:
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = before and self._accumulate == "owner"
         try:
             yield
         finally:

@@ -171,11 +171,7 @@ def assign(
 def indices_of_members(
     reduced: ReducedParams, members: Members, order: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Return the parameters' places by bucket, in the order in which buckets become full.
-
-    Leaves out parameters that are not reduced; a sparse gradient has its own bucket. Without an order of
-    gradients the last parameter comes first.
-    """
+    """Return the places of reduced parameters by bucket, in the order in which buckets become full."""
     index_lists: list[list[int]] = []
     for of_bucket in members:
         here = [reduced.index_of[id(param)] for param in of_bucket if id(param) in reduced.index_of]

@@ -34,12 +34,7 @@ _UNCOUNTED = nullcontext()
 
 
 class BackwardPass:
-    """Counts gradients and launches buckets in order, each once it and all before it are full.
-
-    ``divisor``: of the gradients; 1 where a comm hook divides. ``can_carry_word``: the last bucket can tell
-    of a failure, see `report`; then it waits for the end. ``held_up``: counts the time in which gradients are
-    taken.
-    """
+    """Counts gradients and launches buckets in order, each once it and all before it are full."""
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
     is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
@@ -52,10 +47,10 @@ class BackwardPass:
         options: ReducerOptions,
         launch: Launch,
         *,
-        divisor: float = 1.0,
-        can_carry_word: bool = False,
+        divisor: float = 1.0,  # of the gradients; 1 where a comm hook divides
+        can_carry_word: bool = False,  # the last bucket can tell of a failure; then it waits for the end
         in_join: bool = False,
-        held_up: AbstractContextManager[None] = _UNCOUNTED,
+        held_up: AbstractContextManager[None] = _UNCOUNTED,  # counts the time in which gradients are taken
     ) -> None:
         buckets = assignment.buckets
         self.phase = Phase.RUNNING
@@ -215,7 +210,6 @@ class BackwardPass:
         self._reduce_next()
 
     def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
-        """Copy what was not copied yet, with zeros for missing gradients."""
         rest: Sequence[int] = ()
         if self.kind == "learning":
             rest = range(len(used))

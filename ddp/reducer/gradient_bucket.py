@@ -23,8 +23,8 @@ _grad_of = attrgetter("grad")  # of many, faster than in a comprehension
 class ReducerBucket:
     """The gradients of some parameters in one flat tensor, whole on every rank. Does not communicate.
 
-    The parameters have one dtype and device, indices among all, and slots here. Gradients are reduced in
-    ``dtype``, and may become views of the flat tensor. A sparse gradient is alone, and is the flat tensor.
+    Parameters have one dtype and device, indices among all, and slots here. A sparse gradient is alone, and
+    is the flat tensor.
     """
 
     schedule = ZERO1

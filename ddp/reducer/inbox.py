@@ -1,9 +1,9 @@
 """Hooks on the parameters, which pass gradients to the current backward pass.
 
 Note [Passes that break off]
-    The autograd engine drops its final callbacks when a pass ends, however it does, and a token in the
-    callback dies. If the engine has not called it by then, an exception has ended the pass. Nothing is sent
-    at that moment, which may be any; the next pass finds the one that broke off.
+    The autograd engine drops its final callbacks when a pass ends, and a token in the callback dies. If the
+    engine has not called it by then, an exception has ended the pass. Nothing is sent at that moment, which
+    may be any; the next pass finds the one that broke off.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence

@@ -1,9 +1,8 @@
 """`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass, as PyTorch's does.
 
-A hook on the forward pass's output, or the first gradient, begins a `BackwardPass` and asks the autograd
-engine to call at the end. A full bucket is launched after all before it, so every rank launches in the same
-order. At the end the rest is launched, and the results become the parameters' gradients. Other ranks hear of
-a failure by an element of the last bucket; with a comm hook, or where parameters may be unused, by a sum.
+A hook on the forward pass's output, or the first gradient, begins a `BackwardPass`. A full bucket is launched
+after all before it, so every rank launches in one order. At the end, when the autograd engine calls, the rest
+is launched, and the results become the parameters' gradients.
 """
 
 import warnings
@@ -282,7 +281,6 @@ class Reducer:
         )
 
     def _open(self) -> Launch:
-        """Prepare the buckets for a pass; return their launch function."""
         may_be_unused = self.options.find_unused_parameters or self.options.static_graph
         return self.slot.launching(self._summing, all_used=not may_be_unused)
 

@@ -153,7 +153,7 @@ class HookSlot:
 
 
 def _check_hook(hook: object) -> None:
-    """Refuse a wrong signature or annotation. PyTorch's sentences come first: users match on them."""
+    """Refuse a wrong signature or annotation. Users match on PyTorch's sentences, which come first."""
     if not callable(hook):
         raise TypeError(
             "Communication hook must be callable. Expected a comm hook, hook(state, bucket), got "

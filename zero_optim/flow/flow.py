@@ -92,8 +92,8 @@ class Flow:
     ) -> None:
         """Start work when it fits beside the rest.
 
-        ``keys`` are what `wait_for` will ask for; ``device`` is that of its stream, with ``streams``.
-        ``is_behind``: ``begin`` lets it wait for what the work reads, so that `finish_first` need not.
+        ``keys`` are what `wait_for` will ask for. ``is_behind``: ``begin`` lets the stream of ``device`` wait
+        for what the work reads, so that `finish_first` need not.
         """
         with self._lock:
             while self._entries and size + sum(entry.size for entry in self._entries) > self._most:

@@ -20,10 +20,9 @@ from zero_optim.compat.streams import (
 
 @dataclass(slots=True)
 class Pending:
-    """Started collectives, with their tensors, on one device, until somebody waits.
+    """Started collectives, with their tensors, on one device, until somebody waits, one thread at a time.
 
-    The first stream waits for them and calls ``then``; other streams wait for the first. Only one thread may
-    wait at a time.
+    The first stream waits for them and calls ``then``; other streams wait for the first.
     """
 
     works: Sequence[Waitable]

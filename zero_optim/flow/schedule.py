@@ -9,8 +9,6 @@ A recipe is a `Schedule`. `Schedule.at` runs what it has for a moment; three pla
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import zip_longest
-from textwrap import wrap
 from types import MappingProxyType
 from typing import ParamSpec
 
@@ -51,10 +49,7 @@ _USES = Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One recipe; ValueError if it would read what has not come, or leave something out.
-
-    ``parameters`` and ``gradients`` tell what a rank holds of them between steps.
-    """
+    """One recipe, and what a rank holds between steps; ValueError if something is left out."""
 
     moments: Mapping[Moment, tuple[Operation, ...]]
     parameters: Placement = Placement.WHOLE
@@ -106,10 +101,6 @@ class Schedule:
         }
         return replace(self, moments={**moments, Moment.BEFORE_FORWARD: (Operation.WAIT,)})
 
-    def kept_after_forward(self) -> "Schedule":
-        """Return the recipe in which parameters stay whole from the forward to the backward pass."""
-        return replace(self, moments={**self.moments, Moment.AFTER_FORWARD: ()})
-
     def to_owners(self) -> "Schedule":
         """Return the recipe in which gradients are reduced to their owners alone."""
         full = {Moment.BUCKET_FULL: (Operation.REDUCE, Operation.FREE)}
@@ -144,22 +135,8 @@ ZERO3 = Schedule(
     parameters=Placement.ROW,
     gradients=Placement.ROW,
 )
-ZERO3_KEPT = ZERO3.kept_after_forward()  # reshard_after_forward=False
+# reshard_after_forward=False: parameters stay whole from the forward to the backward pass
+ZERO3_KEPT = replace(ZERO3, moments={**ZERO3.moments, Moment.AFTER_FORWARD: ()})
 RECIPES = MappingProxyType(
     {"ZeRO-1": ZERO1, "gather_lazily": LAZY, "zero_step": OVERLAP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 )
-
-
-def picture(recipes: Mapping[str, Schedule] = RECIPES) -> str:
-    """Draw recipes as a table with a row for each, and a column for each moment."""
-    rows = [["recipe", *(moment.value for moment in Moment)]]
-    for name, schedule in recipes.items():
-        rows.append([name, *(", ".join(each.value for each in schedule[moment]) for moment in Moment)])
-    widths = [max(12, *(len(row[at]) for row in rows[1:])) for at in range(len(rows[0]))]
-    lines: list[str] = []
-    for row in rows:
-        cells = [wrap(text, width) for text, width in zip(row, widths, strict=True)]
-        lines += ["  ".join(map(str.ljust, parts, widths)) for parts in zip_longest(*cells, fillvalue="")]
-        if row is rows[0]:
-            lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)

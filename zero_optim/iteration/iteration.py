@@ -64,11 +64,7 @@ class Iteration:
     def _evaluate(
         self, closure: Callable[[], float] | None
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
-        """Evaluate the model before a step; all ranks call.
-
-        Returns the loss; the closure if the class's own step evaluates it; and inside ``Join`` its error,
-        which the next exchange sends.
-        """
+        """Return the loss, the closure if the class's own step evaluates it, its error inside ``Join``."""
         if closure is None:
             return None, None, None
         core, in_join = self._core, self.joins.under_way
@@ -128,7 +124,6 @@ class Iteration:
             self._overlap.wait_for_steps()
 
     def _finish_overlapped(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
-        """Finish a step begun during the backward pass; False if none was."""
         if self._overlap is None:
             return False
         if not self.has_begun:

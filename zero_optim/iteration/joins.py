@@ -108,11 +108,7 @@ class Joins(Joinable):
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Use other ranks' gradients in the body, on a joined rank; no communication.
-
-        Afterwards new gradients are dropped. The others are zeroed in place, as they may be views of DDP's:
-        they were zeros before, or are old, and the loop drops them before it uses them.
-        """
+        """Use other ranks' gradients in the body, on a joined rank; no communication."""
         params = self._core.params
         before = {param for param in params if param.grad is not None}
         try:
@@ -121,6 +117,6 @@ class Joins(Joinable):
             with torch.no_grad():
                 for param in params:
                     if param.grad is not None and param in before:
-                        param.grad.zero_()
+                        param.grad.zero_()  # perhaps a view of DDP's; it was zero, or the loop drops it
                     else:
                         param.grad = None

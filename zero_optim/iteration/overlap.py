@@ -89,8 +89,7 @@ class OverlappedStep:
 class Overlap:
     """Steps bucket by bucket during the backward pass, and starts each bucket's gather.
 
-    All ranks construct it, which takes process groups (``lanes``), and call its methods in one order, one
-    thread at a time. ``takes_thread``: Note [A thread or none] in `zero_optim.hooks.passes`.
+    All ranks construct it, and call its methods in one order, one thread at a time.
     """
 
     def __init__(self, core: Core, calls: Calls, joins: Joins) -> None:
@@ -137,11 +136,7 @@ class Overlap:
     # ------------------------------------------------------------------ during the backward pass
 
     def begin(self, *, joined: bool) -> None:
-        """Begin a step, on the thread of the backward pass: Note [Moving parameters] in `shard.bucket`.
-
-        Communicates only inside ``Join``, where ``joined`` ranks get the others' options. Raises if the last
-        backward pass broke off, or if a loop stops calling ``step()``.
-        """
+        """Begin a step: Note [Moving parameters] in `shard.bucket`. Raises if the last pass broke off."""
         core, lends = self.core, self._joins.under_way
         core.group.phase.traffic.count_step()
         lane, has_begun = self.lanes.groups[0], False
@@ -193,15 +188,11 @@ class Overlap:
 
     def step(
         self,
-        gradients: Mapping[Tensor, Tensor | None],
-        failure: BaseException | None = None,
-        moment: Moment = Moment.BUCKET_REDUCED,
+        gradients: Mapping[Tensor, Tensor | None],  # None leaves a parameter alone
+        failure: BaseException | None = None,  # of this rank so far
+        moment: Moment = Moment.BUCKET_REDUCED,  # of `OVERLAP`
     ) -> None:
-        """Step some parameters, and gather their buckets, as `OVERLAP` says for a moment; all ranks call.
-
-        ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: this rank's
-        error so far, which other ranks receive.
-        """
+        """Step parameters that have a gradient, gather all buckets of them; others receive the failure."""
         sharding, owned, current = self.core.sharding, self.core.owned, self.current
         buckets, errors = sharding.buckets_of(gradients), [] if failure is None else [failure]
 

@@ -93,8 +93,7 @@ def copy_out(params: Iterable[Tensor], places: Sequence[tuple[int, int]]) -> Non
 class Bucket:
     """Parameters that are sent in one 1-D flat tensor, with a row for each owner; whole on every rank.
 
-    ``as_views`` moves the parameters into the flat tensor, with dense strides; those in shared memory, or on
-    devices without DLPack, stay where they are. Ranks may differ in this.
+    ``as_views`` moves the parameters into the flat tensor, with dense strides, if they can be views.
     """
 
     schedule: Schedule = ZERO1

@@ -9,11 +9,8 @@ Note [A lane an owner]
     of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 2 MiB lanes gain
     nothing, and cost threads and file descriptors; the first larger gather of several owners creates them.
     An overlapped step has its own, as its thread gathers in another order. Other backends have one
-    communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`.
-
-Note [What gained nothing]
-    Merging an owner's small rows; gathering a bucket while the next is stepped (1.00 to 1.04 of the time).
-    Limiting the *number* of pending gathers cost time (300 instead of 240 ms), so only memory is limited.
+    communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`. Merged rows, gathers during
+    the step and a limit of the *number* of pending gathers gained nothing.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -51,10 +48,10 @@ def start_gather(
     start_rows: StartRows | None = None,
     changed: Collection[Tensor] | None = None,
 ) -> Pending:
-    """Start the gather of one bucket: a broadcast for each owner, in one launch where the backend can.
+    """Start the gather of one bucket, owner r on lane r modulo their number; ``send`` writes a stamp.
 
-    Owner r uses lane r modulo their number. ``send`` writes a stamp. Nothing may write to the parameters
-    before ``wait()``. Autograd sees the parameters in ``changed`` change; None for all.
+    Nothing may write to the parameters before ``wait()``. Autograd sees ``changed`` ones change; None for
+    all.
     """
     flat = bucket.fill()
     take = None if send is None else send(bucket.headers(flat), lanes[0].rank)

@@ -1,7 +1,4 @@
-"""A check, by values, that ranks have unnamed parameters of equal shape in one order.
-
-It needs initial values that are equal on all ranks, and distinct.
-"""
+"""A check, by distinct initial values, that ranks have unnamed parameters of equal shape in one order."""
 
 import hashlib
 from collections import Counter, defaultdict

@@ -5,10 +5,6 @@ Note [A storage for each parameter]
     storage. So each parameter has its own, exactly its slice of the flat tensor, made by DLPack in bytes, as
     it lacks some dtypes. `Bucket.receive` tells autograd of a gather. The storage cannot be resized, and on
     CUDA its ``record_stream`` does nothing. A parameter moved to shared memory gets other memory.
-
-Note [Memory that is touched late]
-    Padding is zeroed, as it is sent. Zeroing the whole flat tensor would make it resident beside the
-    parameters that move in.
 """
 
 import math
@@ -86,7 +82,7 @@ def can_be_views(params: Sequence[Tensor]) -> bool:
 
 
 def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
-    """Zero the padding of a whole flat tensor, or of the row that begins at ``start``."""
+    """Zero the padding, which is sent, of a flat tensor or its row at ``start``; leave the rest."""
     at, stop = start, start + flat.numel()
     for row in layout.rows:
         for extent in row.extents if start <= row.start and row.stop <= stop else ():

@@ -31,18 +31,14 @@ _NAME = "_zero_optim_claim"  # of the attribute
 
 
 class Registration:
-    """One model's units: where their rows are stored, buckets by unit, and the ranks that hold the rows.
-
-    If ``is_open``, a later optimizer may take over; ``taken_over`` is called with it. Other models have an
-    empty one.
-    """
+    """One model's units: where rows are stored, buckets by unit, who holds the rows. Other models: empty."""
 
     def __init__(self, num_units: int = 0, taken_over: Callable[[Any], None] | None = None) -> None:
         self.store = Store()
         self.buckets: list[list[RowBucket]] = [[] for _ in range(num_units)]
         self.group: RankGroup | None = None  # of an optimizer that holds the rows
         self.everyone: RankGroup | None = None  # of a mesh
-        self.is_open = False
+        self.is_open = False  # a later optimizer may take over
         self._taken_over = taken_over
 
     def __reduce__(self) -> NoReturn:

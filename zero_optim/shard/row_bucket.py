@@ -117,11 +117,6 @@ class RowBucket(Uncopied, Bucket):
         self.num_pins = self.num_changes = 0
 
     @property
-    def nbytes_of_row(self) -> int:
-        """Bytes of this rank's row with padding, also before it has memory."""
-        return self._flat_row.numel() * self.row.element_size()
-
-    @property
     def nbytes_live(self) -> int:
         """Current bytes beside the row."""
         return self.nbytes if self._memory.is_there and not self._stays else 0
@@ -151,7 +146,6 @@ class RowBucket(Uncopied, Bucket):
     # ------------------------------------------------------------------ the row
 
     def _make_row(self) -> None:
-        """Allocate the row if needed, with zeros as padding."""
         if self._has_row:
             return
         self._has_row = True

@@ -55,8 +55,7 @@ WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
-    The first ``num_owners`` ranks own. ``gathers`` outlive a sharding, as modules wait for them. Ranks may
-    differ in ``own_options``. `buckets` have one order on all ranks: Note [Order of gathers] in `plan.plan`.
+    `buckets` have one order on all ranks: Note [Order of gathers] in `plan.plan`.
     """
 
     def __init__(

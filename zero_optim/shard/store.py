@@ -94,14 +94,10 @@ def layouts_with_rooms(
     params: Sequence[Tensor],
     size: int,
     units: Mapping[Tensor, int],
-    compute_dtypes: Mapping[Tensor, torch.dtype],
-    heard: set[int],
+    compute_dtypes: Mapping[Tensor, torch.dtype],  # of parameters that travel in a narrower dtype
+    heard: set[int],  # ranks with space in a bucket that is gathered after each step
 ) -> list[Layout]:
-    """Return the plan's layouts with header space, by bucket; the same on every rank.
-
-    ``compute_dtypes``: parameters that travel in a narrower dtype. ``heard``: ranks with space in a bucket
-    gathered after each step, extended by this plan's.
-    """
+    """Return the plan's layouts with header space; extends the ranks with space in a trained bucket."""
     firsts = [params[bucket.params[0]] for bucket in plan.buckets]
     layouts = [bucket.layout for bucket in plan.buckets]
     if size == 1:
