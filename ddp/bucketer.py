@@ -15,14 +15,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.comm.row_sum import RowSum
-from zero_optim.compat.streams import (
-    Event,
-    Stream,
-    current_stream,
-    record_use,
-    recorded_event,
-    wait_for_event,
-)
+from zero_optim.compat import streams
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 
@@ -40,14 +33,15 @@ class _Bucket:
     rows: list[list[Tensor]]
     calls: list[tuple[torch.Size, Callback | None]] = field(default_factory=list)  # with this rank's shape
     nbytes: int = 0
-    ready: dict[Stream | None, Event | None] = field(default_factory=dict)  # the last of each stream
+    # The last event of each stream on which a call came.
+    ready: dict[streams.Stream | None, streams.Event | None] = field(default_factory=dict)
 
     def packed(self, device: torch.device) -> list[Tensor]:
         for event in self.ready.values():
-            wait_for_event(device, event)
+            streams.wait_for_event(device, event)
         packed = [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
         for row in self.rows:
-            record_use(*row)  # perhaps made on other streams, and dropped before this one has got here
+            streams.record_use(*row)  # perhaps made on other streams, and dropped before this one is here
         return packed
 
 
@@ -107,7 +101,7 @@ class ReduceScatterBucketer:
             bucket = _Bucket([[] for _ in range(ranks.size)])
         for row, chunk in zip(bucket.rows, input_list, strict=True):
             row.append(chunk.detach().reshape(-1))
-        bucket.ready[current_stream(device)] = recorded_event(device)
+        bucket.ready[streams.current_stream(device)] = streams.recorded_event(device)
         bucket.calls.append((input_list[ranks.rank].shape, callback_fn))
         bucket.nbytes += size
         if goes_at_once:

@@ -64,7 +64,6 @@ class TorchReducerAdapter:
         """Do nothing: the order is agreed when buckets are rebuilt."""
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Check the rate; no times are taken."""
         if not isinstance(rate, int):
             raise TypeError(f"expected the sample rate to be a whole number, got {rate!r}")
         if rate < 1:

@@ -96,8 +96,11 @@ def _agree(
                 "dummy forward pass to correctly initialize the modules"
             )
         _check_devices(module, arguments.get("device_ids"), arguments.get("output_device"))
-        if not may_be_freed:
-            _refuse_freed(module)
+        if not may_be_freed and any(is_freed(param) for _, param in seen_params(module)):
+            raise ValueError(
+                "the model is fully sharded already, or a part of it: its parameters are on their owners "
+                "alone"
+            )
         items = [f"init_sync={syncs}"]
         if syncs:
             pairs = seen_params(module)
@@ -153,13 +156,6 @@ def sparse_names(module: nn.Module) -> set[str]:
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
         for own, _ in layer.named_parameters(name, recurse=False)
     }
-
-
-def _refuse_freed(module: object) -> None:
-    if any(is_freed(param) for _, param in seen_params(module)):
-        raise ValueError(
-            "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
-        )
 
 
 def check_arguments(

@@ -17,13 +17,7 @@ from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.row_sum import RowExchange, RowSum
-from zero_optim.compat.engine import (
-    after_backward,
-    backward_number,
-    has_computed_all,
-    in_backward,
-    in_outer_backward,
-)
+from zero_optim.compat import engine
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
@@ -269,16 +263,16 @@ class ReduceToOwners:
         """Start a bucket's reduction, and wait for an earlier one."""
         # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.
         group = self._ranks
-        is_known = in_backward() and backward_number() in self._ending
+        is_known = engine.in_backward() and engine.backward_number() in self._ending
         if bucket.index() == 0 and not is_known:  # else Note [Numbers of a static graph] in `stepper`
             if self._optimizer.ranks is not group:
                 raise RuntimeError(LET_GO)
             self._under_way.wait()  # for what a pass that broke off has left
             self._ending = set()
             self._gradients.begin()
-        if in_backward() and not is_known:
-            self._ending.add(backward_number())
-            after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
+        if engine.in_backward() and not is_known:
+            self._ending.add(engine.backward_number())
+            engine.after_backward(lambda: engine.after_backward(self._end))  # behind the callback of DDP
         self._gradients.ownership(bucket)  # raises for parameters without an owner
         if self._gradients.has_one_owner:
             group.during("reduce").count_sum(bucket.buffer())
@@ -289,7 +283,7 @@ class ReduceToOwners:
             reduction = self._gradients.start(group, bucket, all_used=True)
             return Then([reduction], lambda results: done.set_result(results[0]))
 
-        is_end = bucket.is_last() or has_computed_all()  # perhaps no later hook comes, and DDP waits
+        is_end = bucket.is_last() or engine.has_computed_all()  # perhaps no later hook comes, and DDP waits
         try:
             with torch.no_grad():
                 self._under_way.start(begin, device=bucket.buffer().device)
@@ -302,5 +296,5 @@ class ReduceToOwners:
 
     def _end(self) -> None:
         """Set partial gradients after DDP has assigned its own, at the end of the outermost pass."""
-        if not in_outer_backward():
+        if not engine.in_outer_backward():
             self._gradients.set_partial()

@@ -107,7 +107,6 @@ class PassHooks(Uncopied):
         return output if wrapper is None else wrapper.after_forward(output)
 
     def _wrapper_of_pass(self, module: nn.Module) -> "FullyShardedDataParallel | None":
-        """Return the wrapper, unless it is gone or the call lies in another."""
         wrapper = self._wrapper()
         is_inner = wrapper is not None and wrapper.units.is_called and _num_calls(module) > 1
         return None if is_inner else wrapper

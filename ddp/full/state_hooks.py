@@ -86,7 +86,6 @@ class _Visit:
     hidden: tuple[tuple[str, Tensor, Tensor], ...] = ()  # name, parameter, memory of its stand-in
 
     def begin(self, module: nn.Module, *_: object) -> None:
-        """Put the stand-ins, unless state dicts show the parameters as they are."""
         if self.own is not None:  # an exception has ended the walk that began it
             self.values.break_off()
         if any(bucket.is_left for bucket in self.values.unit.buckets):
@@ -110,7 +109,6 @@ class _Visit:
                 place.copy_(loaded)
 
     def after_state_dict(self, _: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
-        """Copy the values in a state dict, which outlive the gathered ones."""
         if self.own is None:
             return
         for name, _param, place in self.hidden:

@@ -106,7 +106,6 @@ class OwnerBucket(ReducerBucket):
         self._filling = _Filling()
 
     def _places_of_own(self, row: Row) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
-        """Yield slot, shape, strides and offset of each gradient in this rank's row."""
         for slot, _, _, offset in row.extents:
             shape, strides = self._forms[slot]
             piece = piece_of(self._owners.pieces[slot], self._owners.rank)
@@ -314,7 +313,6 @@ class OwnerBucket(ReducerBucket):
         return self._shown(slot, None, rows_of(whole, piece).clone())  # a view would keep the whole
 
     def _shown_sparse(self, earlier: Tensor | None, total: Tensor) -> Tensor:
-        """Return ``param.grad`` of the only parameter: owners have the whole sum."""
         owners, param = self._owners, self.params[0]
         if piece_of(owners.pieces[0], owners.rank) is None:
             return PartialGradient(param, owners.pieces[0], None, owners.names[0], agree=owners.agree)

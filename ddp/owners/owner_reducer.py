@@ -85,7 +85,6 @@ class OwnerReducer(Reducer):
         return False
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        """Make buckets of the optimizer's, the last parameter first."""
         optimizer, reduced, params = self._optimizer, self._reduced, self.params
         pieces, storage = optimizer.pieces(), optimizer.core.inputs.store.rows
         index_lists = indices_of_members(reduced, optimizer.core.bucket_members())
@@ -152,7 +151,6 @@ class OwnerReducer(Reducer):
 
     @property
     def _is_apart(self) -> bool:
-        """Whether rows travel on process groups of their own."""
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def check_finished(self, *, waits: bool = True) -> None:
@@ -192,7 +190,6 @@ class OwnerReducer(Reducer):
             self._check.read()
 
     def _check_local(self) -> None:
-        """Refuse, once in an unreduced pass, to add to reduced gradients."""
         number = backward_number()
         if number == self._local_number:
             return

@@ -30,7 +30,6 @@ class OwnerWrapper:
         return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
 
     def _check_frozen(self) -> None:
-        """Raise RuntimeError if a parameter trains that was frozen when it was wrapped."""
         names = [name for name, _ in self._frozen.unfrozen()]
         if names:
             raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")

@@ -97,7 +97,6 @@ class ReplicaCheck:
         return values.by_group, stamps
 
     def _stamps(self) -> dict[int, Stamp]:
-        """Wait for the stamps; raises RemoteRankError if a step has failed in another replica."""
         assert self._pending is not None  # checked by the caller
         stamps = self._pending[1]()
         error = verdict(_STEPS, stamps)

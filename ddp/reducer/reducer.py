@@ -134,7 +134,6 @@ class Reducer:
         return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
     def _assign(self, order: Sequence[int] | None) -> None:
-        """Make buckets; frees the old ones first."""
         self.assignment = BucketAssignment()
         self.assignment = self._assigned(order)
 
@@ -326,7 +325,6 @@ class Reducer:
             )
 
     def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
-        """Wait for a pass that has launched everything, and hand out its gradients, or drop them."""
         if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads
             with self.slot.minding():
                 current.drain()

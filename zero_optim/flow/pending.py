@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.traffic import Waitable
-from zero_optim.compat.streams import (
-    Event,
-    Stream,
-    current_stream,
-    record_use,
-    recorded_event,
-    wait_for_event,
-)
+from zero_optim.compat import streams
 
 
 @dataclass(slots=True)
@@ -29,7 +22,7 @@ class Pending:
     tensors: list[Tensor]
     then: Callable[[], None]
     is_unclaimed: bool = field(default=True, init=False)
-    _behind: tuple[torch.device, Event, Stream | None] | None = field(default=None, init=False)
+    _behind: tuple[torch.device, streams.Event, object] | None = field(default=None, init=False)
 
     def wait(self) -> bool:
         """Let the current stream, or on the CPU the caller, wait; True if no stream must wait any more."""
@@ -42,9 +35,9 @@ class Pending:
         self.then()
         self.then = lambda: None  # and let go of what it keeps
         device = tensors[0].device
-        record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
-        event = recorded_event(device)
-        self._behind = None if event is None else (device, event, current_stream(device))
+        streams.record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
+        event = streams.recorded_event(device)
+        self._behind = None if event is None else (device, event, streams.current_stream(device))
         return event is None
 
     def _wait_behind(self) -> bool:
@@ -53,8 +46,8 @@ class Pending:
         device, event, first = self._behind
         if event.query():
             self._behind = None
-        elif current_stream(device) != first:
-            wait_for_event(device, event)
+        elif streams.current_stream(device) != first:
+            streams.wait_for_event(device, event)
         return self._behind is None
 
 

@@ -89,7 +89,6 @@ class Schedule:
         return [moment for moment in Moment if operation in self[moment]]
 
     def _waits_behind(self, moment: Moment) -> bool:
-        """Whether a gather is waited for before a forward pass reads its rows."""
         in_backward = {Moment.AFTER_BACKWARD} if moment is Moment.BUCKET_REDUCED else set()
         return not in_backward.union({moment, Moment.BEFORE_FORWARD}).isdisjoint(self._with(Operation.WAIT))
 
