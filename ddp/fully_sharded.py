@@ -24,7 +24,7 @@ from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
 from zero_optim.ddp.full.parts import make_gathers, make_reducer, make_units, seen_buffers, send_buffers
 from zero_optim.ddp.full.precision import PrecisionPolicy
-from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state_dict
+from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
 from zero_optim.ddp.reducer.graph import replaced
@@ -219,10 +219,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         return self._reducer.metrics(reset=reset)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Load a whole state dict, as ``nn.Module`` does; all ranks call. Each unit is gathered for it.
-
-        TypeError on every rank, before anything is loaded, if ``state_dict`` is no mapping on any.
-        """
+        """Load a whole state dict, as ``nn.Module`` does; all ranks call. TypeError if it is no mapping."""
         with failing_together(self._everyone):
             if not isinstance(state_dict, Mapping):
                 raise TypeError(f"expected state_dict to be a mapping, got {type(state_dict).__name__}")
@@ -235,7 +232,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         or as ``NAME[FIRST:LAST]`` if they are not all rows. The tensors share the model's memory.
         RuntimeError if parameters are whole for somebody to read or write.
         """
-        return local_state_dict(self.module, self.units)
+        return local_state(self.module, self.units)[0]
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `local_state_dict` returned on this rank, also in another run; all ranks call.

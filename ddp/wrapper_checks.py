@@ -61,10 +61,7 @@ REFUSED = {
 def agree_on_model(
     arguments: dict[str, Any], user: object, timeout: object, on_stall: object, *, may_be_freed: bool = False
 ) -> None:
-    """Check that all ranks wrap the same model; all ranks call. Communicates.
-
-    ``arguments``: those of PyTorch's constructor, by name. With ``init_sync=False`` compares only that flag.
-    """
+    """Check that all ranks wrap the same model, or only ``init_sync=False``; all ranks call. Communicates."""
     module, mesh = arguments["module"], arguments.get("device_mesh")
     process_group = arguments.get("process_group")
     ranks_of(process_group)

@@ -6,25 +6,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined] # its stub exports nothing
+from torch.distributed import GradBucket as _GradBucket  # type: ignore[attr-defined] # its stub exports nothing
 
 from zero_optim.plan.layout import spans_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.strides import consecutive_views
 
+GradBucket: TypeAlias = _GradBucket
 TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-
-__all__ = [
-    "BucketOwnership",
-    "GradBucket",
-    "Hook",
-    "TensorFuture",
-    "gradients_in",
-    "name_of",
-    "real_buffer",
-    "views_of",
-]
 
 
 def real_buffer(bucket: GradBucket, name: str) -> Tensor:

@@ -1,10 +1,8 @@
 """`zero_step`, a comm hook that steps a sharded optimizer during the backward pass.
 
-Note [Who does what]
-    The hook of a full bucket starts its reduction. A thread, or the next hook, waits for it, then steps and
-    gathers the optimizer's full buckets (`passes`), in one order on every rank. The first hook begins the
-    step and takes over the user's changes, while nothing else reads parameters. DDP waits for the futures at
-    the end of backward; a callback behind DDP's does the rest.
+The hook of a full bucket starts its reduction. A thread, or the next hook, waits for it, then steps and
+gathers the optimizer's full buckets (`passes`), in one order on every rank. The first hook begins the step,
+while nothing else reads parameters. A callback behind DDP's does the rest.
 
 Note [Backward passes within backward passes]
     Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Some DDPs

@@ -4,10 +4,8 @@ Note [Filled module by module]
     The buckets of units begin without memory. A *portion* is a unit, or in the outermost unit a module with
     parameters, with all below it that belongs to the same unit. When it has its values, the ranks take those
     of rank 0, each copies its rows, and the portion's memory is released. Where all values are there, the
-    portion with the largest parameter comes last: its owner has it twice while it is copied.
-
-    A module is initialized after those below it, in the order of registration. As a rule that is the order of
-    their constructors, so the same seed gives the bits of a model that is made whole.
+    portion with the largest parameter comes last: its owner has it twice while it is copied. A module is
+    initialized after those below it, as constructors do, so the same seed gives the bits of a whole model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

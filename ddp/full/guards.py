@@ -1,16 +1,15 @@
 """Conversions of a model, and new parameters in the place of its own, raise: owners would not see them.
 
 Note [How conversions are seen]
-    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children; PyTorch
-    has no hook for it. So the modules of units have an attribute of this name, which calls the class's own
-    method with a function that leaves parameters of units alone. The function is tried on a small tensor of a
-    parameter's dtype and device. If that stays as it is, the conversion passes.
+    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children. So the
+    modules of units have an attribute of this name, which calls the class's own method with a function that
+    leaves parameters of units alone. The function is tried on a small tensor of a parameter's dtype and
+    device. If that stays as it is, the conversion passes.
 
 Note [Parameters in the place of others]
-    ``weight_norm`` and ``parametrize`` take a parameter out of its module, and compute it from new ones. Done
-    after wrapping these begin with NaN, and no owner steps them. So each training pass looks whether modules
-    have other parameters than before: 0.1 µs for each parameter. Parameters that have gone, with nothing in
-    their place, are unused. Those that have other names, as after pruning, are still there.
+    ``weight_norm`` and ``parametrize`` compute a parameter from new ones. After wrapping these begin with
+    NaN, and no owner steps them. So each training pass looks whether modules have other parameters than
+    before: 0.1 µs for each. Parameters that have gone, with nothing in their place, are unused.
 """
 
 import weakref

@@ -1,15 +1,12 @@
 """The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
 
 Note [When a unit is whole]
-    Buckets are gathered, waited for and freed as their `Schedule` says: a unit is gathered when one of its
-    modules is called, and freed when the outermost call of them returns. The outermost unit of a training
-    step stays, as the backward pass begins with it. In the backward pass a unit is gathered when the gradient
-    of its output is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit
-    with some also waits for the gradients of its module's inputs. At the end of the pass everything is freed.
-    Where a backward pass computes activations again, nothing is freed when a call returns.
-
-    What autograd saved may be views of a unit's storage, so a hook on the outputs makes the unit whole before
-    the backward pass reaches it. If a module returns no tensor that `tensors_in` sees, its unit stays whole.
+    A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
+    The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
+    unit is gathered when the gradient of its output is there, and freed when all of its parameters have
+    theirs. Frozen ones get none, so a unit with some also waits for the gradients of its module's inputs. At
+    the end of the pass everything is freed. Where a backward pass computes activations again, nothing is
+    freed when a call returns. If a module returns no tensor that `tensors_in` sees, its unit stays whole.
 
 Note [The next unit]
     The order in which the pass before needed units tells which one is needed next. Its gather starts when the

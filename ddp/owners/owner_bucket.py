@@ -67,11 +67,7 @@ class _Filling:
 
 
 class OwnerBucket(ReducerBucket):
-    """Gradients that go to their owners together, in portions. Does not communicate.
-
-    In the last bucket each row ends with an element more, the word of a failure. A sparse gradient is summed
-    on every rank, and kept by its owners alone.
-    """
+    """Gradients that go to their owners together, in portions. Does not communicate."""
 
     schedule = ZERO2
 

@@ -22,10 +22,7 @@ LEAST_PORTION_NBYTES = 2**16
 
 
 def most_portions(size: int) -> int:
-    """Return in how many portions the largest bucket is sent, so that two buckets are enough.
-
-    The smallest c with ``(W - 1) / W (1 + 4 / c) <= 2``: Note [Memory of sharded gradients]; at least two.
-    """
+    """Return the portions of the largest bucket: the least c >= 2 with ``(W - 1) / W (1 + 4 / c) <= 2``."""
     return -(-4 * (size - 1) // (size + 1)) if size > 1 else 1
 
 
@@ -56,10 +53,7 @@ def cells_of(rows: Sequence[Row], edges: Sequence[Sequence[int]], num_slots: int
 
 
 class OwnerRows:
-    """The rows of a bucket in one backward pass: ``own`` is that of this rank, made at once.
-
-    Portions of other rows are made when the first gradient comes, one at once, by one stream.
-    """
+    """The rows of a bucket in one backward pass; other ranks' portions are made when gradients come."""
 
     def __init__(self, edges: Sequence[Sequence[int]], rank: int, like: Tensor, *, zeros: bool) -> None:
         self._edges = edges

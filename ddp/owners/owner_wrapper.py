@@ -40,9 +40,8 @@ class OwnerWrapper:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the passes in this context, as loops for ``DistributedDataParallel`` do.
+        """Accumulate the passes in this context. With ``accumulate="owner"`` it changes nothing.
 
-        With ``accumulate="owner"`` it changes nothing: each pass communicates, and all ranks run as many.
         With "local" gradients are added up on each rank, and the next pass outside reduces the sums.
         """
         before = self.require_backward_grad_sync

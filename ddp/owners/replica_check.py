@@ -2,15 +2,14 @@
 
 Note [Replicas that drift]
     The gradients of replicas have equal bits, so parameters stay equal as long as each replica takes the same
-    steps. Inside a replica gathers carry stamps; across replicas nothing is gathered. So the owners of the
-    same rows gather stamps of their last step beside each backward pass. Where these differ, all raise. On an
-    accelerator the next pass reads them, so that the CPU does not wait.
+    steps. Across replicas nothing is gathered. So the owners of the same rows gather stamps of their last
+    step beside each backward pass. Where these differ, all raise. On an accelerator the next pass reads them,
+    so that the CPU does not wait.
 
 Note [Failures in one replica]
     A rank that raises a failure of its replica sends its next stamp at once, with the message, and waits for
-    nothing: it may never begin another backward pass. If it does, that begins a new gather. On the CPU the
-    stamps are read before the pass has launched anything, as an error in the middle would leave reductions
-    half done. Only failures of which all ranks of a replica hear, in gathers, are told.
+    nothing: it may never begin another backward pass. On the CPU stamps are read before the pass has launched
+    anything. Only failures of which all ranks of a replica hear, in gathers, are told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +45,6 @@ def _option(replicas: Sequence[int], value: str) -> str:
 
 
 _STEPS = Kind(("number",), _num_steps, "steps taken: {}", _failures, separator=", ")
-
 
 # The options of this rank at the start of a pass, and a function that waits for the stamps of all replicas.
 _Gather: TypeAlias = tuple[Options, Callable[[], dict[int, Stamp]]]

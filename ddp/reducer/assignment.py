@@ -8,8 +8,7 @@ Note [PyTorch's buckets]
 
 Note [Buckets in rows]
     A comm hook that reduces to owners adds in the order of ranks, so no bits depend on the buckets. It may
-    name the optimizer's buckets: then a row is one part of the bucket, sent and summed in place. PyTorch's
-    DDP does not ask, and the hook copies.
+    name the optimizer's buckets: then a row is one part of the bucket, sent and summed in place.
 """
 
 import sys

@@ -21,11 +21,7 @@ _grad_of = attrgetter("grad")  # of many, faster than in a comprehension
 
 
 class ReducerBucket:
-    """The gradients of some parameters in one flat tensor, whole on every rank. Does not communicate.
-
-    Parameters have one dtype and device, indices among all, and slots here. A sparse gradient is alone, and
-    is the flat tensor.
-    """
+    """Gradients in one flat tensor, whole on every rank; a sparse one is alone, and is that tensor."""
 
     schedule = ZERO1
     is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others

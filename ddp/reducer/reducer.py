@@ -203,10 +203,9 @@ class Reducer:
             self.prepare(output)
 
     def prepare(self, outputs: object = ()) -> None:
-        """Look at a forward pass's output before the user gets it; no communication.
+        """Look at a forward pass's output, before the user gets it; every rank, after the same passes.
 
-        Needed for reentrant checkpointing, and so that unused parameters hold up no bucket. Every rank calls
-        it after the same forward passes. RuntimeError inside ``torch.distributed.autograd``.
+        RuntimeError inside ``torch.distributed.autograd``. No communication.
         """
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]

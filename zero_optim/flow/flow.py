@@ -44,13 +44,11 @@ class _Entry:
 
 
 class Flow:
-    """Work under way, in the order of its start.
+    """Work under way, in the order of its start; the sum of its sizes is at most ``most``.
 
-    The sum of its sizes is at most ``most``: before more is started, the oldest is waited for. On an
-    accelerator work stays until it is over, as each stream that reads must wait. Two threads may use a flow.
-
-    ``streams``: an extra stream waits for the work, and `wait` lets the current one wait for that.
-    ``thread``: starts the work and waits for it, beside the caller. What fails there is raised by `wait`.
+    On an accelerator work stays until it is over, as each stream that reads must wait. Two threads may use a
+    flow. With ``streams`` an extra stream waits for the work, and `wait` lets the current one wait for that.
+    A ``thread`` starts the work and waits for it; `wait` raises what fails there.
     """
 
     def __init__(

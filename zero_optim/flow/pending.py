@@ -13,10 +13,7 @@ from zero_optim.compat import streams
 
 @dataclass(slots=True)
 class Pending:
-    """Started collectives, with their tensors, on one device, until somebody waits, one thread at a time.
-
-    The first stream waits for them and calls ``then``; other streams wait for the first.
-    """
+    """Started collectives on one device: the first stream that waits calls ``then``; others wait for it."""
 
     works: Sequence[Waitable]
     tensors: list[Tensor]

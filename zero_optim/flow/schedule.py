@@ -2,8 +2,7 @@
 
 A recipe is a `Schedule`. `Schedule.at` runs what it has for a moment; three places call it: a full bucket
 (`ddp/reducer/backward_pass.py`), steps during the backward pass (`iteration/overlap.py`) and units
-(`ddp/full/in_use.py`). Gathers of ``step()`` and their waits read the row themselves (`shard/sharding.py`,
-`Gathers.schedules_of` in `shard/gathers.py`). So a new recipe is a row here, and a choice of it.
+(`ddp/full/in_use.py`). `Sharding` and `Gathers` read the row themselves.
 """
 
 from collections.abc import Callable, Mapping

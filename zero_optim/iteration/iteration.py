@@ -197,11 +197,7 @@ class Iteration:
             sharding.gather_all()
 
     def hears_scaler(self) -> bool:
-        """Return whether a ``GradScaler`` shall call ``step()`` after an infinity too.
-
-        True inside ``Join`` and after a step of the backward pass, which raises. Otherwise it counts the
-        call: Note [What a count cannot tell] in `zero_optim.health.stamps`.
-        """
+        """Whether a ``GradScaler`` calls ``step()`` after an infinity: Note [What a count cannot tell]."""
         if self.joins.under_way or self.has_begun:
             return True
         stamps = self._core.sharding.gathers.stamps

@@ -91,16 +91,14 @@ def copy_out(params: Iterable[Tensor], places: Sequence[tuple[int, int]]) -> Non
 
 
 class Bucket:
-    """Parameters that are sent in one 1-D flat tensor, with a row for each owner; whole on every rank.
-
-    ``as_views`` moves the parameters into the flat tensor, with dense strides, if they can be views.
-    """
+    """Parameters that are sent in one 1-D flat tensor, with a row for each owner; whole on every rank."""
 
     schedule: Schedule = ZERO1
 
     def __init__(
         self, params: list[Tensor], layout: Layout, rank: int, label: str = "", *, as_views: bool = True
     ) -> None:
+        # ``as_views`` moves the parameters into the flat tensor if they can be views; ranks may differ.
         self.params = params
         self.layout, self._numel = layout, layout.numel
         self.rank = rank

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class LazyGather:
     """Forward hooks that make each module wait for the gathers of its own parameters.
 
-    Some modules read a child's parameters without calling it. So the first forward pass waits for everything
-    and records calls; later the nearest called ancestor waits. A pass without gradients waits for everything.
+    Some modules read a child's parameters without calling it. So the first forward pass waits for everything,
+    as do passes without gradients; later the nearest ancestor that was called then waits.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:

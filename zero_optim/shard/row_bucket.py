@@ -6,9 +6,8 @@ Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, without the second gather's values. So
     one storage stays, and its memory comes and goes. PyTorch does not check reads of an emptied storage. So a
-    freed parameter shows one expanded NaN (zero for dtypes without), and a write in place raises. `receive`
-    changes the version only after a step or load. While parameters are freed a user's view has no memory:
-    operators raise or read address 0. `zero_optim.ddp.full.saved_reads` guards the views of autograd.
+    freed parameter shows one expanded NaN (zero for dtypes without), and a write in place raises. While
+    parameters are freed a user's view has no memory: operators raise or read address 0.
 
 Note [Kept in one dtype, computed with in another]
     The row keeps the original dtype; owners round it into the flat tensor. Freed parameters have the compute

@@ -53,10 +53,7 @@ WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
 
 
 class Sharding:
-    """The owners and buckets of an optimizer's parameters.
-
-    `buckets` have one order on all ranks: Note [Order of gathers] in `plan.plan`.
-    """
+    """The owners of parameters, and buckets in one order on all ranks: Note [Order of gathers]."""
 
     def __init__(
         self,
@@ -244,10 +241,9 @@ class Sharding:
 
     @eager
     def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:
-        """Gather the parameters that a call changed; all ranks call.
+        """Gather the parameters that a call changed; all ranks call. Raises also another rank's failure.
 
-        Skips buckets that never trained, unless ``frozen_too``; a bucket must start training on all ranks.
-        RankMismatchError if calls or options differ; another rank's failure is raised too.
+        Skips buckets that never trained, unless ``frozen_too``; one must start to train on all ranks.
         """
         active = self.active()
         if active != self._active:
