@@ -1,9 +1,7 @@
 """Data parallelism written in Python: gradients are reduced in buckets while the backward pass still runs.
 
-`DistributedDataParallel` takes the place of PyTorch's; `Reducer` reduces in it, and works without any
-wrapper. The package and ``zero_optim.hooks`` meet only at PyTorch's comm-hook signature.
-
-The folder lies at the top of the repository, but the package is ``zero_optim.ddp`` wherever it is imported.
+The package and ``zero_optim.hooks`` meet only at PyTorch's comm-hook signature. The folder lies at the top of
+the repository, but the package is ``zero_optim.ddp`` wherever it is imported.
 """
 
 # From a bare checkout Python would also find this folder as a package `ddp`, and every class in it would then

@@ -237,8 +237,6 @@ class DistributedDataParallel(RebindableWrapper):
                 "which steps any optimizer during the backward pass"
             )
 
-    # ------------------------------------------------------------------ uneven inputs
-
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
         """Take part in ``Join``, which calls it on every rank. First reads reports of earlier passes."""
         self.check_finished()
@@ -259,8 +257,6 @@ class DistributedDataParallel(RebindableWrapper):
 
     def _match_unused_params_allreduce(self) -> None:
         """Do nothing: `Reducer.shadow` has told the others."""
-
-    # ------------------------------------------------------------------ statistics
 
     def get_ddp_logging_data(self) -> dict[str, int | str]:
         """Return a part of PyTorch's ``_get_ddp_logging_data``, without times; no communication."""

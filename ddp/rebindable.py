@@ -33,9 +33,8 @@ class RebindableWrapper(TorchDistributedDataParallel):
         """Drop the process group, the reducer and comm hooks; no communication.
 
         Every rank calls it before ``destroy_process_group()``, beside the optimizer's `detach`. If a wait on
-        these ranks has failed, their connections are broken, so that no other rank waits for this one. Until
-        `rebind`, a forward pass whose gradients must be reduced raises; ``module`` runs without the wrapper.
-        Gradients stay.
+        these ranks has failed, their connections are broken. Until `rebind`, a forward pass whose gradients
+        must be reduced raises; ``module`` runs without the wrapper. Gradients stay.
         """
         if self._is_detached:
             return

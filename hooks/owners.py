@@ -1,8 +1,7 @@
 """`reduce_to_owners`: reduction of gradients to their owners alone, in half the bytes of an all-reduce.
 
-ZeRO stage 2 (Rajbhandari et al., SC 2020). Owners add in the order of ranks, so sums are reproducible. In our
-DDP's buckets, from `OwnerGradients.members`, a rank's part is contiguous: it is sent and summed in place. In
-another DDP's a rank's parts are packed to be sent, and the sum is copied back.
+ZeRO stage 2. Owners add in the order of ranks, so sums are reproducible. In our DDP's buckets, from
+`OwnerGradients.members`, a rank's part is summed in place; in another DDP's it is packed, and copied back.
 """
 
 from collections.abc import Sequence
@@ -173,7 +172,8 @@ class OwnerGradients:
                 owned(grad, self.agree)
                 continue
             rows = None if piece is None else rows_of(grad, piece)
-            if rows is not None and not _is_in(rows, buffer):
+            place = buffer.untyped_storage().data_ptr()
+            if rows is not None and rows.untyped_storage().data_ptr() != place:
                 rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
             param.grad = self._partial(param, rows)
 
@@ -185,8 +185,6 @@ class OwnerGradients:
         if rows is None:
             self._elsewhere[param] = gradient
         return gradient
-
-    # ------------------------------------------------------------------ the optimizer's buckets
 
     def version(self) -> int:
         """Return a number that changes when the optimizer gets more parameters."""
@@ -205,10 +203,6 @@ class OwnerGradients:
             sorted(filter(pieces.__contains__, members), key=owners)
             for members in self.optimizer.core.bucket_members()
         ]
-
-
-def _is_in(view: Tensor, buffer: Tensor) -> bool:
-    return view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:

@@ -147,7 +147,10 @@ class Task:
         reduced = _tensor(self.reduced.wait())
         record_use(reduced)  # made on another stream
         if not isinstance(self.reduced, OwnerReduction):  # which has views of its own
-            self._gradients = _gradients(reduced, self.params)
+            dense = not reduced.is_sparse
+            self._gradients = (
+                gradients_in(reduced, self.params) if dense else [reduced.to(self.params[0].dtype)]
+            )
         self.result = reduced
 
     @torch.no_grad()
@@ -182,10 +185,6 @@ def _tensor(value: Any) -> Tensor:  # noqa: ANN401 - whatever a hook's future ho
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected the hook's future to hold one tensor, got {type(tensor).__name__}")
     return tensor
-
-
-def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    return [result.to(params[0].dtype)] if result.is_sparse else gradients_in(result, params)
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:

@@ -259,8 +259,6 @@ class ZeroStep:
             with of.storing_errors():
                 self._overlap.core.sharding.take_over()
 
-    # ------------------------------------------------------------------ at the end of the backward pass
-
     def _before_end(self) -> None:
         """Queue `_end` behind DDP's callback; wait for the thread here, to measure the wait."""
         engine.after_backward(self._end)

@@ -1,9 +1,8 @@
 """How the parameters of a model become those of units: who keeps them, and how they get there.
 
 An optimizer makes the buckets of units: the one that comes first, which plans anew, or one that stands in for
-a later one and never steps. Then all buckets are filled in one way, module by module. An optimizer that comes
-first may have masters, which must be those of rank 0 when it plans; so all values are sent before. Without
-one no values need ever be whole (the meta device), so each module's are sent when it is filled.
+a later one and never steps. One that comes first may have masters, which must be those of rank 0 when it
+plans; so all values are sent before. Without one each module's are sent when it is filled.
 
 Note [Optimizers that know nothing of units]
     An optimizer of PyTorch's may be built over freed parameters by mistake. Most steps would raise; a fused

@@ -10,6 +10,7 @@ Note [Filled module by module]
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from zero_optim.shard.row_bucket import RowBucket
 
 Init = Callable[[nn.Module], object]
 _AT_ONCE = 16  # broadcasts under way
+_nbytes = attrgetter("nbytes")
 
 
 @torch.no_grad()
@@ -41,9 +43,6 @@ def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
         for tensor, row in zip(some, rows, strict=True):
             if row.data_ptr() != tensor.data_ptr():
                 tensor.copy_(row.as_strided(tensor.shape, dense_strides(tensor)))
-
-
-# ---------------------------------------------------------------------- models on the meta device
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -111,9 +110,6 @@ def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
     return new.fill_(float("nan")) if new.is_floating_point() or new.is_complex() else new.zero_()
 
 
-# ---------------------------------------------------------------------- filling
-
-
 @dataclass(eq=False)
 class UnitFiller:
     """Fills the empty buckets of a model's units: Note [Filled module by module]."""
@@ -139,8 +135,8 @@ class UnitFiller:
         if not self.unfilled and not has_meta(model):
             self._waiting = []
         self._visit(model, None)
-        for portion in sorted(self._waiting or (), key=_largest):  # equal ones in the order of modules
-            self._close(portion)
+        for portion in sorted(self._waiting or (), key=lambda each: max(map(_nbytes, each), default=0)):
+            self._close(portion)  # equal ones in the order of modules
         for bucket in set(self._bucket_of.values()):
             bucket.let_go()
 
@@ -204,10 +200,6 @@ class UnitFiller:
                 )
         for param, values in before.items():
             param.data = values
-
-
-def _largest(tensors: Iterable[Tensor]) -> int:
-    return max((tensor.nbytes for tensor in tensors), default=0)
 
 
 def _shows_nothing(tensor: Tensor) -> bool:

@@ -2,9 +2,9 @@
 
 Note [A call inside a call]
     A module may call itself, and only the outermost call is a forward pass. `UnitsInUse` counts calls. But
-    PyTorch runs no hook when a Ctrl-C ends a call, and an object that dies with the call would not do: a
-    notebook keeps the traceback of a Ctrl-C, and with it the frames. Only the interpreter knows which calls
-    are running. So the stack is searched, but only where the count says that a call lies in another.
+    PyTorch runs no hook when a Ctrl-C ends a call, and a notebook keeps its traceback, and with it the
+    frames. Only the interpreter knows which calls are running. So the stack is searched, but only where the
+    count says that a call lies in another.
 """
 
 import inspect

@@ -2,11 +2,9 @@
 
 Note [Loads that replace parameters]
     PyTorch loads a parameter by a copy into it, by putting the tensor of the state dict in its place
-    (``assign=True``), or by a swap of both (``set_swap_module_params_on_conversion``). After the last two
-    neither the optimizer nor the unit would see what was loaded. So for that time a module finds stand-ins,
-    and afterwards its own parameters again. What has replaced a stand-in is copied. The stand-ins have the
-    memory of the whole parameters; or, where owners keep another dtype, values that were gathered in that
-    dtype, so that nothing is rounded.
+    (``assign=True``), or by a swap of both. After the last two neither the optimizer nor the unit would see
+    what was loaded. So for that time a module finds stand-ins, and what has replaced one is copied. They have
+    the memory of the whole parameters; or, where owners keep another dtype, values in that dtype.
 """
 
 from collections.abc import Iterator, Mapping

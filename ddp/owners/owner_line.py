@@ -136,8 +136,6 @@ class OwnerLine:
             with self._abandoning():
                 self._portions.start(partial(self._start_next, last))
 
-    # ------------------------------------------------------------------ one portion
-
     def _start_next(self, one: OwnerSum) -> Then:
         """Start the sums of a portion inside the replica, in place."""
         route, count = self._route, one.bucket.num_portions

@@ -33,9 +33,9 @@ from zero_optim.step.partial import PartialGradient
 class OwnerReducer(Reducer):
     """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
 
-    Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has yet
-    to be reduced. So a pass has to begin before autograd adds its first gradient, also where it goes through
-    no output of the forward pass. ``outermost``: the parameters in no unit, where there are units.
+    Autograd must not add to reduced gradients, which stay at the parameters, what has yet to be reduced. So a
+    pass begins before autograd adds its first gradient. ``outermost``: the parameters in no unit, where there
+    are units.
     """
 
     checks_first = True
@@ -158,8 +158,6 @@ class OwnerReducer(Reducer):
         super().check_finished(waits=waits)
         if waits and self._check is not None:
             self._check.read()
-
-    # ------------------------------------------------------------------ a backward pass
 
     def _coming(self, index: int) -> None:
         """Begin an unannounced pass, before autograd adds its first gradient."""

@@ -1,10 +1,9 @@
 """The memory of gradients that go to owners: a row for each rank, in portions sent one after the other.
 
 Note [Rows of gradients]
-    Owners and pieces are those of the plan, and reduced gradients are views of the owner's row. Each rank's
-    row is laid out by itself, as gradients come: the last parameter first, aligned as parameters are. The
-    parameter bucket's layout would not do: it has a cut parameter last in one row and first in the next, and
-    room for frozen parameters and stamps, which would be bytes on the wire.
+    Reduced gradients are views of the owner's row. Each rank's row is laid out by itself, as gradients come:
+    the last parameter first, aligned as parameters are. The parameter bucket's layout has a cut parameter
+    last in one row and first in the next, and room for frozen parameters and stamps.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A bucket of parameters and its flat tensor; here every rank has the parameters whole. No communication.
 
-Parameters lie in the flat tensor if possible (`InFlat`); else each gather copies through a temporary one.
-
 Note [Moving parameters]
     A moved parameter gets another storage; another thread or stream would then read released memory. So
     parameters whose ``data`` was replaced move only in `step` and in comm hooks, which the backward pass

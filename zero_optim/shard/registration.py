@@ -1,7 +1,5 @@
 """The registration of a model's units, an attribute of their parameters, which lead the optimizer to it.
 
-The attribute also makes ``pickle`` and ``copy`` of a freed parameter raise.
-
 Note [An optimizer that comes later]
     Before the optimizer is built, one that never steps holds the rows. The real constructor plans owners for
     its own class and reuses buckets whose plan did not change. Others are gathered one by one, in the owners'
@@ -82,8 +80,6 @@ class Registration:
         for bucket in buckets:
             assert isinstance(bucket, RowBucket)  # of `store`
             self.buckets[self.params[bucket.params[0]]].append(bucket)
-
-    # ------------------------------------------------------------------ an optimizer that comes later
 
     def check(self, params: Sequence[Tensor], group: RankGroup) -> None:
         """Raise if an optimizer with these parameters and ranks cannot take the units over."""

@@ -8,7 +8,6 @@ Note [Every rank is heard]
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -61,7 +60,8 @@ class BucketMaker:
             if first not in store.params:
                 continue
             bucket = there.get(first)
-            if bucket is None or bucket.layout != layout or not _are_same(bucket.params, members):
+            ids = list(map(id, members))
+            if bucket is None or bucket.layout != layout or list(map(id, bucket.params)) != ids:
                 dtype = store.compute_dtypes.get(first)
                 bucket = RowBucket(members, layout, group.rank, dtype=dtype, storage=store.rows)
             rows[first] = bucket
@@ -83,10 +83,6 @@ class BucketMaker:
             buckets.append(bucket or Bucket(members, layout, group.rank, as_views=self._as_views))
             buckets[-1].label = label
         return buckets
-
-
-def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def layouts_with_rooms(
