@@ -64,7 +64,8 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         reshard_after_forward: False keeps units whole from the forward to the backward pass: an iteration
             sends 2 (W-1)/W times the parameters' bytes, not 3. A number keeps so many, the last ones.
         guards_reads: the backward pass may come to a unit by a tensor that its modules did not return. Takes
-            2 µs for each tensor that autograd saves. Use False if modules call ``torch.func.grad``.
+            2 µs for each tensor that autograd saves. Use False if modules call ``torch.func.grad`` or
+            ``torch.func.vjp``.
         offload: "cpu", for a model on an accelerator, keeps rows, gradients and state in pinned CPU memory,
             where the optimizer steps. None keeps them with the parameters.
         accumulate: as in `ShardedDataParallel`, as are the other options.

@@ -147,10 +147,8 @@ class Task:
         reduced = _tensor(self.reduced.wait())
         record_use(reduced)  # made on another stream
         if not isinstance(self.reduced, OwnerReduction):  # which has views of its own
-            dense = not reduced.is_sparse
-            self._gradients = (
-                gradients_in(reduced, self.params) if dense else [reduced.to(self.params[0].dtype)]
-            )
+            dtype = self.params[0].dtype
+            self._gradients = [reduced.to(dtype)] if reduced.is_sparse else gradients_in(reduced, self.params)
         self.result = reduced
 
     @torch.no_grad()
