@@ -15,7 +15,7 @@ SEEDS ?= 1 2 3
 WORKERS ?= 2
 
 # What `make late` runs: everything that the ranks of the pool do with the optimizer, DDP, hooks and checkpoints.
-LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes overlap_* ddp_* sharded_* fully_sharded* hooks_* checkpoint* cut* rebind* stamps mirror state* join mesh unit_stamps,tests/test_$(name).py)
+LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes overlap_* ddp_* sharded_* fully_sharded* hooks_* checkpoint* cut* rebind* stamps state* join mesh unit_stamps,tests/test_$(name).py)
 
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))

@@ -70,10 +70,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             where the optimizer steps. None keeps them with the parameters.
         accumulate: as in `ShardedDataParallel`, as are the other options.
         process_group: that of the optimizer; if it comes later, None for the default group.
-        mesh: as in `ShardedDataParallel`; units are gathered inside each replica. Build the optimizer over
-            one row of the mesh, so that each replica has all state, or over all its ranks: then state exists
-            once, and a rank holds copies of rows that other replicas own, see Note [Held by a replica] in
-            `zero_optim.shard.row_gathers`.
+        mesh: as in `ShardedDataParallel`; units are gathered inside each replica.
         mixed_precision: a `PrecisionPolicy`, or one of PyTorch's for its own wrappers. Then ``param.dtype``
             is the dtype to compute with; owners keep and step the parameters in their own.
         device: for parameters and buffers on the meta device; None for the default one.
@@ -138,7 +135,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         self.module = module
         self._frozen = FrozenParams([pair for pair in seen_params(module) if not pair[1].requires_grad])
         self._make_reducer()
-        self._optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
+        self._optimizer.core.mesh = self._mesh
         self._optimizer.begin_averages_anew()  # from the weights that the ranks have by now
         construction.registration.is_open = construction.stands_in
         construction.registration.everyone = None if self._mesh is None else everyone
@@ -151,7 +148,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             construction, optimizer, mesh, self._options, weakly(self._wants)
         )
         stamps = optimizer.iteration.calls.unit_stamps()
-        gathers = make_gathers(construction, optimizer, mesh, reducer, stamps)
+        gathers = make_gathers(construction, optimizer)
         is_new = not hasattr(self, "units")
         if is_new:
             guards_reads = self._arguments.guards_reads
@@ -171,7 +168,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
-            optimizer.core.mesh = self._mesh.of_owners
+            optimizer.core.mesh = self._mesh
         self._reducer.close()
         unwatch(self._reducer)
         self._make_reducer()

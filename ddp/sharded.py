@@ -98,7 +98,7 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
             agree(everyone, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
-        optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
+        optimizer.core.mesh = self._mesh
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
 
     def _make_reducer(

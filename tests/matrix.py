@@ -7,31 +7,19 @@ asserts that a message tells of a passed timeout where one has to pass, and of n
 
 import re
 import signal
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from os import kill
+from functools import partial
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-import sockets
-from forked import fork_context
-from stalling import judge_no_wait_before_the_trouble, tell_end
-from troubled import PHASES, PLANNED, TIMEOUT, load_newest, play, seconds_since_trouble
-from zero_optim.run.host import use_loopback
+from stalling import let_rank_go_on, outcomes
+from troubled import PHASES, PLANNED, TIMEOUT, Troubled, make_model, play, seconds_since_trouble
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.errors import ZeroOptimError
 
 LIMIT = 120.0  # seconds that only a hang reaches
 SIDE_BY_SIDE = 8  # cells, most of whose time is a wait
-# Who starts a process polls all others. Of two threads that poll one that has ended, one gets exit code 255.
-_POLLING = Lock()
 
 # Where docs/failures.md has the table.
 BEGIN, END = "<!-- the matrix begins -->\n", "<!-- the matrix ends -->\n"
@@ -178,16 +166,17 @@ CELLS = tuple(
 RUN = tuple(cell for cell in CELLS if cell.outcome)
 
 
-def _diagonal() -> tuple[Cell, ...]:
-    """One cell of each phase: the failures in turns, of those that have a meaning there."""
-    chosen = []
+def _some() -> tuple[Cell, ...]:
+    """What stops a backward pass, and a cell of each phase: failures in turns that mean something there."""
+    phases = ("backward reduction", "backward to owners", "overlap")
+    chosen = [cell for cell in RUN if cell.phase in phases and cell.failure in ("killed", "slow")]
     for number, phase in enumerate(PHASES):
         of_phase = [cell for cell in RUN if cell.phase == phase]
         chosen.append(of_phase[5 * number % len(of_phase)])
-    return tuple(chosen)
+    return tuple(dict.fromkeys(chosen))
 
 
-QUICK = _diagonal()
+QUICK = _some()
 
 
 # ---------------------------------------------------------------------- running cells
@@ -251,114 +240,52 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> list[Result]:
     folders = [folder / str(number) for number in range(len(cells))]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         ended = list(threads.map(_run, cells, folders))
-    loaded = in_process(load_newest, folders)
+    loaded = outcomes(1, load_newest, folders)[0].said
     return [Result(cell, *each) for cell, *each in zip(cells, ended, loaded, strict=True)]
 
 
 def _run(cell: Cell, folder: Path) -> list[Ending]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    processes = [_Process(_rank, rank, cell, store.port, folder, sockets.ALONE) for rank in range(cell.size)]
-    deadline = time.monotonic() + LIMIT
-    try:
-        bad = processes[cell.bad]
-        endings = {rank: each.ending(deadline) for rank, each in enumerate(processes) if each is not bad}
-        if cell.kind == "stopped":
-            with suppress(ProcessLookupError):  # it never came to the trouble
-                kill(bad.pid, signal.SIGCONT)
-        endings[cell.bad] = bad.ending(deadline)
-        return [endings[rank] for rank in range(cell.size)]
-    finally:
-        for process in processes:
-            process.end()
-
-
-def in_process(function: Any, *args: object) -> Any:
-    """Call a function in a process of its own, and give what it returns."""
-    process = _Process(_call, function, args)
-    try:
-        return process.told(time.monotonic() + LIMIT)
-    finally:
-        process.end()
-
-
-class _Process:
-    """A forked process that tells something; its function gets the pipe first."""
-
-    def __init__(self, function: Any, *args: object) -> None:
-        context = fork_context()
-        self._pipe, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=function, args=(theirs, *args))
-        with _POLLING:
-            self._process.start()
-        theirs.close()
-        self.pid = self._process.pid or 0
-
-    def told(self, deadline: float) -> Any:
-        """Give what it told; None for nothing."""
-        with suppress(EOFError):
-            if self._pipe.poll(max(0.0, deadline - time.monotonic())):
-                return self._pipe.recv()
-        return None
-
-    def ending(self, deadline: float) -> Ending:
-        """Wait until it has ended by itself, threads and all, or the deadline has passed."""
-        error, seconds = self.told(deadline) or (None, None)
-        self._join(max(0.1, deadline - time.monotonic()))
-        return Ending(error, seconds, self._process.exitcode)
-
-    def _join(self, seconds: float | None = None) -> None:
-        wait([self._process.sentinel], seconds)
-        with _POLLING:
-            self._process.join(0)
-
-    def end(self) -> None:
-        """Leave nothing of it behind."""
-        self._process.kill()
-        self._join()
-        self._pipe.close()
-
-
-def _call(pipe: Connection, function: Any, args: Any) -> None:
-    torch.set_num_threads(1)
-    pipe.send(function(*args))
-
-
-def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path, alone: bool) -> None:
-    torch.set_num_threads(1)
-    use_loopback()
-    notes = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "gloo",
-        store=_store(rank, cell, notes),
-        rank=rank,
-        world_size=cell.size,
-        timeout=timedelta(seconds=4 * LIMIT),
+    ended = outcomes(
+        cell.size,
+        _play,
+        cell,
+        folder,
+        meanwhile=partial(let_rank_go_on, cell.bad) if cell.kind == "stopped" else None,
+        limit=LIMIT,
+        as_script=True,
+        rank_0_has_store=cell.bad == 0,
     )
-    judge_no_wait_before_the_trouble(dist.TCPStore("127.0.0.1", port, is_master=False))  # type: ignore[attr-defined]
-    sockets.keep_to(alone)
+    return [Ending(*(each.said or (None, None)), each.exitcode) for each in ended]
+
+
+def _play(cell: Cell, folder: Path) -> tuple[str | None, float | None]:
+    """Do what a rank does; gives its error, and the seconds since the trouble began."""
     is_at_once = OUTCOMES[cell.outcome].passes_timeout is False  # then a busy machine gets the time it needs
     error = None
     try:
-        timeout = LIMIT / 2 if is_at_once else TIMEOUT
-        play(cell.kind, cell.bad, cell.phase, folder, notes, timeout)
+        play(cell.kind, cell.bad, cell.phase, folder, LIMIT / 2 if is_at_once else TIMEOUT)
     except Exception as raised:  # noqa: BLE001 - it is what this is about
         error = f"{type(raised).__name__}: {raised}"
-    pipe.send((error, seconds_since_trouble(notes)))
-    pipe.close()
-    tell_end(notes)
-    # The process ends as a script does: what is no daemon thread keeps it.
+    return error, seconds_since_trouble()
 
 
-def _store(rank: int, cell: Cell, notes: dist.Store) -> dist.Store:
-    """Give the store of the default group; where rank 0 has the trouble, it ends or stops with it."""
-    if cell.bad > 0:
-        return notes
-    port = "port of the store of rank 0"
-    if rank == 0:
-        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        notes.set(port, str(own.port))
-        return own
-    return dist.TCPStore("127.0.0.1", int(notes.get(port)), is_master=False)  # type: ignore[attr-defined]
+def load_newest(folders: Sequence[Path]) -> list[str | None]:
+    """Load the newest checkpoint below each folder in a run of one rank; gives what went wrong, by folder."""
+    return [_load_newest(folder) for folder in folders]
+
+
+def _load_newest(folder: Path) -> str | None:
+    model = make_model()
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), Troubled, lr=0.1)
+    newest = checkpoint.latest(folder)
+    if newest is None:
+        return "there is none"
+    try:
+        checkpoint.load(newest, model=model, optimizer=optimizer)
+    except ZeroOptimError as error:
+        return f"{type(error).__name__}: {error}"
+    state = optimizer.state[model[0].weight]
+    return None if state["step"] > 0 else "the state is empty"
 
 
 # ---------------------------------------------------------------------- the table in the docs

@@ -38,7 +38,6 @@ class Stage:
         plain: the optimizer is `ByHand`.
         to_owners: gradients are summed on their owners, in the order of ranks.
         inline: the CPU stands for an accelerator, so that no thread steps.
-        over_all: all ranks of a mesh have a part of the state, not those of each replica.
     """
 
     wrapper: Any
@@ -48,7 +47,6 @@ class Stage:
     plain: bool = False
     to_owners: bool = False
     inline: bool = False
-    over_all: bool = False
 
     @property
     def shards(self) -> bool:
@@ -81,7 +79,6 @@ STAGES = {
     "gradients": Stage(ShardedDataParallel, to_owners=True),
     "gradients, lazy": Stage(ShardedDataParallel, lazy=True, packed=True, to_owners=True),
     "fully": Stage(FullyShardedDataParallel, to_owners=True),
-    "fully, state over all": Stage(FullyShardedDataParallel, to_owners=True, over_all=True),
 }
 
 
@@ -112,6 +109,7 @@ OPTIONS = {
     "four ranks": Option(size=4),
     "mesh": Option(size=4, kind="mesh"),
     "cuts": Option(kind="cuts"),
+    "cuts, four ranks": Option(size=4, kind="cuts", on_request=True),
     "masters": Option({"master_dtype": torch.float32}, dtype=torch.bfloat16),
     "cuts, masters, averages": Option(
         {"master_dtype": torch.float32, "ema_decay": 0.5}, dtype=torch.bfloat16, kind="cuts"
@@ -194,7 +192,7 @@ class Run:
                 "parameters_as_bucket_view": not stage.packed,
                 **of_optimizer,
             }
-            group = mesh["shard"].get_group() if mesh and not stage.over_all else None
+            group = mesh["shard"].get_group() if mesh else None
             with cutting() if option.kind == "cuts" else nullcontext():
                 optimizer = ZeroRedundancyOptimizer(groups, process_group=group, **of_optimizer)
         model = cls.wrapped(row, stage, net, optimizer, mesh)

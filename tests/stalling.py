@@ -4,9 +4,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -19,7 +22,6 @@ from forked import fork_context
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
-from zero_optim.compat.engine import default_store
 from zero_optim.errors import RemoteRankError
 from zero_optim.health.verdicts import Verdicts
 from zero_optim.run.host import use_loopback
@@ -55,62 +57,141 @@ def outcomes(
     *args: object,
     meanwhile: Callable[[Others], object] | None = None,
     limit: float = LIMIT,
+    as_script: bool = False,
+    rank_0_has_store: bool = False,
 ) -> list[Outcome]:
     """Call ``function(*args)`` on some ranks in a gloo group, and tell how each one ends.
 
     The watchdog gives up no wait that takes too long until a rank calls `about_to_stall` or `stay_away`.
+
+    Args:
+        size: number of ranks, each a process of its own.
+        function: what each rank does.
+        *args: of it.
+        meanwhile: what is done to the processes from here.
+        limit: seconds that only a hang reaches.
+        as_script: processes end as scripts do: what is no daemon thread keeps them.
+        rank_0_has_store: the default group's store is in the process of rank 0, and ends or stops with it.
     """
-    context = fork_context()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=_rank, args=(rank, size, store.port, pipe[1], sockets.ALONE, function, args))
-        for rank, pipe in enumerate(pipes)
-    ]
-    for process, (_, theirs) in zip(processes, pipes, strict=True):
-        process.start()
-        theirs.close()
+    notes = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    run = _Run(size, notes.port, sockets.ALONE, as_script, rank_0_has_store, function, args)
+    ranks = [_Process(run, rank) for rank in range(size)]
     began = time.monotonic()
     try:
         if meanwhile is not None:
-            meanwhile(Others([process.pid or 0 for process in processes]))
-        ended = []
-        for process, (ours, _) in zip(processes, pipes, strict=True):
-            said = None
-            if ours.poll(max(0.0, began + limit - time.monotonic())):
-                try:
-                    said = ours.recv()
-                except EOFError:
-                    said = None
-            process.join(max(0.1, began + limit - time.monotonic()))
-            ended.append(Outcome(said, time.monotonic() - began, process.exitcode))
-        return ended
+            meanwhile(Others([rank.pid for rank in ranks]))
+        return [rank.outcome(began, limit) for rank in ranks]
     finally:
-        for process, (ours, _) in zip(processes, pipes, strict=True):
-            process.kill()
-            process.join()
-            ours.close()
+        for rank in ranks:
+            rank.end()
 
 
-def _rank(
-    rank: int, size: int, port: int, result: Any, alone: bool, function: Callable[..., Any], args: Any
-) -> None:
-    torch.set_num_threads(1)
-    use_loopback()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4 * LIMIT)
-    )
-    judge_no_wait_before_the_trouble(dist.TCPStore("127.0.0.1", port, is_master=False))  # type: ignore[attr-defined]
-    sockets.keep_to(alone)
+# Who starts a process polls all others. Of two threads that poll one that has ended, one gets exit code 255.
+_POLLING = Lock()
+
+
+class _Process:
+    """A forked process that tells something."""
+
+    def __init__(self, run: "_Run", rank: int) -> None:
+        context = fork_context()
+        self._pipe, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=run.play, args=(rank, theirs))
+        with _POLLING:
+            self._process.start()
+        theirs.close()
+        self.pid = self._process.pid or 0
+
+    def outcome(self, began: float, limit: float) -> Outcome:
+        """Wait until it has ended by itself, or the limit has passed."""
+        said, deadline = None, began + limit
+        with suppress(EOFError):
+            if self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                said = self._pipe.recv()
+        self._join(max(0.1, deadline - time.monotonic()))
+        return Outcome(said, time.monotonic() - began, self._process.exitcode)
+
+    def _join(self, seconds: float | None = None) -> None:
+        wait([self._process.sentinel], seconds)
+        with _POLLING:
+            self._process.join(0)
+
+    def end(self) -> None:
+        """Leave nothing of it behind."""
+        self._process.kill()
+        self._join()
+        self._pipe.close()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all ranks of a run know."""
+
+    size: int
+    port: int
+    alone: bool
+    as_script: bool
+    rank_0_has_store: bool
+    function: Callable[..., Any]
+    args: tuple[object, ...]
+
+    def play(self, rank: int, result: Connection) -> None:
+        """Do what a rank does, in its process, and tell it."""
+        torch.set_num_threads(1)
+        use_loopback()
+        notes = self._connected()
+        dist.init_process_group(
+            "gloo",
+            store=self._store(rank, notes),
+            rank=rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=4 * LIMIT),
+        )
+        judge_no_wait_before_the_trouble(self._connected())
+        sockets.keep_to(self.alone)
+        try:
+            said = self.function(*self.args)
+        except RemoteRankError as error:
+            said = f"{type(error).__name__}: {error}"
+        notes.set(_OVER, "")
+        result.send(said)
+        result.close()
+        if not self.as_script:
+            os._exit(0)
+
+    def _connected(self) -> Any:
+        return dist.TCPStore("127.0.0.1", self.port, is_master=False)  # type: ignore[attr-defined]
+
+    def _store(self, rank: int, notes: Any) -> Any:
+        """Return the store of the default group."""
+        key = "port of the store of rank 0"
+        if not self.rank_0_has_store:
+            return notes
+        if rank == 0:
+            own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            notes.set(key, str(own.port))
+            return own
+        return dist.TCPStore("127.0.0.1", int(notes.get(key)), is_master=False)  # type: ignore[attr-defined]
+
+
+def let_go_on(others: Others) -> None:
+    """Let the last rank go on when the first has ended."""
+    let_rank_go_on(len(others.pids) - 1, others)
+
+
+def let_rank_go_on(stopped: int, others: Others) -> None:
+    """Let a rank that is stopped, if it is, go on when all others have ended."""
+    left = [pid for rank, pid in enumerate(others.pids) if rank != stopped]
+    wait_until(lambda: all(map(_has_ended, left)))
+    with suppress(ProcessLookupError):  # it never came to the trouble
+        others.kill(stopped, signal.SIGCONT)
+
+
+def _has_ended(pid: int) -> bool:
     try:
-        said = function(*args)
-    except RemoteRankError as error:
-        said = f"{type(error).__name__}: {error}"
-    tell_end()
-    result.send(said)
-    result.close()
-    os._exit(0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):  # somebody has waited for it
+        return True
 
 
 @dataclass
@@ -141,15 +222,20 @@ def about_to_stall() -> None:
     _TROUBLE.notes.set(_STALLS, "")
 
 
-def tell_end(store: dist.Store | None = None) -> None:
-    """Tell the ranks that stay away that this one has ended; by the default group's store, or another."""
-    (store or default_store()).set(_OVER, "")
-
-
-def stay_away(store: dist.Store | None = None) -> None:
+def stay_away() -> None:
     """Return when another rank has ended."""
     about_to_stall()
-    wait_until(lambda: (store or default_store()).check([_OVER]))
+    wait_until(lambda: _TROUBLE.notes.check([_OVER]))
+
+
+def note(name: str, value: str) -> None:
+    """Tell all ranks something."""
+    _TROUBLE.notes.set(name, value)
+
+
+def noted(name: str) -> str | None:
+    """What a rank has told, if it has."""
+    return str(_TROUBLE.notes.get(name), "utf-8") if _TROUBLE.notes.check([name]) else None
 
 
 def be_lost(how: str) -> None:

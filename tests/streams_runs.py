@@ -137,11 +137,15 @@ class Found:
         return cls(str(race), *sides)
 
 
-def on_model(make: Callable[[], Run], **model: Any) -> list[Found]:
-    """Do a run without the model, and on it; gives the races that were found on this rank."""
+def on_model(
+    make: Callable[[], Run],
+    planted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **model: Any,
+) -> list[Found]:
+    """Do a run without the model, and on it with what is planted; gives the races found on this rank."""
     expected = make().train(Net())
     net = Net()
-    with modelled_streams(checks=False, **model) as streams:
+    with modelled_streams(checks=False, **model) as streams, planted():
         run = make()
         run.streams = streams
         got = run.train(net)

@@ -15,7 +15,7 @@ from forked import fork_context
 from training import assert_same_bits, assert_same_state, make_params, params_of, train, whole
 from waiting import LIMIT
 from worlds import enter
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
@@ -34,8 +34,8 @@ def several(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer([narrow, other], torch.optim.AdamW, lr=0.01, **options)
 
 
-def fresh(make: Callable[..., ZeroRedundancyOptimizer], **options: Any) -> ZeroRedundancyOptimizer:
-    return make(make_params(SHAPES, torch.bfloat16 if make is several else torch.float32), **options)
+def fresh(make: Callable[..., ZeroRedundancyOptimizer]) -> ZeroRedundancyOptimizer:
+    return make(make_params(SHAPES, torch.bfloat16 if make is several else torch.float32))
 
 
 def assert_trained(
@@ -55,9 +55,7 @@ KINDS = ("plain", "overlap", "owners", "sharded", "lazy")
 class Trainer:
     """A model, its wrapper and its optimizer, in one of `KINDS`."""
 
-    def __init__(
-        self, kind: str, model: nn.Module, group: dist.ProcessGroup | None = None, **options: Any
-    ) -> None:
+    def __init__(self, kind: str, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.kind = kind
         self.optimizer = ZeroRedundancyOptimizer(
             model.parameters(),
@@ -65,7 +63,6 @@ class Trainer:
             process_group=group,
             lr=0.01,
             gather_lazily=model if kind == "lazy" else None,
-            **options,
         )
         self.model: DistributedDataParallel
         if kind == "sharded":
@@ -95,11 +92,15 @@ class Trainer:
         self.detach()
         dist.destroy_process_group()
 
-    def rebind(self) -> int:
-        number = self.optimizer.rebind()
+    def rebind(self, *, keep_state: bool = True) -> None:
+        self.optimizer.rebind(keep_state=keep_state)
         self.model.rebind()
         self._register()
-        return number
+
+    def go_back(self, saved: Path) -> Any:
+        """Go on in another group from a checkpoint; gives what was saved beside."""
+        self.rebind(keep_state=False)
+        return checkpoint.load(saved, model=self.model, optimizer=self.optimizer)
 
 
 def assert_same_runs(one: Trainer, other: Trainer) -> None:
@@ -117,19 +118,15 @@ def begin_process(folder: Path, rank: int, size: int) -> None:
     enter(folder, "all", rank, size)
 
 
-def run_until_killed(
-    folder: Path, function: Callable[..., None], size: int, left: int, *args: object
-) -> list[Any]:
-    """Run ``function(folder, rank, size, pipe, *args)`` on ranks of which some kill themselves.
+def run_until_killed(folder: Path, function: Callable[..., None], size: int, left: int) -> list[Any]:
+    """Run ``function(folder, rank, size, pipe)`` on ranks of which some kill themselves.
 
     Returns what those that are left have sent, sorted.
     """
     context = fork_context()
     ours, theirs = context.Pipe(duplex=False)
     folder.mkdir(exist_ok=True)
-    processes = [
-        context.Process(target=function, args=(folder, rank, size, theirs, *args)) for rank in range(size)
-    ]
+    processes = [context.Process(target=function, args=(folder, rank, size, theirs)) for rank in range(size)]
     for process in processes:
         process.start()
     theirs.close()
@@ -140,7 +137,7 @@ def run_until_killed(
         for process in processes:
             process.join(LIMIT)
         codes = sorted(process.exitcode or 0 for process in processes)
-        assert codes == [-signal.SIGKILL] * (size - left) + [0] * left, (size, args, codes)
+        assert codes == [-signal.SIGKILL] * (size - left) + [0] * left, (size, codes)
     finally:
         for process in processes:
             process.kill()

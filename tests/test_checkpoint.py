@@ -385,3 +385,32 @@ def test_state_that_was_not_asked_for_on_one_rank_is_refused_on_all() -> None:
     given.planned = True
     with pytest.raises(StateMismatchError, match="was not asked for"):
         state.load_state_dict({} if dist.get_rank() == 1 else given)
+
+
+@on_ranks(2)
+def test_state_of_another_class_is_refused_and_that_of_other_options_is_not(tmp_path: Path) -> None:
+    def build(optimizer_class: Any, **options: Any) -> dict[str, Any]:
+        model = nn.Linear(4, 4)
+        return {
+            "model": model,
+            "optimizer": ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options),
+        }
+
+    for number, (saved, here, text) in enumerate(
+        [
+            (
+                (torch.optim.AdamW, {}),
+                (torch.optim.SGD, {"lr": 0.1}),
+                "exp_avg, exp_avg_sq, which SGD has not",
+            ),
+            ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {}), "momentum_buffer, which AdamW"),
+            ((torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.SGD, {"lr": 0.1}), None),
+            ((torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adam, {}), None),
+        ]
+    ):
+        parts, other = build(saved[0], **saved[1]), build(here[0], **here[1])
+        set_grads(list(parts["model"].parameters()), 0)
+        parts["optimizer"].step()
+        checkpoint.save(tmp_path / str(number), **parts)
+        with nullcontext() if text is None else pytest.raises(StateMismatchError, match=text):
+            checkpoint.load(tmp_path / str(number), **other)

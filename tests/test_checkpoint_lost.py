@@ -1,10 +1,15 @@
 """Nothing whole is lost: by odd paths, clocks set back, two jobs in a folder, or the tools' output."""
 
+import fcntl
 import os
 import stat
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pool import Ranks, on_ranks
-from zero_optim import CheckpointError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, cli
+from zero_optim import CheckpointError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, cli, launch
+from zero_optim.checkpoint import files
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint.files import LOCK, FolderLock, open_part
 
@@ -46,13 +52,16 @@ def test_a_path_that_names_no_folder_of_its_own_is_refused_and_nothing_is_remove
 
 
 @on_ranks(1)
-def test_keep_removes_only_folders_whose_names_differ_in_digits(tmp_path: Path) -> None:
+def test_keep_removes_only_folders_whose_names_differ_in_the_number_at_the_end(tmp_path: Path) -> None:
     for name in ("step-1", "best", "b-1", "step-2", "step-10"):
         save(tmp_path / name)
     save(tmp_path / "step-11", keep=2)
     assert names(tmp_path) == ["b-1", "best", "step-10", "step-11"]
     save(tmp_path / "best", keep=1)
     assert names(tmp_path) == ["b-1", "best", "step-10", "step-11"]
+    for name in ("model7b", "run1-step9", "model13b", "run2-step9"):
+        save(tmp_path / "runs" / name, keep=1)
+    assert names(tmp_path / "runs") == ["model13b", "model7b", "run1-step9", "run2-step9"]
 
 
 @on_ranks(1)
@@ -249,3 +258,73 @@ def test_what_one_rank_is_given_wrong_raises_on_all(tmp_path: Path) -> None:
     with pytest.raises(RankMismatchError, match="the checkpoint to load"):
         checkpoint.load(path, model=model, optimizer=None if mine else optimizer)
     checkpoint.load(**right)
+
+
+# ---------------------------------------------------------------------- nobody waits
+
+
+def save_and_leave(path: Path) -> None:
+    checkpoint.save_async(path, model=nn.Linear(300, 300), extra="left")
+
+
+UNSEEN = """
+import sys, torch, torch.distributed as dist
+from unittest import mock
+from zero_optim import checkpoint
+from zero_optim.checkpoint import saving
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mock.patch.object(saving, "write_tensors", side_effect=OSError("planted")).start()
+checkpoint.save_async(sys.argv[1], model=torch.nn.Linear(2, 2))
+"""
+
+
+def test_a_save_for_which_nobody_waits_ends_before_the_group_of_launch_or_its_error_is_told(
+    tmp_path: Path,
+) -> None:
+    launch(save_and_leave, 2, tmp_path / "one")
+    assert checkpoint.peek(tmp_path / "one").extra == "left"
+    script = [sys.executable, "-c", UNSEEN, str(tmp_path / "two")]
+    told = subprocess.run(script, capture_output=True, text=True, check=True).stderr
+    assert f"{tmp_path / 'two'} was not saved: cannot write" in told
+    assert "planted" in told
+
+
+def hold(path: Path, began_ns: int) -> None:
+    """Hold the lock of a folder, as a process that began then, until a line comes."""
+    files._BEGAN_NS = began_ns
+    lock = FolderLock(path)
+    sys.stdout.write("held\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+    lock.close()
+
+
+def wait_for(other: "subprocess.Popen[str]", flock: Any, descriptor: int, kind: int) -> None:
+    """Lock a file as ``flock``; if that is to wait, the other process releases it first."""
+    if not kind & fcntl.LOCK_NB:
+        other.communicate("\n")
+    flock(descriptor, kind)
+
+
+def test_of_two_jobs_in_a_folder_the_one_that_began_later_refuses_and_names_the_other(tmp_path: Path) -> None:
+    call = (
+        "import sys, pathlib, test_checkpoint_lost as t; t.hold(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
+    )
+    for began_ns in (1, 2**62):
+        script = [sys.executable, "-c", call, str(tmp_path / "one"), str(began_ns)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment}
+        with subprocess.Popen(script, text=True, **pipes) as other:
+            assert other.stdout is not None
+            assert other.stdin is not None
+            assert other.stdout.readline() == "held\n"
+            if began_ns == 1:
+                with pytest.raises(
+                    CheckpointError, match=rf"of process {other.pid} on .*End the older job first"
+                ):
+                    FolderLock(tmp_path / "one")
+                other.communicate("\n")
+            else:
+                waits = partial(wait_for, other, fcntl.flock)
+                with mock.patch.object(fcntl, "flock", waits):
+                    FolderLock(tmp_path / "one").close()

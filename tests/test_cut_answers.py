@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from cuts import ONE_A_BUCKET, finely_cut
 from own_classes import NormedBy, Quantized
 from pool import on_ranks
-from training import assert_same_bits, make_params, params_of, train_both, twin
+from training import assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.comm.agreement import find_memory
 from zero_optim.comm.collectives import RankGroup
@@ -87,6 +87,50 @@ def test_cost_functions_that_differ_between_ranks_are_told() -> None:
     rank = dist.get_rank()
     with pytest.raises(RankMismatchError, match=r"rank 0 has .*, cost=.*; rank 1 has .*, cost="):
         built(make_params(SHAPES), cost=lambda p: p.numel() * (1 + rank * (p.dim() == 1) * 1e-3))
+
+
+@on_ranks(2)
+def test_explain_tells_what_is_cut_and_why_the_rest_is_not() -> None:
+    """One model of AdamW that is cut, with a group of Muon-like matrices that are not."""
+    params = make_params(((1024, 128), (96, 16), (400, 100)))
+    texts = []
+    for optimizer_class, options in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.AdamW, {"cuts": False}),
+        (torch.optim.AdamW, {"assume_separable": True}),
+    ):
+        sharded = ZeroRedundancyOptimizer(twin(params), optimizer_class, lr=0.1, **options)
+        set_grads(params_of(sharded), 0)
+        sharded.step()
+        told = sharded.explain(quiet=True)
+        mine = told.ranks[dist.get_rank()]
+        assert mine.num_params == len(sharded.owned_parameters())
+        assert mine.state_nbytes == sharded.state_nbytes()
+        assert sum(rank.numel for rank in told.ranks) == sum(p.numel() for p in params)
+        if optimizer_class is torch.optim.AdamW:
+            # Two moments of float32, and a step for each parameter.
+            assert mine.state_nbytes == 2 * mine.param_nbytes + 4 * mine.num_params
+        assert ("cut: parameter" in str(told)) == (max(map(len, sharded.pieces().values())) > 1)
+        texts.append(str(told))
+    everyone: list[list[str]] = [[]] * 2
+    dist.all_gather_object(everyone, texts)
+    assert everyone[0] == everyone[1]
+    cut, whole, off, untried = texts
+    assert "cut: parameter 0 of group 0 (shape (1024, 128)) in 2 pieces, owners [0, 1]" in cut
+    assert "not cut:" not in cut
+    assert "balance: fullest rank / mean = 1.00" in cut
+    assert "x the mean (Adafactor: " in whole
+    assert "the fullest rank sends 1.5 x the mean (cuts=False)" in off
+    assert "x the mean (AdamW: not tried (assume_separable=True))" in untried
+
+
+@on_ranks(2)
+def test_ranks_agree_on_cuts() -> None:
+    with pytest.raises(RankMismatchError, match=r"cuts=True.*cuts=False"):
+        ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1, cuts=dist.get_rank() == 0)
+    with pytest.raises(TypeError, match="cuts"):
+        ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1, cuts=1)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ dtypes

@@ -1,4 +1,4 @@
-"""State of cut parameters: joined to the dict of torch.optim, dealt out again, saved and loaded."""
+"""State of cut parameters: joined to the dict of torch.optim, dealt out again, written to by scripts."""
 
 import copy
 from typing import Any
@@ -10,69 +10,47 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from cuts import SHAPES, cut_over
+from cuts import ONE_A_BUCKET, SHAPES, cut_over, cut_pair, cutting
 from pool import Pool, on_ranks
+from test_cut_runs import RESTARTS
 from training import (
+    assert_same_bits,
     assert_same_state,
     make_params,
     params_of,
+    set_grads,
     train_both,
     twin,
     whole,
 )
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Piece
-from zero_optim.plan.strides import strides_of_rows
 from zero_optim.state.moving import CutState, Joined
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
+from zero_optim.step.state_view import OwnedEntries
+
+# ---------------------------------------------------------------------- rows that are joined
 
 TWO = CutState((5, 3), (Piece(0, 0, 2), Piece(1, 2, 5)), frozenset({"avg"}))
-
-
-def joined(parts: list[dict[str, Any]], cut: CutState = TWO, here: int = 0) -> dict[str, Any]:
-    """Join what two owners keep of parameter 0; one of them is this rank, the other one's is received."""
-    target = Joined({0: cut})
-    places = target.places_of(1 - here)
-    sent = {0: {}}
-    for name, value in parts[1 - here].items():
-        if isinstance(value, Tensor):
-            sent[0][name] = places((0, name), value.dtype, tuple(value.shape), value.stride()).copy_(value)
-        else:
-            sent[0][name] = value
-    made = [target.copied({0: parts[here]}, here), sent]
-    merged = target.merge(made if here == 0 else made[::-1])
-    return dict(merged[0])
-
-
-def test_state_whose_rows_do_not_lie_together_is_joined_all_the_same() -> None:
-    whole = torch.randn(3, 5).t()
-    parts = [
-        {"avg": torch.empty_strided(s, (1, s[0])).copy_(v)}
-        for s, v in (((2, 3), whole[:2]), ((3, 3), whole[2:]))
-    ]
-    found = joined(parts)["avg"]
-    assert torch.equal(found, whole)
-    assert found.stride() == whole.stride()
-    assert strides_of_rows((1, 2), 2, (5, 3)) == (1, 5)
-
-
-def test_a_count_beside_a_piece_of_one_element_is_none_of_its_rows() -> None:
-    cut = CutState((3,), (Piece(0, 0, 2), Piece(1, 2, 3)), frozenset({"avg"}))
-    parts = [{"avg": torch.ones(2), "step": torch.ones(1)}, {"avg": torch.zeros(1), "step": torch.ones(1)}]
-    assert torch.equal(joined(parts, cut)["avg"], torch.tensor([1.0, 1.0, 0.0]))
-    assert joined(parts, cut)["step"].shape == (1,)
 
 
 @pytest.mark.parametrize(
     "other", [{}, {"avg": torch.zeros(3, 3, dtype=torch.float64)}, {"avg": torch.zeros(())}]
 )
 def test_owners_that_keep_different_entries_are_refused(other: dict[str, Any]) -> None:
+    joined = Joined({0: TWO})
+    parts = [joined.copied({0: each}, rank) for rank, each in enumerate(({"avg": torch.zeros(2, 3)}, other))]
     with pytest.raises(StateMismatchError, match=r"'avg' for . of its 5 rows"):
-        joined([{"avg": torch.zeros(2, 3)}, other])
+        joined.merge(parts)
 
 
 def test_state_that_is_no_plain_tensor_cannot_be_joined() -> None:
     with pytest.raises(TypeError, match="cuts=False"):
         TWO.cut_entries({"avg": torch.zeros(2, 3).to_sparse()}, TWO.pieces[0])
+
+
+# ---------------------------------------------------------------------- whole states
 
 
 class Counting(torch.optim.SGD):
@@ -85,33 +63,26 @@ class Counting(torch.optim.SGD):
 
 CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-    "amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "no momentum yet": (torch.optim.SGD, {"lr": 0.1}),
     "counting": (Counting, {"lr": 0.1, "momentum": 0.9}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}),
 }
 
 
-def pair_params() -> list[Parameter]:
+def pair(name: str = "adamw") -> tuple[Optimizer, ZeroRedundancyOptimizer]:
+    """An unsharded optimizer, and one whose parameters are cut."""
+    optimizer_class, options = CLASSES[name]
     params = make_params(SHAPES)
     params[2].data = params[2].data.to(memory_format=torch.channels_last)
-    return params
+    return cut_pair(params, optimizer_class, options=options)
 
 
-def pair(name: str = "adamw", *, cut: bool = True, **more: Any) -> tuple[Optimizer, ZeroRedundancyOptimizer]:
-    """An unsharded optimizer, and one whose parameters are cut, or not."""
+def again(name: str, params: list[Tensor], *, cut: bool = True) -> ZeroRedundancyOptimizer:
+    """Another optimizer of this kind, over copies of parameters."""
     optimizer_class, options = CLASSES[name]
-    params = pair_params()
-    mine = twin(params)
-    return optimizer_class(params, **options), sharded_over(mine, name, cut=cut, **more)
-
-
-def sharded_over(params: list[Parameter], name: str, *, cut: bool, **more: Any) -> ZeroRedundancyOptimizer:
-    optimizer_class, options = CLASSES[name]
-    if not cut:
-        return ZeroRedundancyOptimizer(params, optimizer_class, cuts=False, **more, **options)
-    return cut_over(params, optimizer_class, **more, **options)
+    if cut:
+        return cut_over(twin(params), optimizer_class, **options)
+    return ZeroRedundancyOptimizer(twin(params), optimizer_class, cuts=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -124,51 +95,53 @@ def test_the_whole_state_of_cut_parameters_is_that_of_torch_optim(pool: Pool, si
 def check_whole(name: str) -> None:
     plain, sharded = pair(name)
     assert_same_state(sharded.state_dict(), plain.state_dict())
+    if name == "no momentum yet":  # the buffers are unknown until a scheduler sets it
+        for optimizer in (plain, sharded):
+            optimizer.param_groups[0]["momentum"] = 0.9
     train_both(plain, sharded, 3)
+    state = copy.deepcopy(plain.state_dict())
     for to in (0, dist.get_world_size() - 1, None):
         sharded.consolidate_state_dict(to=to)
         if to in (None, dist.get_rank()):
-            assert_same_state(sharded.state_dict(), plain.state_dict())
-    state = copy.deepcopy(plain.state_dict())
+            assert_same_state(sharded.state_dict(), state)
     for src in (None, 1):  # each owner loads its rows
-        again = sharded_over(twin(params_of(plain)), name, cut=True)
-        again.load_state_dict(state if src in (None, dist.get_rank()) else None, src=src)
-        assert_same_state(whole(again), state)
-    train_both(plain, again, 2, first=3)
-
-
-def check_loaded_between(saved: dict[str, Any]) -> None:
-    for cut in (True, False):
-        sharded = sharded_over(pair_params(), "adamw", cut=cut)
-        before = copy.deepcopy(saved)
-        sharded.load_state_dict(saved)
-        assert_same_state(saved, before)
-        assert_same_state(whole(sharded), saved)
-
-
-def made_by_two() -> dict[str, Any]:
-    plain, sharded = pair()
-    train_both(plain, sharded, 2)
-    return whole(sharded)
-
-
-def test_whole_states_travel_between_numbers_of_ranks_and_cuts(pool: Pool) -> None:
-    saved = pool.run(2, made_by_two)[0]
-    for size in (1, 2, 4):
-        pool.run(size, check_loaded_between, saved)
+        other = again(name, params_of(plain))
+        other.load_state_dict(state if src in (None, dist.get_rank()) else None, src=src)
+        assert_same_state(whole(other), state)
+    train_both(plain, other, 2, first=3)
 
 
 @on_ranks(2)
-def test_global_entries_stay_what_they_are() -> None:
-    """State of the class itself is held by every rank, and global once it is consolidated."""
+def test_state_of_the_class_itself_is_on_every_rank_and_global_in_the_whole() -> None:
     plain, sharded = pair("counting")
     train_both(plain, sharded, 2)
     found = whole(sharded)
     assert found["state"]["count"] == 2
     assert found["state"].keys() == plain.state_dict()["state"].keys()
-    _, again = pair("counting")
-    again.load_state_dict(found)
-    assert again.state["count"] == 2
+    other = again("counting", params_of(plain))
+    other.load_state_dict(found)
+    assert other.state["count"] == 2  # type: ignore[index]
+
+
+def whole_of_adamw(saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train and give the whole state; or load it, with cuts and without."""
+    plain, sharded = pair()
+    if saved is None:
+        train_both(plain, sharded, 2)
+        return whole(sharded)
+    before = copy.deepcopy(saved)
+    for cut in (True, False):
+        other = again("adamw", params_of(plain), cut=cut)
+        other.load_state_dict(saved)
+        assert_same_state(saved, before)
+        assert_same_state(whole(other), saved)
+    return saved
+
+
+def test_whole_states_travel_between_numbers_of_ranks_and_cuts(pool: Pool) -> None:
+    saved = pool.run(2, whole_of_adamw)[0]
+    for size in (1, 2, 4):
+        pool.run(size, whole_of_adamw, saved)
 
 
 @on_ranks(2)
@@ -189,16 +162,150 @@ def test_state_of_a_piece_or_other_entries_on_one_owner_are_refused_on_every_ran
         sharded.consolidate_state_dict(to=0)
 
 
+# ---------------------------------------------------------------------- what scripts write to it
+
+FEW = ((32, 8), (7,), (64, 16))
+
+
 @on_ranks(2)
-def test_entries_that_come_with_an_option_are_joined_too() -> None:
-    """SGD has no momentum when it is built: its buffers are unknown until a scheduler sets one."""
-    plain, sharded = pair("sgd")
-    for optimizer in (plain, sharded):
-        optimizer.param_groups[0]["momentum"] = 0.9
-    train_both(plain, sharded, 2)
-    found = whole(sharded)
-    assert_same_state(found, plain.state_dict())
-    _, again = pair("sgd")
-    again.load_state_dict(found)
-    again_found = whole(again)
-    assert_same_state(again_found, found)
+def test_asking_for_state_that_is_not_there_makes_an_empty_entry() -> None:
+    _, sharded = cut_pair(make_params(FEW))
+    param = params_of(sharded)[0]
+    assert param not in sharded.state
+    assert sharded.state.get(param) is None
+    assert sharded.state[param] == {}
+    sharded.state[param]["mark"] = 1
+    assert sharded.state[param] == {"mark": 1}
+    assert sharded.state.setdefault(param, {"mark": 2}) == {"mark": 1}
+    assert [key for key in sharded.state] == [param]  # noqa: C416 - the keys are what it is about
+    assert sharded.state.pop(param) == {"mark": 1}
+    with pytest.raises(KeyError):
+        sharded.state.pop(param)
+    with pytest.raises(KeyError):
+        del sharded.state[param]
+    sharded.state["count"] = 3  # type: ignore[index]
+    assert sharded.state["count"] == 3  # type: ignore[index]
+    assert sharded.state.popitem() == ("count", 3)
+    assert len(sharded.state) == 0
+    sharded.state = [1]  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"expected optimizer.state to be a dict, got list"):
+        sharded.step()
+
+
+def with_masters() -> tuple[ZeroRedundancyOptimizer, list[Parameter]]:
+    _, sharded = cut_pair(make_params(FEW, torch.bfloat16), master_dtype=torch.float32, ema_decay=0.5)
+    mine = params_of(sharded)
+    for step in range(2):
+        set_grads(mine, step)
+        sharded.step()
+    return sharded, [param for param in mine if param in sharded.state]
+
+
+@on_ranks(2)
+def test_a_write_to_a_master_or_an_average_is_one_unless_the_averages_stand_in_the_model() -> None:
+    sharded, mine = with_masters()
+    for param in mine:
+        entries = sharded.state[param]
+        assert isinstance(entries, OwnedEntries)
+        assert list(entries) == ["step", "exp_avg", "exp_avg_sq", MASTER, EMA]
+        entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
+        entries[MASTER] = torch.full_like(entries[MASTER], 1.001)
+        entries[EMA] = torch.full_like(entries[EMA], 3.0)
+        assert torch.equal(
+            sharded.optim.state[sharded.core.owned.leaves.leaf(param)]["exp_avg"], entries["exp_avg"]
+        )
+        assert bool((entries[MASTER] == 1.001).all() and (entries[EMA] == 3.0).all())
+        assert bool(
+            (sharded.core.owned.leaves.rows(param) == torch.tensor(1.001, dtype=torch.bfloat16)).all()
+        )
+        with pytest.raises(StateMismatchError, match=f"expected '{MASTER}' of a parameter of shape"):
+            entries[MASTER] = torch.zeros(1, 2, 3)
+        for name in (MASTER, EMA):
+            with pytest.raises(TypeError, match=f"'{name}' is kept as long as the optimizer"):
+                del entries[name]
+        with pytest.raises(TypeError, match="expected the state of a parameter to be a mapping, got int"):
+            sharded.state[param] = 3
+    with sharded.averaged_weights():
+        for param in mine:
+            with pytest.raises(RuntimeError, match="the model holds the averaged weights"):
+                sharded.state[param][MASTER] = torch.zeros_like(sharded.state[param][MASTER])
+    sharded.param_groups[0]["lr"] = 0.0  # so that masters stay, and are what was written
+    set_grads(params_of(sharded), 3)
+    sharded.step()
+    for param in mine:
+        assert bool((sharded.state[param][MASTER] == 1.001).all())
+        assert bool((sharded.state[param][EMA] == (3.0 + torch.tensor(1.001)) / 2).all())
+
+
+def delete_what_is_there(optimizer: Any) -> None:
+    for param in list(optimizer.state):
+        popped = optimizer.state.pop(param)
+        assert not torch.equal(popped[EMA], optimizer.state[param][EMA])
+        assert list(optimizer.state[param]) == [MASTER, EMA]
+
+
+def pop_items(optimizer: Any) -> None:
+    for _ in range(len(optimizer.state)):
+        optimizer.state.popitem()
+    with pytest.raises(KeyError, match="masters and averages, which stay"):
+        optimizer.state.popitem()
+
+
+WITH_MASTERS = {**RESTARTS, "delete": delete_what_is_there, "pop items": pop_items}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("act", WITH_MASTERS)
+def test_masters_and_averages_start_again_with_the_state(act: str) -> None:
+    sharded, mine = with_masters()
+    WITH_MASTERS[act](sharded)
+    sharded.param_groups[0]["lr"] = 0.0
+    set_grads(params_of(sharded), 3)
+    sharded.step()
+    for param in mine:
+        entries, rows = sharded.state[param], sharded.core.owned.leaves.rows(param).float()
+        assert entries["step"] == 1
+        assert torch.equal(entries[MASTER], rows)
+        assert torch.equal(entries[EMA], rows)
+
+
+@on_ranks(2)
+def test_entries_with_a_master_can_be_rebuilt_and_copied() -> None:
+    sharded, mine = with_masters()
+    before = {param: sharded.state[param].copy() for param in mine}
+    other = copy.deepcopy(sharded)
+    for param, entries in sharded.state.items():
+        sharded.state[param] = type(entries)({name: value.clone() for name, value in entries.items()})
+    for param in mine:
+        assert repr(copy.deepcopy(sharded.state[param])) == repr(before[param])
+        assert type(copy.deepcopy(sharded.state[param])) is dict
+    for optimizer in (sharded, other):
+        set_grads(params_of(optimizer), 2)
+        optimizer.step()
+    assert_same_bits(params_of(sharded), params_of(other))
+    for param, same in zip(mine, (param for param in params_of(other) if param in other.state), strict=True):
+        assert torch.equal(sharded.state[param][MASTER], other.state[same][MASTER])
+        assert torch.equal(sharded.state[param][EMA], other.state[same][EMA])
+
+
+@on_ranks(2)
+def test_state_that_is_set_goes_to_the_class_that_steps_the_parameter() -> None:
+    mine = make_params(FEW)
+    groups = [{"params": mine[:1]}, {"params": mine[1:], "optimizer_class": torch.optim.SGD, "lr": 0.1}]
+    with cutting():
+        sharded = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.01)
+    for param in sharded.owned_parameters():
+        sharded.state[param]["mark"] = 1
+    sharded.state["count"] = 2  # type: ignore[index]
+    own = set(sharded.owned_parameters())
+    of_sgd, of_adamw = sharded.core.owned.local.states
+    marked = [
+        sum("mark" in entries for entries in state.values() if isinstance(entries, dict))
+        for state in (of_sgd, of_adamw)
+    ]
+    assert marked == [len(own - {mine[0]}), int(mine[0] in own)]
+    assert of_adamw["count"] == of_sgd["count"] == 2
+    sharded.state = dict(sharded.state)  # type: ignore[assignment]
+    sharded.param_groups[0]["lr"] = 0.0
+    sharded.step()
+    assert {key: sharded.state[key] for key in own} == {key: {"mark": 1} for key in own}

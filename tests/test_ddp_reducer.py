@@ -17,7 +17,6 @@ from ddp_pairs import assert_averaged, assert_same, batch, check_average, mlp, m
 from fake_streams import fake_streams
 from pool import on_ranks
 from zero_optim.ddp import GradBucket, Reducer, ReducerOptions
-from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import (
@@ -28,6 +27,7 @@ from zero_optim.ddp.reducer.gradient_bucket import (
 from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.history import History
 from zero_optim.errors import RankMismatchError, ReductionError
+from zero_optim.plan.groups import names_text
 
 SMALL = (500,)
 
@@ -309,8 +309,8 @@ def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
 
 def test_messages_name_some_parameters_and_count_the_rest() -> None:
     names = [f"layer.{number}" for number in range(13)]
-    assert report.names_text(names[:2]) == "layer.0, layer.1"
-    assert report.names_text(names).endswith("layer.9 and 3 more")
+    assert names_text(names[:2]) == "layer.0, layer.1"
+    assert names_text(names).endswith("layer.9 and 3 more")
 
 
 def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
@@ -127,7 +128,7 @@ def test_each_is_waited_for_once_by_key_or_in_order() -> None:
     assert not flow
 
 
-def test_work_that_fails_is_not_waited_for_again() -> None:
+def test_a_wait_that_failed_fails_at_every_later_look() -> None:
     class Fails(Started):
         def wait(self) -> None:
             super().wait()
@@ -137,11 +138,13 @@ def test_work_that_fails_is_not_waited_for_again() -> None:
     flow = Flow()
     flow.start(lambda: Fails(log, "a"), keys="a")
     flow.start(lambda: Started(log, "b"), keys="b")
-    with pytest.raises(ConnectionError):
-        flow.wait()
+    looks = (flow.wait, flow.wait, partial(flow.wait_for, "b"), flow.finish_first)
+    for look in looks:
+        with pytest.raises(ConnectionError):
+            look()
+    assert log[2:] == ["wait a"]
+    flow.abandon()
     flow.wait()
-    flow.wait_for("ab")
-    assert log[2:] == ["wait a", "wait b"]
 
 
 class Busy:

@@ -100,7 +100,6 @@ def test_wrong_arguments_change_nothing() -> None:
         (TypeError, "expected reshard_after_forward", {"reshard_after_forward": "yes"}),
         (ValueError, "expected accumulate", {"accumulate": "both"}),
         (Exception, "units", {"units": "auto" if dist.get_rank() else 3}),
-        (ValueError, "mirror=True would have no effect", {"optimizer": adamw(model, mirror=True)}),
     ]
     before = state_of(model)
     for kind, words, options in wrong:

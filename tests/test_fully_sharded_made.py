@@ -123,7 +123,6 @@ def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing() -> No
     with pytest.raises(ValueError, match="lacks 2 trainable parameters"):
         ZeroRedundancyOptimizer([*model.parameters()][2:], torch.optim.AdamW)
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("leave it out, and save checkpoints", {"mirror": True}),
         ("a fully sharded model takes none", {"overlap_with_ddp": True}),
         ("Invalid beta", {"betas": (2.0, 2.0)}),  # in the class itself, when rows were moved
         ("another process group", {"process_group": dist.new_group()}),

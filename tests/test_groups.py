@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from training import (
     twin,
     whole,
 )
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.plan.costs import matmul_cost, numel_cost
 
 VECTORS = ((7,), (3,), (11,))
@@ -217,3 +218,40 @@ def test_a_compiled_step_gives_the_same_bits() -> None:
             set_grads(params_of(optimizer), number)
             step()
         assert_same_bits(params_of(sharded), params_of(plain), f"after step {number}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_group", [False, True])
+def test_a_parameter_without_owner_is_named_by_all_that_need_one(tmp_path: Path, has_group: bool) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    checkpoint.save(tmp_path / "one", model=model, optimizer=optimizer)
+    model.late = nn.Parameter(torch.ones(2))
+    group = optimizer.param_groups[0]
+    if has_group:
+        optimizer.param_groups.extend([{**group, "params": [model.late]}])
+    else:
+        group["params"].append(model.late)
+    for call in (
+        lambda: checkpoint.save(tmp_path / "two", model=model, optimizer=optimizer),
+        lambda: checkpoint.load(tmp_path / "one", model=model, optimizer=optimizer),
+        optimizer.consolidate_state_dict,
+        lambda: optimizer.clip_grad_norm_(1.0),
+        optimizer.explain,
+        optimizer.owned_state,
+        optimizer.pieces,
+    ):
+        with pytest.raises(
+            ValueError, match=r"shape \(2,\) has no owner: add parameters with add_param_group"
+        ):
+            call()
+
+
+@on_ranks(2)
+def test_a_group_that_was_put_into_the_list_is_refused_by_what_asks_for_its_class() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    group = optimizer.param_groups[0]
+    optimizer.param_groups.extend([{**group, "params": [group["params"].pop()]}])
+    with pytest.raises(ValueError, match=r"has 1 parameter groups, but param_groups lists 2: leave the list"):
+        optimizer.core.shaped_entries(model.parameters())

@@ -39,16 +39,15 @@ from zero_optim.ddp import (
 from zero_optim.errors import CheckpointError, StateMismatchError
 
 STAGES: dict[str, Any] = {"gradients": ShardedDataParallel, "fully": FullyShardedDataParallel}
-OVER_ALL = "fully, state over all"
 
 
 def built(
     model: nn.Module, stage: str, mesh: DeviceMesh, of_optimizer: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Any, ZeroRedundancyOptimizer]:
     given = {"optimizer_class": torch.optim.AdamW, "lr": 1e-2, **(of_optimizer or {})}
-    given["process_group"] = None if stage == OVER_ALL else mesh["shard"].get_group()
+    given["process_group"] = mesh["shard"].get_group()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), **given)
-    return STAGES[stage.removesuffix(", state over all")](model, optimizer, mesh=mesh, **options), optimizer
+    return STAGES[stage](model, optimizer, mesh=mesh, **options), optimizer
 
 
 def train(wrapped: Any, optimizer: Any, first: int = 0, steps: int = 3) -> list[float]:
@@ -204,14 +203,22 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
             options["units"] = "auto"
         with pytest.raises(kind, match=words):
             FullyShardedDataParallel(model, built_over(model, group), **options)
+    over_all = r"one row of the mesh .* ranks \[0, 1, 2, 3\]: .* all its ranks, leave out mesh"
     for words, group, wrap in (
-        ("where parameters are whole .* needs no mesh", None, ShardedDataParallel),
-        (r"one row of the mesh .*, or over all its ranks, got .* \[0, 2\]", across, FullyShardedDataParallel),
+        (over_all, None, ShardedDataParallel),
+        (over_all, None, FullyShardedDataParallel),
+        (
+            r"one row of the mesh .*, got .* \[0, 2\]: .*get_group\('shard'\)$",
+            across,
+            FullyShardedDataParallel,
+        ),
     ):
         model = Tower()
         if rank % 2 == 0 or group is None:
             with pytest.raises(ValueError, match=words):
                 wrap(model, built_over(model, group), mesh=mesh)
+    with pytest.raises(ValueError, match=over_all):
+        FullyShardedDataParallel(Tower(), mesh=mesh, process_group=dist.group.WORLD)
     for lr, cuts, words in ((0.1 * (rank > 1) + 0.1, True, "lr=0.1.*lr=0.2"), (0.1, rank > 1, "cuts")):
         for wrap in STAGES.values():
             model = Tower()

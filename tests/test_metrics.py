@@ -20,7 +20,7 @@ from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
 SHAPES = ((16, 8), (8,), (24, 4), (3,), (16, 16), (5, 5))
-PHASES = {"gather", "reduce", "clip", "agree", "state", "mirror", "total"}
+PHASES = {"gather", "reduce", "clip", "agree", "state", "total"}
 # By number of ranks: how often a rank sends a row that gloo broadcasts, by its place behind the source.
 TREES = {1: (0,), 2: (1, 0), 3: (2, 0, 0), 4: (2, 1, 0, 0), 5: (3, 1, 0, 0, 0), 8: (3, 2, 1, 1, 0, 0, 0, 0)}
 

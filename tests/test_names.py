@@ -19,7 +19,7 @@ import zero_optim.hooks
 from zero_optim import errors
 from zero_optim.compat import private
 
-NOT_PYTORCH = {"_ArgumentGroup", "_exit", "_replace"}  # of argparse, os, and named tuples
+NOT_PYTORCH = {"_ArgumentGroup", "_Unpickler", "_exit", "_replace"}  # of argparse, pickle, os, named tuples
 LISTED = [(feature, path) for feature, paths in private.NAMES.items() for path in paths]
 INHERITED = [(feature, path) for feature, paths in private.INHERITED.items() for path in paths]
 

@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from training import (
     twin,
     whole,
 )
-from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
+from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 
@@ -385,3 +386,46 @@ def test_a_class_that_joins_parameters_of_several_dtypes_is_refused_in_one_group
         ours.step()
         theirs.step()
         assert_same_bits(sharded, plain, step)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "kind", ["SGD", "RMSprop", "Adagrad", "Adadelta", "AdamW", "Adamax", "NAdam", "Muon"]
+)
+def test_a_checkpoint_of_another_dtype_or_of_masters_is_cast_as_load_state_dict_does(
+    tmp_path: Path, kind: str
+) -> None:
+    if not hasattr(torch.optim, kind):
+        pytest.skip("this PyTorch has no such class")
+    momentum, wide, narrow = {"momentum": 0.9} if kind == "SGD" else {}, torch.float32, torch.bfloat16
+
+    def build(dtype: torch.dtype, master: torch.dtype | None) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(dtype)
+        options = {**momentum, "lr": 0.1, "master_dtype": master}
+        optimizer_class = getattr(torch.optim, kind)
+        return model, ZeroRedundancyOptimizer(model.named_parameters(), optimizer_class, **options)
+
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+        set_grads(list(model.parameters()), 1)
+        optimizer.step()
+        optimizer.consolidate_state_dict(to=None)
+        return optimizer.state_dict()
+
+    for number, (saved, here) in enumerate(
+        [
+            ((wide, None), (narrow, None)),
+            ((narrow, None), (wide, None)),
+            ((narrow, wide), (narrow, None)),
+            ((narrow, None), (narrow, wide)),
+        ]
+    ):
+        model, optimizer = build(*saved)
+        whole = step(model, optimizer)
+        checkpoint.save(tmp_path / str(number), model=model, optimizer=optimizer)
+        loaded, expected = build(*here), build(*here)
+        checkpoint.load(tmp_path / str(number), model=loaded[0], optimizer=loaded[1])
+        expected[0].load_state_dict(model.state_dict())
+        expected[1].load_state_dict(whole)
+        assert_same_state(step(*loaded), step(*expected))
+        assert_same_bits(list(loaded[0].parameters()), list(expected[0].parameters()))

@@ -194,7 +194,7 @@ def test_joining_gives_back_the_state_that_rows_were_picked_from(
     here = data.draw(st.sampled_from(cut.pieces)).owner
     target, parts = Joined({7: cut}), []
     for piece in cut.pieces:
-        state = {"avg": whole, "step": torch.tensor(3.0)}
+        state = {"avg": whole, "step": torch.tensor(3.0), "count": torch.ones(1)}  # no row of the whole
         rows = cut.picked(state, Piece(0, 0, len(whole)), piece.start, piece.stop)
         assert set(cut.cut_entries(rows, piece)) == {"avg"}
         if piece.owner == here:
@@ -208,6 +208,7 @@ def test_joining_gives_back_the_state_that_rows_were_picked_from(
     joined = target.merge(parts)[7]
     assert torch.equal(joined["avg"], whole)
     assert joined["step"] == 3
+    assert joined["count"].shape == (1,)
 
 
 def assert_same_value(got: Any, expected: Any) -> None:

@@ -16,8 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import zero_optim
 from pool import on_ranks
-from stalling import TIMEOUT, be_lost, linear, outcomes, sharded, with_gradients
-from test_stalled import let_go_on
+from stalling import TIMEOUT, be_lost, let_go_on, linear, outcomes, sharded, with_gradients
 from test_unit_marks import UNEVEN, trained
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer

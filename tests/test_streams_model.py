@@ -1,8 +1,12 @@
-"""The model of streams finds what no event orders, and nothing else."""
+"""The model of streams finds what no event orders, and nothing else.
+
+Whole runs, in `test_streams_runs.py`, show more of it: that waits, `record_use` and collectives order what
+they should, and that memory which is dropped too early and two communicators at once are found.
+"""
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +22,6 @@ from zero_optim.compat.streams import HostCopy
 CPU = torch.device("cpu")
 
 
-def only(model: StreamsModel) -> Race:
-    """The one race that was found."""
-    races = model.settle()
-    assert len(races) == 1, "\n".join(map(str, races))
-    return races[0]
-
-
 def writes(tensor: Tensor) -> None:
     tensor.add_(1)
 
@@ -33,95 +30,192 @@ def reads(tensor: Tensor) -> Tensor:
     return tensor * 2
 
 
-def test_a_read_on_another_stream_that_waits_for_nothing_is_found_with_both_stacks() -> None:
-    value = torch.ones(4)
-    with modelled_streams(checks=False) as model:
-        writes(value)
-        with model.using(model.new_stream()):
-            reads(value)
-        race = only(model)
-    assert "writes" in race.first.stack.functions
-    assert "reads" in race.second.stack.functions
-    assert race.first.writes
-    assert not race.second.writes
-    assert "test_streams_model.py" in str(race)
+def on_side(model: StreamsModel, function: Callable[[Tensor], object], tensor: Tensor) -> None:
+    """Call a function on another stream, which waits for nothing."""
+    with model.using(model.new_stream()):
+        function(tensor)
 
 
-def test_an_event_orders_a_read() -> None:
-    value = torch.ones(4)
-    with modelled_streams() as model:
-        writes(value)
-        event = streams.recorded_event(CPU)
-        with model.using(model.new_stream()):
-            streams.wait_for_event(CPU, event)
-            reads(value)
+def through_dlpack(tensor: Tensor) -> Tensor:
+    """Another storage over the same memory."""
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
 
 
-def test_an_event_orders_nothing_that_comes_after_it_was_recorded() -> None:
-    value = torch.ones(4)
-    with modelled_streams(checks=False) as model:
-        event = streams.recorded_event(CPU)
-        writes(value)
-        with model.using(model.new_stream()):
-            streams.wait_for_event(CPU, event)
-            reads(value)
-        assert "writes" in only(model).first.stack.functions
+# ---------------------------------------------------------------------- small programs
 
 
-def test_a_write_while_another_stream_reads_is_found() -> None:
-    value = torch.ones(4)
-    with modelled_streams(checks=False) as model:
-        with model.using(model.new_stream()):
-            reads(value)
-        writes(value)
-        race = only(model)
-    assert not race.first.writes
-    assert race.second.writes
+def read_elsewhere(model: StreamsModel, value: Tensor) -> None:
+    writes(value)
+    on_side(model, reads, value)
 
 
-def test_reads_beside_each_other_are_no_race() -> None:
-    value = torch.ones(4)
-    with modelled_streams() as model:
+def write_while_another_reads(model: StreamsModel, value: Tensor) -> None:
+    on_side(model, reads, value)
+    writes(value)
+
+
+def write_after_the_event(model: StreamsModel, value: Tensor) -> None:
+    event = streams.recorded_event(CPU)
+    writes(value)
+    with model.using(model.new_stream()):
+        streams.wait_for_event(CPU, event)
         reads(value)
-        with model.using(model.new_stream()):
-            reads(value)
 
 
-def test_other_places_of_one_tensor_do_not_disturb_each_other_and_the_same_place_does() -> None:
-    flat = torch.ones(8)
-    matrix = torch.ones(4, 4)
+def write_before_the_event(model: StreamsModel, value: Tensor) -> None:
+    writes(value)
+    event = streams.recorded_event(CPU)
+    with model.using(model.new_stream()):
+        streams.wait_for_event(CPU, event)
+        reads(value)
+
+
+def read_beside_reads(model: StreamsModel, value: Tensor) -> None:
+    reads(value)
+    on_side(model, reads, value)
+
+
+def use_other_places(model: StreamsModel, value: Tensor) -> None:
+    matrix = value[8:].view(2, 4)
+    writes(value[:4])
+    writes(matrix[:, :2])
+    on_side(model, reads, value[4:8])
+    on_side(model, reads, matrix[:, 2:])
+
+
+def use_the_same_place(model: StreamsModel, value: Tensor) -> None:
+    writes(value[:4])
+    on_side(model, reads, value[3:5])
+
+
+def use_two_storages(model: StreamsModel, value: Tensor) -> None:
+    alias = through_dlpack(value[4:])
+    assert alias.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+    writes(value)
+    on_side(model, reads, alias)
+
+
+def go_backward_after_a_write(model: StreamsModel, value: Tensor) -> None:
+    value.requires_grad_()
+    loss = (value * value).sum()
+    on_side(model, writes, value.data)
+    loss.backward()
+
+
+def read_what_a_hook_copied(model: StreamsModel, value: Tensor) -> object:
+    flags = list[Tensor]()
+
+    def hook(_: Tensor) -> None:
+        flags.append(torch.tensor([1.0, 2.0]).pin_memory().to(CPU, non_blocking=True))
+
+    value.requires_grad_().register_post_accumulate_grad_hook(hook)
+    value.sum().backward()
+    assert not model.settle()
+    on_side(model, reads, flags[0])
+    return flags
+
+
+def drop(model: StreamsModel, _: Tensor, keep: Callable[[Tensor], object] = Tensor.size) -> None:
+    """Use memory on a stream, and drop it where that stream has surely not got there yet."""
+    made, side = torch.ones(4, device=CPU), model.new_stream()
+    side.wait_stream(model.current_stream)
+    with model.using(side):
+        reads(made)
+        keep(made)
+    del made
+
+
+def drop_what_dlpack_made(model: StreamsModel, value: Tensor) -> None:
+    drop(model, value, lambda made: streams.record_use(through_dlpack(made[:2])))
+
+
+def drop_what_is_marked(model: StreamsModel, value: Tensor) -> None:
+    drop(model, value, streams.record_use)
+
+
+def drop_what_was_waited_for(model: StreamsModel, value: Tensor) -> None:
+    main = model.current_stream
+    drop(model, value, lambda _: main.wait_stream(model.current_stream))
+
+
+def read_on_the_cpu_too_early(model: StreamsModel, value: Tensor) -> object:
+    copy = HostCopy(value)
+    copy._events = []
+    copy.read().tolist()
+    return copy
+
+
+def read_after_the_cpu_has_waited(model: StreamsModel, value: Tensor) -> None:
+    writes(value)
+    model.current_stream.synchronize()
+    on_side(model, reads, value)
+
+
+def read_a_future_unasked(model: StreamsModel, _: Tensor) -> object:
+    future = streams.future_on(CPU)
+    with model.using(model.new_stream()):
+        future.set_result(torch.ones(4, device=CPU))
+    reads(future.value())
+    return future
+
+
+def read_on_a_thread(model: StreamsModel, value: Tensor) -> None:
+    """A thread begins with the default stream."""
+    with model.using(model.new_stream()):
+        writes(value)
+        thread = threading.Thread(target=reads, args=(value,))
+        thread.start()
+        thread.join()
+
+
+# A program, and what either side of its one race is, or goes through; None where there is none.
+PROGRAMS: dict[Callable[[StreamsModel, Tensor], object], tuple[str, str] | None] = {
+    read_elsewhere: ("writes", "reads"),
+    write_while_another_reads: ("reads", "writes"),
+    write_after_the_event: ("writes", "reads"),
+    write_before_the_event: None,
+    read_beside_reads: None,
+    use_other_places: None,
+    use_the_same_place: ("writes", "reads"),
+    use_two_storages: ("writes", "reads"),
+    go_backward_after_a_write: ("writes", "mul"),
+    read_what_a_hook_copied: ("hook", "reads"),
+    drop: ("reads", "drop"),
+    drop_what_dlpack_made: ("reads", "drop"),
+    drop_what_is_marked: None,
+    drop_what_was_waited_for: None,
+    read_on_the_cpu_too_early: ("read_on_the_cpu_too_early", "the CPU"),
+    read_after_the_cpu_has_waited: None,
+    read_a_future_unasked: ("read_a_future_unasked", "reads"),
+    read_on_a_thread: ("writes", "reads"),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_race_is_found_with_both_stacks_and_nothing_else(
+    program: Callable[[StreamsModel, Tensor], object],
+) -> None:
+    sides, value = PROGRAMS[program], torch.ones(16)
     with modelled_streams(checks=False) as model:
-        side = model.new_stream()
-        writes(flat[:4])
-        writes(matrix[:, :2])
-        with model.using(side):
-            reads(flat[4:])
-            reads(matrix[:, 2:])
-        assert not model.settle()
-        with model.using(side):
-            reads(flat[3:5])
-        only(model)
+        kept = program(model, value)
+        races = model.settle()
+        del kept
+    if sides is None:
+        assert not races, "\n".join(map(str, races))
+        return
+    assert any(is_between(race, *sides) for race in races), "\n".join(map(str, races))
+    assert len(races) == 1 or program is go_backward_after_a_write, "\n".join(map(str, races))
+    assert "test_streams_model.py" in str(races[0])
 
 
-def test_two_storages_over_the_same_memory_are_one_memory() -> None:
-    flat = torch.ones(8)
-    alias = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(flat[4:]))
-    assert alias.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
-    with modelled_streams(checks=False) as model:
-        writes(flat)
-        with model.using(model.new_stream()):
-            reads(alias)
-        only(model)
+def is_between(race: Race, *names: str) -> bool:
+    sides = zip((race.first, race.second), names, strict=True)
+    return all(
+        name in side.what or name in side.by.name or name in side.stack.functions for side, name in sides
+    )
 
 
-def test_operators_of_a_backward_pass_are_seen() -> None:
-    weight = torch.ones(4, requires_grad=True)
-    with modelled_streams(checks=False) as model:
-        loss = (weight * weight).sum()
-        with model.using(model.new_stream()):
-            writes(weight.data)
-        loss.backward()
-        assert any("mul" in race.second.what and not race.second.writes for race in model.settle())
+# ---------------------------------------------------------------------- what else it models
 
 
 def test_a_part_of_a_model_on_another_stream_is_ordered_in_both_passes() -> None:
@@ -135,26 +229,6 @@ def test_a_part_of_a_model_on_another_stream_is_ordered_in_both_passes() -> None
         there(value * 1).sum().backward()
         assert seen == [side, main]
         assert model.current_stream is main
-
-
-def dropped(model: StreamsModel, keep: Callable[[Tensor], None]) -> None:
-    """Use memory on a stream, and drop it where that stream has surely not got there yet."""
-    value = torch.ones(4, device=CPU)
-    event = streams.recorded_event(CPU)
-    with model.using(model.new_stream()):
-        streams.wait_for_event(CPU, event)
-        reads(value)
-        keep(value)
-    del value
-
-
-def test_memory_that_is_dropped_while_another_stream_uses_it_is_found() -> None:
-    with modelled_streams(checks=False) as model:
-        dropped(model, lambda _: None)
-        race = only(model)
-    assert "used again" in race.what
-    assert "reads" in race.first.stack.functions
-    assert "dropped" in race.second.stack.functions
 
 
 def test_memory_of_a_storage_that_is_emptied_is_given_back_then() -> None:
@@ -172,39 +246,6 @@ def test_memory_of_a_storage_that_is_emptied_is_given_back_then() -> None:
             writes(value)
             del value, storage
             assert len(model.settle()) == count
-
-
-def test_record_use_keeps_memory() -> None:
-    with modelled_streams() as model:
-        dropped(model, streams.record_use)
-
-
-def test_record_use_does_nothing_for_memory_that_dlpack_made() -> None:
-    def keep(value: Tensor) -> None:
-        streams.record_use(torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(value[:2])))
-
-    with modelled_streams(checks=False) as model:
-        dropped(model, keep)
-        only(model)
-
-
-def test_memory_that_its_own_stream_waits_for_may_be_dropped() -> None:
-    with modelled_streams() as model:
-        value, side = torch.ones(4, device=CPU), model.new_stream()
-        side.wait_stream(model.current_stream)
-        with model.using(side):
-            reads(value)
-        model.current_stream.wait_stream(side)
-        del value
-
-
-def test_a_value_that_the_cpu_reads_before_its_copy_has_come_is_found() -> None:
-    value = torch.ones(4)
-    with modelled_streams(checks=False) as model:
-        copy = HostCopy(value)
-        copy._events = []
-        copy.read().tolist()
-        assert "the CPU" in only(model).second.by.name
 
 
 def test_a_host_copy_that_is_waited_for_is_right_and_waits_for_no_more() -> None:
@@ -225,15 +266,6 @@ def test_tensors_over_memory_of_python_are_on_the_host() -> None:
         assert [model.kind_of(tensor) for tensor in made] == ["host", "host"]
 
 
-def test_what_the_cpu_has_waited_for_is_ordered() -> None:
-    value = torch.ones(4)
-    with modelled_streams() as model:
-        writes(value)
-        model.current_stream.synchronize()
-        with model.using(model.new_stream()):
-            reads(value)
-
-
 def test_a_future_orders_streams_and_its_callbacks() -> None:
     with modelled_streams() as model:
         future = streams.future_on(CPU)
@@ -246,17 +278,8 @@ def test_a_future_orders_streams_and_its_callbacks() -> None:
         assert reads(child.wait()).tolist() == [12.0] * 4
 
 
-def test_a_value_of_a_future_that_nobody_waited_for_is_found() -> None:
-    with modelled_streams(checks=False) as model:
-        future = streams.future_on(CPU)
-        with model.using(model.new_stream()):
-            future.set_result(torch.ones(4, device=CPU))
-        reads(future.value())
-        only(model)
-
-
 def test_an_error_in_a_callback_comes_out_of_its_future() -> None:
-    def fail(_: object) -> None:
+    def fail(_: Any) -> None:
         raise ValueError("no")
 
     with modelled_streams():
@@ -265,17 +288,6 @@ def test_an_error_in_a_callback_comes_out_of_its_future() -> None:
         future.set_result(torch.ones(1))
         with pytest.raises(ValueError, match="no"):
             child.wait()
-
-
-def test_a_thread_is_watched_and_begins_with_the_default_stream() -> None:
-    value = torch.ones(4)
-    with modelled_streams(checks=False) as model:
-        with model.using(model.new_stream()):
-            writes(value)
-            thread = threading.Thread(target=reads, args=(value,))
-            thread.start()
-            thread.join()
-        assert "reads" in only(model).second.stack.functions
 
 
 def sum_read_too_early(waits: bool) -> list[str]:
@@ -329,48 +341,3 @@ def test_collectives_that_ranks_start_in_other_orders_are_found() -> None:
         if rank == 1:
             with pytest.raises(AssertionError, match=r"(?s)rank 1 broadcast of 4 .*on rank 0 all_reduce"):
                 model.communicators._tell("broadcast of 4 elements", dist.group.WORLD)
-
-
-def two_communicators(in_order: bool) -> list[str]:
-    groups = [dist.new_group(), dist.new_group()]
-    first, second = torch.ones(4), torch.ones(4)
-    with modelled_streams(is_nccl=True, checks=False) as model, ExitStack() as stack:
-        side = model.new_stream()
-        work = dist.all_reduce(first, group=groups[0], async_op=True)
-        assert work is not None
-        if in_order:
-            with model.using(side):
-                work.wait()
-
-        def other_thread() -> None:
-            with model.using(side):
-                dist.all_reduce(second, group=groups[1])
-
-        thread = threading.Thread(target=other_thread)
-        thread.start()
-        thread.join()
-        work.wait()
-        stack.pop_all()
-        return [str(race) for race in model.settle()]
-
-
-def test_two_communicators_that_two_threads_use_at_once_are_found(ranks2: Ranks) -> None:
-    for in_order in (True, False):
-        for found in ranks2.run(two_communicators, in_order):
-            assert ["two communicators" in race for race in found] == [True] * (not in_order), found
-
-
-def test_what_hooks_of_a_backward_pass_copy_to_the_device_is_seen() -> None:
-    weight = torch.ones(4, requires_grad=True)
-    flags: list[Tensor] = []
-
-    def hook(_: Tensor) -> None:
-        flags.append(torch.tensor([1.0, 2.0]).pin_memory().to(CPU, non_blocking=True))
-
-    weight.register_post_accumulate_grad_hook(hook)
-    with modelled_streams(checks=False) as model:
-        weight.sum().backward()
-        assert not model.settle()
-        with model.using(model.new_stream()):
-            reads(flags[0])
-        assert "hook" in only(model).first.stack.functions

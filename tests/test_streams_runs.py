@@ -1,6 +1,11 @@
-"""Whole runs on the model of streams: the library orders all that it does on an accelerator."""
+"""Whole runs on the model of streams: all that the library does is in order, and planted races are found."""
 
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +32,13 @@ from streams_runs import (
     replace_data,
     save,
 )
-from zero_optim.ddp import PrecisionPolicy
+from zero_optim.comm import row_sum
+from zero_optim.compat.streams import StreamBeside
+from zero_optim.ddp import PrecisionPolicy, bucketer
+from zero_optim.ddp.reducer.stream_order import StreamOrder
+from zero_optim.flow import pending
+from zero_optim.hooks.stepper import ZeroStep
+from zero_optim.iteration import overlap
 
 pytestmark = pytest.mark.on_sockets("the model has an accelerator, whose tensors go through its backend")
 
@@ -135,3 +146,96 @@ def test_a_run_is_ordered(ranks2: Ranks, name: str) -> None:
 
 def test_reduce_scatters_of_one_rank_are_ordered(ranks1: Ranks) -> None:
     assert ranks1.run(races_of, "reduce-scatters on two streams") == [[]]
+
+
+# ---------------------------------------------------------------------- races that are put back
+
+Patch = AbstractContextManager[Any]
+
+
+def nothing(target: object, name: str) -> Callable[[], Patch]:
+    """Have a wait or `record_use` do nothing; a mock would keep what it is called with."""
+    return partial(mock.patch.object, target, name, lambda *_: None)
+
+
+def begins_elsewhere() -> Patch:
+    begin = ZeroStep._begin
+
+    def on_thread(stepper: ZeroStep, of: Any) -> None:
+        def work() -> None:
+            with StreamBeside().using(torch.device("cpu")):
+                begin(stepper, of)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    return mock.patch.object(ZeroStep, "_begin", on_thread)
+
+
+# What is put back; a run; what the two stacks go through.
+PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] = {
+    "the thread that steps, on its stream, takes over what the user did to parameters": (
+        begins_elsewhere,
+        EVERYWHERE | REPLACED,
+        ("replace_data", "refresh"),
+    ),
+    "a bucket is launched on the stream of its last gradient, which waits for no other": (
+        partial(mock.patch.object, StreamOrder, "of", return_value=None),
+        TWO_STREAMS,
+        ("train", "take_pending"),
+    ),
+    "a gather is waited for once, by whatever stream comes first": (
+        partial(mock.patch.object, pending.Pending, "_wait_behind", return_value=True),
+        EVALUATED | LAZILY,
+        ("start_gather", "forward"),
+    ),
+    "the flat tensor of a gather is dropped after a wait on another stream than its own": (
+        nothing(pending, "record_use"),
+        EVERYWHERE | PACKED,
+        ("broadcast|receive", "wait"),  # whichever uses it last on a rank
+    ),
+    "what ranks sent is dropped after it was added up on another stream than its own": (
+        nothing(row_sum, "record_use"),
+        OWNERS,
+        ("wait", "__call__"),
+    ),
+    "what came for a reduce-scatter is dropped too early": (
+        nothing(row_sum, "record_use"),
+        RUNS["reduce-scatters on two streams"],
+        ("wait", "reduce_scatters"),
+    ),
+    "chunks are sent on the stream of a later call, which waits for no other": (
+        nothing(bucketer, "wait_for_event"),
+        RUNS["reduce-scatters on two streams"],
+        ("_chunks", "packed"),
+    ),
+    "chunks are dropped after another stream than their own has packed them": (
+        nothing(bucketer, "record_use"),
+        RUNS["reduce-scatters on two streams"],
+        ("packed", "reduce_scatters"),
+    ),
+    "a thread beside the backward pass steps and gathers, on process groups of its own": (
+        partial(mock.patch.object, overlap, "may_run_beside", return_value=True),
+        EVERYWHERE,
+        ("all_reduce", "broadcast"),
+    ),
+}
+
+
+def races_with(name: str) -> list[Found]:
+    put_back, run, _ = PLANTED[name]
+    return on_model(lambda: Run(**run), put_back, is_nccl=True)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_race_that_is_put_back_is_found_with_both_stacks(ranks2: Ranks, name: str) -> None:
+    first, second = PLANTED[name][2]
+    for found in ranks2.run(races_with, name):
+        named = [_names(race.first, first) and _names(race.second, second) for race in found]
+        assert any(named), "\n".join([f"nothing of {first} and {second} in", *(race.text for race in found)])
+
+
+def _names(side: tuple[str, ...], name: str) -> bool:
+    what, *functions = side
+    return any(each in what or each in functions for each in name.split("|"))

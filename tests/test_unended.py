@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pool import on_ranks
 from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
@@ -22,6 +23,7 @@ from waiting import wait_until
 from zero_optim.comm import sending, unended
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Waitable
+from zero_optim.comm.unended import Paired
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import StalledError
 
@@ -96,16 +98,27 @@ def in_an_agreement(group: RankGroup) -> None:
     group.all_gather_fixed(bytes(64))
 
 
+def started(group: RankGroup, large: Tensor, sender: int) -> Waitable:
+    """Start to send from one rank, or to receive there."""
+    other, is_sender = 1 - dist.get_rank(), dist.get_rank() == sender
+    start = sending._isend if is_sender else sending._irecv
+    work = group.begin_work("", large.device if is_sender else None)
+    with work.starting():
+        works = sending._started([start(group, large, other)])
+        work.take(*([Paired(works)] if is_sender else works))
+    return work
+
+
 def in_a_started_send(group: RankGroup) -> None:
-    large, start = torch.ones(2**20), (sending.start_recv, sending.start_send)[dist.get_rank()]
-    stop_behind(lambda: start(group, large, 1 - dist.get_rank())).wait()
+    large = torch.ones(2**20)
+    stop_behind(lambda: started(group, large, 1)).wait()
 
 
 def in_a_send(group: RankGroup) -> None:
     large = torch.ones(2**20)  # more than the system takes at once
     if dist.get_rank() == 0:
         wait_until_the_other_is_stopped()
-        sending.start_recv(group, large, 1).wait()
+        sending.recv(group, large, 1)
     else:
         stop_soon()
         sending.send(group, large, 0)
@@ -150,7 +163,7 @@ def test_a_send_that_fails_raises_what_gloo_says() -> None:
     """The other rank is known to have ended when a send is waited for."""
     group = RankGroup.of(dist.new_group())
     if dist.get_rank() == 0:
-        work = sending.start_send(group, torch.ones(2**20), 1)
+        work = started(group, torch.ones(2**20), 0)
         default_store().set("sent", "")
         with pytest.raises(RuntimeError, match=r"onnection|closed") as caught:
             work.wait()

@@ -7,7 +7,7 @@ of a function of the library that is replaced on that rank alone.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stalling import about_to_stall, stay_away
+from stalling import about_to_stall, note, noted, stay_away
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     ShardedDataParallel,
 )
-from zero_optim.errors import ZeroOptimError
 from zero_optim.hooks import zero_step
 from zero_optim.plan import cuts
 
@@ -45,7 +44,6 @@ class Trouble:
     failure: str = "none"
     point: str = ""
     rank: int = -1
-    notes: Any = None
 
     def strike(self, point: str) -> None:
         """Have the trouble, if this is the point, and it is of the kinds that happen at one."""
@@ -60,7 +58,7 @@ class Trouble:
         elif self.failure == "error":
             raise ValueError(PLANNED)
         else:
-            stay_away(self.notes)
+            stay_away()
 
 
 TROUBLE = Trouble()  # of this process, which is forked for one cell
@@ -68,13 +66,14 @@ TROUBLE = Trouble()  # of this process, which is forked for one cell
 
 def note_time() -> None:
     """Tell all ranks that the trouble begins now, on the clock that the processes of a machine share."""
-    TROUBLE.notes.set(_WHEN, repr(time.monotonic()))
+    note(_WHEN, repr(time.monotonic()))
     about_to_stall()
 
 
-def seconds_since_trouble(notes: dist.Store) -> float | None:
+def seconds_since_trouble() -> float | None:
     """Tell how long ago it began, if it did."""
-    return time.monotonic() - float(notes.get(_WHEN)) if notes.check([_WHEN]) else None
+    when = noted(_WHEN)
+    return None if when is None else time.monotonic() - float(when)
 
 
 class Troubled(torch.optim.Adam):
@@ -328,11 +327,11 @@ PHASES = {
 }
 
 
-def play(failure: str, bad: int, phase_name: str, folder: Path, notes: dist.Store, timeout: float) -> None:
+def play(failure: str, bad: int, phase_name: str, folder: Path, timeout: float) -> None:
     """What each rank does: train, save, come to the phase; then one has its trouble."""
     phase = PHASES[phase_name]
     is_bad = dist.get_rank() == bad
-    TROUBLE.rank, TROUBLE.notes = bad, notes
+    TROUBLE.rank = bad
     scene = Scene(folder, phase.kind, timeout)
     scene.build()
     scene.train()
@@ -376,23 +375,3 @@ def _striking_in(name: str) -> Iterator[None]:
 
     with patch.object(target, function, replaced):
         yield
-
-
-def load_newest(folders: Sequence[Path]) -> list[str | None]:
-    """Load the newest checkpoint below each folder in a run of one rank; gives what went wrong, by folder."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return [_load_newest(folder) for folder in folders]
-
-
-def _load_newest(folder: Path) -> str | None:
-    model = make_model()
-    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), Troubled, lr=0.1)
-    newest = checkpoint.latest(folder)
-    if newest is None:
-        return "there is none"
-    try:
-        checkpoint.load(newest, model=model, optimizer=optimizer)
-    except ZeroOptimError as error:
-        return f"{type(error).__name__}: {error}"
-    state = optimizer.state[model[0].weight]
-    return None if state["step"] > 0 else "the state is empty"

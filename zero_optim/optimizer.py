@@ -43,6 +43,9 @@ def _part(path: str, doc: str, *, settable: bool = False) -> Any:  # noqa: ANN40
     return property(attrgetter(path), change if settable else None, doc=doc)
 
 
+_OWN = frozenset({"core", "iteration", "defaults", "grad_scale", "found_inf"})  # the latter by scalers
+
+
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Shard the state of an optimizer over the ranks of a process group (ZeRO stage 1).
 
@@ -91,9 +94,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             jobs, and for NCCL, where a CPU that waits for the device cannot raise.
         own_options: group options that each rank may set for itself, such as ``("lr",)``. Each step compares
             the others if they are plain values, and raises RankMismatchError if one differs.
-        mirror: after every step, copy what a rank owns to the next rank's CPU memory over gloo, so that
-            `rebind` can do without a lost rank. Takes four times the memory of what a rank owns, and one
-            small collective more a step. A group of one rank warns.
         allow_unsaved: train a class whose state cannot be saved and resumed, as trials show; otherwise it is
             refused now, not at the first save.
         **defaults: keyword arguments of ``optimizer_class``.
@@ -133,7 +133,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         timeout: float | None = None,
         on_stall: OnStall = "raise",
         own_options: Sequence[str] = (),
-        mirror: bool = False,
         allow_unsaved: bool = False,
         **defaults: object,
     ) -> None:
@@ -151,7 +150,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             timeout=timeout,
             on_stall=on_stall,
             own_options=own_options,
-            mirror=mirror,
             allow_unsaved=allow_unsaved,
         )
         params = as_lists(params)
@@ -198,6 +196,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return self.iteration.of_class(name, matches)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute, of the user's class if that has it and this one does not; no communication."""
+        core: Core | None = vars(self).get("core")
+        is_own = name.startswith("_") or name in _OWN or hasattr(type(self), name)
+        if is_own or core is None or not core.owned.local.assign(name, value):
+            super().__setattr__(name, value)
+
     # ------------------------------------------------------------------ stepping
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]  # noqa: ANN401
@@ -236,15 +241,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
         self.iteration.overlap().begin(joined=joined)
 
-    num_steps = _part(
-        "core.snapshot.steps",
-        "Calls of `step` on this rank, skipped ones included; after `rebind` went back as many less.",
-    )
+    num_steps = _part("core.snapshot.steps", "Calls of `step` on this rank, skipped ones included.")
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
+    def _step_supports_amp_scaling(self) -> views.Asked:
         """Whether a ``GradScaler`` calls `step` after an infinity too: Note [Infinities] in `step.amp`."""
-        return self.iteration.hears_scaler()
+        return views.Asked(self.iteration.hears_scaler)  # a debugger may read it on one rank
 
     def clip_grad_norm_(
         self,
@@ -401,8 +403,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ process groups that end
 
-    def detach(self, *, wait: bool = True, staying: Sequence[int] | None = None) -> None:
-        """Release the process group and everything built on it. No communication, but for ``staying``.
+    def detach(self, *, wait: bool = True) -> None:
+        """Release the process group and everything built on it. No communication.
 
         Every rank calls it for itself between steps, before ``destroy_process_group()``, also when another
         rank has failed. Then `state`, `param_groups` and other things of this rank can be read and saved;
@@ -412,70 +414,51 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             wait: wait for pending gathers, whose parameters may have old values until `rebind` if their owner
                 has died. Use False if a rank is stopped: the wait would last until the group's timeout.
-            staying: the group ranks of a smaller next group, the same on all ranks, which all call: the
-                others first send their state to these. None sends nothing.
 
         Raises:
-            RuntimeError: the optimizer is that of a fully sharded model.
-            ValueError: ``staying`` names no ranks of the group.
-            Exception: the state cannot be sent. The optimizer stays attached.
+            RuntimeError: the optimizer is that of a fully sharded model. It stays attached.
         """
         if self.core.ranks.is_let_go:
             return
-        self.iteration.detach(wait=wait, staying=staying)
+        self.iteration.detach(wait=wait)
         self.defaults = self.core.owned.local.defaults
         unwatch(self)
 
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
-        """Go on in another process group of any size; all its ranks call, detached.
+        """Go on in another process group, which has all ranks that own state; all its ranks call, detached.
 
         Owners are planned anew, state moves to them in pieces of bounded size, and parameters are gathered.
         New ranks build their optimizer with the same arguments in any group of their own, detach it, and get
         the others' options. A lazily gathered model stays so; comm hooks must be registered anew.
 
-        With ``mirror=True`` ranks may be lost, or hold state of different steps. Then all go back to the end
-        of the last step whose mirrors are complete: parameters, state, averages and options.
+        In a group of fewer ranks, or after a rank has failed, bind with ``keep_state=False``, then load a
+        checkpoint with `zero_optim.checkpoint.load`, which gives the same bits.
 
         Args:
             process_group: the new ranks; None for the default group.
             keep_state: False begins with new state and the present parameters.
 
         Returns:
-            `num_steps` of the state, equal on every rank; after going back as a rule one less than before.
+            `num_steps` of the state, equal on every rank.
 
         Raises:
             LostStateError: no rank of the group holds the state of some parameters, which are named, or a
-                step broke off half way. With mirrors: a rank and its buddy are lost, or no step was taken.
-                `zero_optim.checkpoint.rebind` then loads.
+                step broke off half way.
             RankMismatchError: ranks hold state of different steps, or have other parameters or arguments.
             RuntimeError: an optimizer is not detached on some rank.
             ValueError: the class does not bear cuts with the present options.
             Exception: of the class. After each of these the optimizer is detached as before.
         """
-        self._rebind(process_group, keep_state=keep_state, may_lose=False)
-        return self.core.snapshot.steps
-
-    def rebind_held(self, process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Like `rebind`, with the state that the new ranks hold; all call.
-
-        Returns parameters that lost some state, equal on every rank. They have no state now, and perhaps
-        wrong values: the caller brings both, as `zero_optim.checkpoint.rebind` does.
-        """
-        return self._rebind(process_group, keep_state=True, may_lose=True)
-
-    def _rebind(
-        self, process_group: dist.ProcessGroup | None, *, keep_state: bool, may_lose: bool
-    ) -> list[Tensor]:
         group = rebinding.new_group(self.core, process_group)
         watch(self, group, self.core.inputs.options.on_stall)
         try:
-            lost = self.iteration.rebind(group, keep_state=keep_state, may_lose=may_lose)
+            self.iteration.rebind(group, keep_state=keep_state)
         finally:
             if self.core.ranks.is_let_go:  # as before
                 unwatch(self)
         self.defaults = self.core.owned.local.defaults
         learn_addresses(group)
-        return lost
+        return self.core.snapshot.steps
 
     # ------------------------------------------------------------------ what each rank holds
 
@@ -517,7 +500,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Phases: ``gather`` (parameters from owners), ``reduce`` (gradients, to owners or averaged by
         `zero_optim.hooks.zero_step`; our DDP has its own ``metrics()``), ``clip``, ``agree`` (construction,
         closures, ``Join``, scalers of sharded gradients), ``state`` (consolidated, or sent by one rank; not
-        checkpoints), ``mirror``, and ``total``.
+        checkpoints), and ``total``.
         """
         return self.core.ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
 

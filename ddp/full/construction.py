@@ -36,6 +36,7 @@ from zero_optim.ddp.full.filling import (
     leave_meta,
     take_values_of_first,
 )
+from zero_optim.ddp.full.guards import refuse_shared_memory
 from zero_optim.ddp.full.module_hooks import units_of
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.wrapper_checks import (
@@ -205,7 +206,7 @@ def construct(
     """
     group, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:
-        mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
+        mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
         group = optimizer.ranks if mesh is None else mesh.everyone
     ranks = RanksToBe(arguments.mesh, process_group, group)
     with ranks.failing_together():
@@ -221,6 +222,7 @@ def construct(
         construction = UnitConstruction(module, arguments, change_optimizer)
         at_exit.callback(construction.give_up)
         construction.take(optimizer)
+        refuse_shared_memory(module, construction.registration.params)
     items = [
         f"accumulate={arguments.accumulate!r}",
         f"mixed_precision: {construction.policy.describe()}",
@@ -230,7 +232,7 @@ def construct(
     if optimizer is None:
         with ranks.failing_together():
             optimizer = construction.stand_in(ranks.process_group, options)
-        mesh = RankMesh.of(arguments.mesh, optimizer.ranks, may_split=True)
+        mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
     return construction, optimizer, mesh
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_optim.compat import private
 from zero_optim.compat.engine import eager
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.shard.row_bucket import Uncopied
@@ -96,6 +97,23 @@ def _check_unchanged(name: str, param: Tensor, function: Function) -> None:
                 "before it is wrapped, on all ranks alike; or save full_state_dict(model), build the model "
                 "anew, convert it, wrap it, and load that"
             )
+
+
+def refuse_shared_memory(model: nn.Module, params: Collection[Tensor]) -> None:
+    """Raise ValueError if another parameter or a buffer has the memory of one that will be freed."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    freed = {_storage(tensor): name for name, tensor in named if tensor in params and tensor.numel()}
+    for name, tensor in named:
+        if tensor not in params and tensor.numel() and _storage(tensor) in freed and not tensor.is_meta:
+            raise ValueError(
+                f"{name} has the memory of the parameter {freed[_storage(tensor)]}, which each rank would "
+                "free between uses: give it memory of its own (tensor.clone()), or make both one "
+                "parameter, as head.weight = tokens.weight does"
+            )
+
+
+def _storage(tensor: Tensor) -> object:
+    return private.cdata(tensor.untyped_storage())
 
 
 class UnitMembers:

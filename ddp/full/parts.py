@@ -1,7 +1,6 @@
 """The parts of a fully sharded model: its units, what gathers them, and the reducer of its gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from zero_optim.ddp.full.unit import OUTERMOST, Unit
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.wrapper_checks import ignored_names, seen_params, sparse_names
-from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
+from zero_optim.health.unit_stamps import UnitMarks
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.row_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+from zero_optim.shard.row_gathers import UnitGathers
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
@@ -63,27 +62,13 @@ def make_reducer(
     )
 
 
-def make_gathers(
-    construction: UnitConstruction,
-    optimizer: ZeroRedundancyOptimizer,
-    mesh: RankMesh | None,
-    reducer: OwnerReducer,
-    stamps: UnitStamps,
-) -> UnitGathers:
-    """Choose how units are gathered; all ranks call, and it communicates."""
+def make_gathers(construction: UnitConstruction, optimizer: ZeroRedundancyOptimizer) -> UnitGathers:
+    """Make the gathers of units; all ranks call, and it communicates."""
     ranks, params = optimizer.ranks, construction.registration.params
     names = [f"unit {name}" if name else OUTERMOST for name in construction.choice.names]
     named = zip(names, construction.registration.buckets, strict=True)
-    units = {bucket: name for name, buckets in named for bucket in buckets}
-    if mesh is None or not mesh.splits_state:
-        labels = {bucket.params[0]: name for bucket, name in units.items()}
-        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(labels, ranks))
-    parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
-    inner, across = (lanes_for_rows(part, params) for part in parts)
-    history, storage = reducer.history, optimizer.core.inputs.store.rows
-    return GathersInReplicas(
-        mesh, inner, across, units, stamps, reducer.params, lambda: history.num_passes, storage
-    )
+    labels = {bucket.params[0]: name for name, buckets in named for bucket in buckets}
+    return UnitGathers(ranks, lanes_for_rows(ranks, params), UnitMarks(labels, ranks))
 
 
 def seen_buffers(module: nn.Module) -> list[Tensor]:

@@ -12,19 +12,12 @@ Note [Sums across replicas]
     The word of a failure is summed with its row. All ranks start sums in the order of buckets, as NCCL wants
     it.
 
-Note [Sums inside, then across]
-    With state over all ranks of a mesh each rank owns a row. Inside a replica of S ranks, rank s receives the
-    rows of its column, the ranks with its number in all R replicas, and adds up in the order of ranks. Then
-    the column exchanges these sums, and each adds up its own row in the order of replicas. That sends (R - 1)
-    / (R S) of the gradients' bytes across, half of an all-reduce; on two replicas it has the same bits. Until
-    then 1/S of the bucket is held: sums of the column's other rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -38,9 +31,6 @@ from zero_optim.ddp.reducer.reduction import Wait, start_sum
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 
-if TYPE_CHECKING:
-    from zero_optim.comm.traffic import Waitable
-
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
 
@@ -50,9 +40,7 @@ class SumRoute:
 
     inner: RankGroup  # the ranks of this replica
     lanes: Lease  # for exchanges among them
-    across: RankGroup | None = None  # owners of the same rows in all replicas, or this rank's column
-    lanes_across: Lease | None = None  # for exchanges among these: Note [Sums inside, then across]
-    places: Sequence[tuple[int, int]] = ()  # of each rank of the mesh, the replica and its number there
+    across: RankGroup | None = None  # owners of the same rows in all replicas
 
 
 @dataclass(slots=True, eq=False)
@@ -145,45 +133,28 @@ class OwnerLine:
         label = (
             one.bucket.label if count == 1 else f"{one.bucket.label}, portion {one.num_started} of {count}"
         )
-        of_replicas = [rows]
-        if route.lanes_across is not None:
-            assert route.across is not None  # they are those ranks' lanes
-            by_place = dict(zip(route.places, rows, strict=True))
-            numbers = range(route.inner.size)
-            of_replicas = [[by_place[replica, n] for n in numbers] for replica in range(route.across.size)]
-        sums = [
-            RowSum(route.inner, route.lanes.groups, each, in_place=True, about=label) for each in of_replicas
-        ]
-        return Then(sums, partial(self._summed, one, label))
+        work = RowSum(route.inner, route.lanes.groups, rows, in_place=True, about=label)
+        return Then([work], partial(self._summed, one))
 
-    def _summed(self, one: OwnerSum, label: str, totals: list[Tensor]) -> None:
-        """Start the sum across replicas, of a portion or of all; without any the bucket has it."""
+    def _summed(self, one: OwnerSum, _: object) -> None:
+        """Start the sum across replicas once all portions are summed; without any the bucket has it."""
         one.num_summed += 1
-        route, count = self._route, one.bucket.num_portions
-        is_whole = one.num_summed == count
+        if one.num_summed < one.bucket.num_portions:
+            return
+        across = self._route.across
         assert one.rows is not None
-        own = one.rows.own  # nobody else reads it: it alone stays, with the sum
-        if is_whole:
-            one.rows = None
+        own, one.rows = one.rows.own, None  # nobody else reads it: it alone stays, with the sum
 
         def take_over(_: object) -> None:
-            if is_whole:
-                one.word = one.bucket.take_over(own)
+            one.word = one.bucket.take_over(own)
 
         def begin() -> Then:
-            assert route.across is not None
-            if route.lanes_across is None:
-                work: Waitable = route.across.start_sum(own, f"{one.bucket.label}, across replicas")[1]
-            else:
-                about, lanes = f"{label}, across replicas", route.lanes_across.groups
-                work = RowSum(route.across, lanes, totals, in_place=True, about=about)
-            return Then([work], take_over)
+            assert across is not None
+            return Then([across.start_sum(own, f"{one.bucket.label}, across replicas")[1]], take_over)
 
-        if route.lanes_across is not None:
-            self._across.start(begin, 1 / count)
-        elif is_whole and route.across is not None and own.numel():  # the others have as many
+        if across is not None and own.numel():  # the others have as many
             self._across.start(begin)
-        elif is_whole:
+        else:
             take_over(None)
 
     @contextmanager
@@ -192,7 +163,5 @@ class OwnerLine:
         try:
             yield
         except BaseException:
-            for lanes in (self._route.lanes, self._route.lanes_across):
-                if lanes is not None:
-                    lanes.abandon()
+            self._route.lanes.abandon()
             raise

@@ -61,17 +61,13 @@ class OwnerReducer(Reducer):
         self._to_hold: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._local_number = -1  # of the last backward pass that was not reduced
-        exchanging, lanes_across = optimizer.ranks, None  # the latter for rows that go on to other replicas
-        if mesh is not None and mesh.splits_state:
-            exchanging, lanes_across = mesh.inner, lanes_for_rows(mesh.across, optimizer.owners())
-        lanes = lanes_for_rows(exchanging, optimizer.owners())
-        self._has_lanes = lanes.groups[0] is not exchanging
+        lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
+        self._has_lanes = lanes.groups[0] is not optimizer.ranks
         super().__init__(params, everyone.process_group, options, sparse=sparse, wanted=wanted, checks=False)
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)
-        places = () if mesh is None else mesh.places
-        self._route = SumRoute(replace(exchanging, phase=phase), lanes, across, lanes_across, places)
-        if mesh is not None and not mesh.splits_state:
+        self._route = SumRoute(replace(optimizer.ranks, phase=phase), lanes, across)
+        if mesh is not None:
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
         self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole

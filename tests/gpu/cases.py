@@ -189,9 +189,9 @@ ON_MORE_RANKS: Tests = {  # the sums of the reference are made in the order of r
     "parameters: order of sums, bf16": (precision.test_bits_are_those_of_masters, NARROW, "", 2, False),
 }
 ON_A_MESH: Tests = {  # of two replicas of two ranks
-    **table("gradients; fully; fully, state over all", "tower", "ordinary", "mesh"),
-    **table("gradients; fully; fully, state over all", "tower", "adding", "mesh"),
-    **table("gradients; fully; fully, state over all", "tower", "GradScaler", "mesh"),
+    **table("gradients; fully", "tower", "ordinary", "mesh"),
+    **table("gradients; fully", "tower", "adding", "mesh"),
+    **table("gradients; fully", "tower", "GradScaler", "mesh"),
     "mesh: unused": (mesh.test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters,),
     "mesh: bf16": (trains_as_optimizer_first, ["wrapper", "mesh", "dtypes"], FOLDER, "AdamW"),
 }

@@ -2,7 +2,7 @@
 
 from zero_optim.checkpoint.dcp import OptimizerState, Reader, SafeLoadPlanner, Writer
 from zero_optim.checkpoint.folder import latest
-from zero_optim.checkpoint.loading import Peek, load, peek, rebind
+from zero_optim.checkpoint.loading import Peek, load, peek
 from zero_optim.checkpoint.saving import PendingSave, save, save_async
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "latest",
     "load",
     "peek",
-    "rebind",
     "save",
     "save_async",
 ]

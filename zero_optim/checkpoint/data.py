@@ -216,12 +216,6 @@ class CheckpointReader:
         self._headers = dict(self.manifest.files)  # those not yet checked
         self._mapped: dict[str, torch.UntypedStorage] = {}
 
-    @property
-    def token(self) -> str:
-        """The token of the save, from the names of its files; "" without files."""
-        name = next(iter(self.manifest.files), "")
-        return name.partition("-")[2].partition("-")[0]
-
     def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
         """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
         self._check_header(chunk.file)

@@ -5,7 +5,9 @@ without an end, or a link at the path of a new file.
 
 Note [Locks]
     The file is locked with ``flock``, which ends with the process. The holder removes the file before it
-    releases the lock, so a process that has locked a file checks that it is still the one in the folder.
+    releases the lock, so a process that has locked a file checks that it is still the one in the folder. The
+    file names its holder. Of two jobs the one that began later refuses, and the other waits for its save: a
+    job may have been started again while the old one lives.
 
     Some file systems have no locks (Lustre without ``flock``, NFS with ``nolock``). There the last save
     counts: files have names that no other save uses, and a save removes only files that it replaced.
@@ -13,11 +15,14 @@ Note [Locks]
 
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -26,6 +31,7 @@ from pathlib import Path
 from zero_optim.errors import CheckpointError
 
 LOCK = "save.lock"
+_BEGAN_NS = time.time_ns()
 _OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -44,6 +50,13 @@ def open_regular(path: Path) -> FileIO:
 def _check_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def within(folder: Path, name: str) -> Path:
+    """Join a name that was read from a file; ValueError if it leads out of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names {name!r}, which is outside of {folder}")
+    return folder / name
 
 
 def is_own_file(path: Path) -> bool:
@@ -159,6 +172,18 @@ def try_lock(descriptor: int) -> bool | None:
     return True
 
 
+def _this() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _holder(descriptor: int) -> tuple[int, str]:
+    """Read when the process that locked a file began, and which it is."""
+    with suppress(ValueError, TypeError):
+        began_ns, holder = json.loads(os.pread(descriptor, 4096, 0))
+        return int(began_ns), str(holder)
+    return 0, "another process"
+
+
 class FolderLock:
     """The right to write into a checkpoint's folder, which is made if it does not exist: Note [Locks].
 
@@ -173,12 +198,19 @@ class FolderLock:
             try:
                 locked = try_lock(self._descriptor)
                 if locked is False:
-                    raise CheckpointError(
-                        f"cannot write the checkpoint {folder}: another save into this folder is under way. "
-                        "Give each job a folder of its own"
-                    )
-                self.keeps_out = locked is True
+                    began_ns, holder = _holder(self._descriptor)
+                    if began_ns <= _BEGAN_NS:
+                        raise CheckpointError(
+                            f"cannot write the checkpoint {folder}: another save into this folder is under "
+                            f"way, of {holder}, and this is {_this()}. End the older job first, or give each "
+                            "job a folder of its own"
+                        )
+                    fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                self.keeps_out = locked is not None
                 if self._is_in_place():
+                    with suppress(OSError):  # a full disk
+                        os.ftruncate(self._descriptor, 0)
+                        os.pwrite(self._descriptor, json.dumps([_BEGAN_NS, _this()]).encode(), 0)
                     return
             except BaseException:
                 os.close(self._descriptor)

@@ -1,6 +1,6 @@
 """Whether a checkpoint fits the objects to load into, and which rows of it each rank needs."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,19 @@ from zero_optim.checkpoint.content import (
     places_of,
 )
 from zero_optim.checkpoint.data import CheckpointReader, Rows, with_strides
+from zero_optim.checkpoint.manifest import dtype_named
 from zero_optim.checkpoint.objects import Members, Names, Objects, names_of
 from zero_optim.checkpoint.values import Json, entries_in, key_of, unpack
-from zero_optim.comm.encoding import Nested
+from zero_optim.comm.encoding import Nested, map_tensors
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.strides import strides_of_rows
+from zero_optim.probe.probe import state_entries
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
+
+_NOT_OF_A_CLASS = {"step", MASTER, EMA}  # or of too many
 
 # ---------------------------------------------------------------------- whether it fits
 
@@ -90,6 +96,30 @@ def _wrong_optimizer(
             entry = entries.get(f"{STATE}/{key_of(name, key)}")
             if entry is not None and entry.shape != tuple(param.shape):
                 wrong.append(f"{name}: '{key}' has shape {entry.shape}, not {tuple(param.shape)}")
+    return wrong + _wrong_class(reader, optimizer, names)
+
+
+def _wrong_class(reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, names: Names) -> list[str]:
+    """Tell of a group whose class makes nothing of the saved state, also with the saved options."""
+    values, wrong = reader.manifest.values, []
+    saved_groups = [(set(g["names"]), g["options"]) for g in values[OPTIMIZER]["groups"]]
+    for number, members in enumerate(names.groups):
+        built = optimizer.core.owned.local.of_group(number)
+        for name in members:
+            packed, num_dims = values.get(f"{STATE}/{key_of(name)}"), names.param[name].dim()
+            saved = set() if packed is None else entries_in(packed).keys() - _NOT_OF_A_CLASS
+            if not saved or num_dims not in (1, 2):  # with which every class can be tried
+                continue
+            if saved.isdisjoint(built.state_entries(num_dims)):
+                packed_options = next(options for group, options in saved_groups if name in group)
+                options = unpack(packed_options, lambda key, _: reader.read_tensor(key))
+                options = {**options_of(optimizer.param_groups[number]), **options}
+                makes = state_entries(built.spec.optimizer_class, built.spec.arguments, num_dims, [options])
+                is_known = makes or type(built.optimizer).__module__.startswith("torch.optim.")
+                if is_known and saved.isdisjoint(makes):
+                    entries = ", ".join(sorted(saved))
+                    wrong.append(f"{name}: its state has {entries}, which {built.spec.name} has not")
+            break  # one parameter of a group tells
     return wrong
 
 
@@ -107,9 +137,8 @@ def _names_in(objects: Objects, optimizer: ZeroRedundancyOptimizer, about: Json)
 class RankInput:
     """What one rank has read of a checkpoint that fits; ValueError if state has a wrong shape.
 
-    With ``only``, other parameters of the optimizer and their state are not read. ``places`` are tensors of
-    the model to load into, ``rest`` is extra state of its modules. ``state`` and ``options`` are the
-    optimizer's, ``sections`` all other values.
+    ``places`` are tensors of the model to load into, ``rest`` is extra state of its modules. ``state`` and
+    ``options`` are the optimizer's, ``sections`` all other values.
     """
 
     def __init__(
@@ -119,7 +148,6 @@ class RankInput:
         members: Members,
         *,
         random: bool,
-        only: Collection[Tensor] | None,
     ) -> None:
         values = reader.manifest.values
         self._reader = reader
@@ -129,7 +157,7 @@ class RankInput:
         self.options: list[dict[str, Any]] = []
         self.places = self._places(objects, members)
         if objects.optimizer is not None:
-            self._read_optimizer(objects, objects.optimizer, members.group.rank, only)
+            self._read_optimizer(objects, objects.optimizer, members.group.rank)
         sections = {name: values[name] for name in (*objects.others, EXTRA)}
         drawn = values.get(key_of(RANDOM, str(members.everyone.rank)))
         if random and drawn is not None:
@@ -175,20 +203,10 @@ class RankInput:
         places = places_of(present, objects, members.group)
         return [place._replace(key=parts[place.key][1][0]) for place in places]
 
-    def _read_optimizer(
-        self,
-        objects: Objects,
-        optimizer: ZeroRedundancyOptimizer,
-        rank: int,
-        only: Collection[Tensor] | None,
-    ) -> None:
+    def _read_optimizer(self, objects: Objects, optimizer: ZeroRedundancyOptimizer, rank: int) -> None:
         values, entries = self._reader.manifest.values, self._reader.manifest.entries
         names = _names_in(objects, optimizer, values[OPTIMIZER])
         owned = set(optimizer.owned_parameters())
-        if only is not None:
-            owned &= set(only)
-            addresses = {param.data_ptr() for param in only}
-            self.places = [p for p in self.places if not p.stepped or p.tensor.data_ptr() in addresses]
         cuts, shaped = optimizer.core.cut_states(), optimizer.core.shaped_entries(owned)
         for name, param in names.param.items():
             packed = values.get(f"{STATE}/{key_of(name)}")
@@ -201,7 +219,9 @@ class RankInput:
                 for entry, key in entries_in(packed).items():
                     if cut.is_cut(entry, entries[key].shape):
                         self._rows[key] = piece.start, piece.stop
-            state = self.state[param] = self.value(packed)
+            state = self.value(packed)
+            saved = _dtype_of(state, values[OPTIMIZER]["params"].get(name))
+            self.state[param] = state = _cast(state, saved, optimizer.core.owned.leaves.stepped_dtype(param))
             for entry, value in state.items():
                 if entry in shaped[param] and isinstance(value, Tensor) and value.shape != shape:
                     raise ValueError(f"{name}: '{entry}' has shape {tuple(value.shape)}, not {shape}")
@@ -210,6 +230,24 @@ class RankInput:
         groups = [(set(g["names"]), self.value(g["options"])) for g in values[OPTIMIZER]["groups"]]
         pairs = zip(optimizer.param_groups, names.groups, strict=True)
         self.options = [_agreed(options_of(group), set(members), groups) for group, members in pairs]
+
+
+def _dtype_of(state: dict[str, Any], about: list[Any] | None) -> torch.dtype | None:
+    """Return the dtype in which a saved parameter was stepped; None if unknown."""
+    if MASTER in state:
+        return getattr(state[MASTER], "dtype", None)
+    return None if about is None else dtype_named(about[0])
+
+
+def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype) -> dict[str, Any]:
+    """Cast tensors of the dtype that was stepped to the one that is, as ``load_state_dict`` does.
+
+    A class that keeps state in another dtype than its parameters does so here too.
+    """
+    if saved in (None, wanted) or not wanted.is_floating_point:
+        return state
+    kept = {key: value for key, value in state.items() if key in ("step", MASTER, EMA)}
+    return {**map_tensors(state, lambda t: t.to(wanted) if t.dtype == saved else t), **kept}
 
 
 def _agreed(

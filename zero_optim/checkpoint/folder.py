@@ -1,9 +1,9 @@
 """Folders of checkpoints: completes one, finds the newest, removes old ones.
 
 Note [Family]
-    Checkpoints of one family lie in one parent folder, and their names differ only in digits. ``keep=``
-    removes only checkpoints of one family that are older, by a number that only grows, than all that stay,
-    and none that a save is writing.
+    Checkpoints of one family lie in one parent folder, and their names differ only in the number at their
+    end: "run1-step9" and "run2-step9" are of two. ``keep=`` removes only checkpoints of one family that are
+    older, by a number that only grows, than all that stay, and none that a save is writing.
 """
 
 import os
@@ -100,7 +100,7 @@ def complete(
     *,
     alone: bool = False,
 ) -> None:
-    """Write the manifest, and remove what it replaces; on one rank, which holds the folder's lock.
+    """Write the manifest, read it back, and remove what it replaces; on one rank, which holds the lock.
 
     If ``alone``, nobody else can write to the folder, so unfinished files are those of a killed save.
     """
@@ -115,9 +115,10 @@ def complete(
     manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
     replaced = _files_in(folder)
     manifests.commit(folder, manifest)
+    named = manifests.read(folder).files  # of another save, if the file system has no locks
     for child in folder.iterdir():
         stray = child.name in replaced or (alone and (_is_data(child) or _PART.fullmatch(child.name)))
-        if stray and child.name not in manifest.files and is_own_file(child):
+        if stray and child.name not in named and is_own_file(child):
             child.unlink(missing_ok=True)
 
 
@@ -139,9 +140,10 @@ def next_number(folder: Path) -> int:
 
 
 def discard(folder: Path, token: str, *ranks: int) -> None:
-    """Remove the files of a save that failed, as far as possible, unless the manifest is in place already."""
-    with suppress(OSError):
-        if not any(name.startswith(f"data-{token}-") for name in _files_in(folder)):
+    """Remove the files of a save that failed, unless a manifest names them, or cannot be read."""
+    with suppress(OSError, CheckpointError):
+        names = manifests.parse(folder).files if folder / FILE in folder.iterdir() else {}
+        if not any(name.startswith(f"data-{token}-") for name in names):
             for rank in ranks:
                 (folder / data_name(token, rank)).unlink(missing_ok=True)
 
@@ -159,7 +161,9 @@ def prune(newest: Path, keep: int) -> None:
     for folder in members:
         if folder not in rest and manifests.number_in(folder) <= oldest and _own_files(folder):
             # First the manifest, so that it is complete or absent at every moment.
-            with suppress(CheckpointError), closing(FolderLock(folder)):  # unless somebody is writing it
+            with suppress(CheckpointError), closing(FolderLock(folder)) as lock:  # nobody is writing it
+                if not lock.keeps_out and not (folder / FILE).exists():
+                    continue  # somebody may be
                 (folder / FILE).unlink(missing_ok=True)
                 sync_folder(folder)
                 for child in _own_files(folder):
@@ -169,7 +173,7 @@ def prune(newest: Path, keep: int) -> None:
 
 
 def _family(name: str) -> str:
-    return re.sub(r"[0-9]+", "0", name)
+    return re.sub(r"[0-9]+$", "0", name)
 
 
 def _own_files(folder: Path) -> list[Path]:

@@ -6,16 +6,16 @@ wherever they lie.
 """
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from zero_optim.checkpoint.content import EXTRA, RANDOM, model_parts
 from zero_optim.checkpoint.data import CheckpointReader, with_strides
@@ -31,12 +31,12 @@ from zero_optim.checkpoint.objects import (
     undo_of,
 )
 from zero_optim.checkpoint.values import unpack
-from zero_optim.comm.agreement import agree, failing_together, ranks_of
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested
 from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import StateMismatchError, message_of
-from zero_optim.health.watchdog import check_patience, patient
+from zero_optim.health.watchdog import check_patience
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -86,56 +86,8 @@ def load(
             check_group(process_group)
             folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
         about = f"{path}", f"random={random}"
-        reader = _open_together(members, folder, objects, about, "the checkpoint to load")
+        reader = _open_together(members, folder, objects, about)
         return _load_from(members, reader, objects, random=random)
-
-
-def rebind(
-    path: str | os.PathLike[str],
-    *,
-    model: nn.Module,
-    optimizer: ZeroRedundancyOptimizer,
-    scheduler: Any = None,  # noqa: ANN401 - torch has no one class of them
-    scaler: Any = None,  # noqa: ANN401
-    random: bool = True,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | None = None,
-) -> Nested:
-    """Bind a detached optimizer to another process group, in the state of a checkpoint; all its ranks call.
-
-    To be called by those that are left when a rank has died. The result is that of an optimizer built in the
-    new group, and of `load`. If there was no step after the save, only what is lost is read.
-
-    Arguments are those of `load`, with model and detached optimizer; the model's wrapper is bound afterwards.
-    ``process_group`` has the new ranks, None for the default group. Returns what was saved as ``extra``.
-
-    Raises:
-        Exception: on every rank, what `ZeroRedundancyOptimizer.rebind` and `load` raise. The optimizer is
-            detached then, and may be bound by another call of this.
-    """
-    ranks = ranks_of(process_group)
-    group = patient(RankGroup.of(ranks.process_group, model).during("checkpoint"), timeout)
-    with Members(group).doing("checkpoint.rebind()"):
-        with failing_together(group):
-            check_patience(timeout)
-            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
-            if objects.model is None or objects.optimizer is None:
-                raise TypeError("expected the model, and the ZeroRedundancyOptimizer over its parameters")
-        about = f"{path}", f"random={random}"
-        reader = _open_together(Members(group), folder, objects, about, "the checkpoint to go back to")
-        is_same = optimizer.core.snapshot.was_saved_as(reader.token)
-        answers, only = group.all_gather_fixed(bytes([is_same, optimizer.core.snapshot.age > 0])), None
-        if all(answer[0] for answer in answers) and any(answer[1] for answer in answers):
-            only = optimizer.rebind_held(group.process_group)
-        else:
-            optimizer.rebind(group.process_group, keep_state=False)
-        try:
-            members = Members(replace(optimizer.ranks, phase=group.phase))
-            return _load_from(members, reader, objects, random=random, only=only)
-        except BaseException:
-            optimizer.detach()
-            optimizer.core.snapshot.is_torn = True  # what this rank holds is not whole
-            raise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +114,7 @@ def peek(path: str | os.PathLike[str]) -> Peek:
 
 
 def _open_together(
-    members: Members, folder: Path, objects: Objects, about: tuple[str, str], what: str
+    members: Members, folder: Path, objects: Objects, about: tuple[str, str]
 ) -> CheckpointReader:
     """Open a checkpoint, check that it fits, and agree on it and on the arguments; all ranks call."""
     with failing_together(members.everyone):
@@ -172,7 +124,8 @@ def _open_together(
             reader = CheckpointReader(folder)
             sections = check_fit(reader, objects)
     path, random = about
-    agree(members.everyone, [f"{path} of {reader.manifest.time_ns}", *sections, random], what)
+    items = [f"{path} of {reader.manifest.time_ns}", *sections, random]
+    agree(members.everyone, items, "the checkpoint to load")
     return reader
 
 
@@ -182,13 +135,11 @@ def _load_from(
     objects: Objects,
     *,
     random: bool,
-    only: Collection[Tensor] | None = None,
 ) -> Nested:
-    """Load what a checkpoint has, checked already; of the optimizer ``only`` these parameters, if given."""
+    """Load what a checkpoint has, checked already."""
     optimizer = objects.optimizer
     with failing_together(members.everyone), blamed_on(reader.folder):
-        part = RankInput(reader, objects, members, random=random, only=only)
-        present = optimizer.owned_state() if only is not None and optimizer is not None else {}
+        part = RankInput(reader, objects, members, random=random)
     with failing_together(members.everyone):
         undo = undo_of(objects)
     try:
@@ -196,7 +147,7 @@ def _load_from(
             place_own(part)
         with failing_together(members.everyone):  # it fails on all ranks of a replica alike
             if optimizer is not None:
-                optimizer.load_owned_state({**present, **part.state}, part.options)
+                optimizer.load_owned_state(part.state, part.options)
         with failing_together(members.everyone):
             with _fits("the model's extra state"):
                 objects.load_extra_state(part.rest)
@@ -213,7 +164,6 @@ def _load_from(
     _share_model(members.group, part)
     if optimizer is not None:
         optimizer.gather_parameters()
-        optimizer.core.snapshot.note_saved(reader.token, optimizer.core.snapshot.age)
     return part.sections[EXTRA]
 
 

@@ -23,6 +23,7 @@ DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.safetensors")
 _HEAD_NBYTES = 4096  # at most, with the line end
 _MAX_NBYTES = 2**30  # a million tensors take a fifth of that
 _MAX_INT = 2**63 - 1
+_MANY = 2**20  # characters; of a larger manifest the share of brackets is checked
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -177,6 +178,8 @@ class Manifest:
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
+        if len(body) > _MANY and body.count("[") + body.count("{") > len(body) // 5:
+            raise ValueError("it is made of lists with nothing in them, which need much memory")
         content = json.loads(body)
         if _head_line(body, content["number"]) != head_line:
             raise ValueError("its first line, which no checksum covers, is not what the second one asks for")
@@ -249,6 +252,11 @@ def number_in(folder: Path) -> int:
 def read(folder: Path) -> Manifest:
     """Read the manifest as `parse` does, and check that its data files exist in full length."""
     manifest = parse(folder)
+    _check_files(folder, manifest)
+    return manifest
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
     for name, file in manifest.files.items():
         with blamed_on(folder):
             path = folder / name
@@ -258,7 +266,6 @@ def read(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"no whole checkpoint at {folder}: {name} should have {file.nbytes:,} bytes, {got}"
             )
-    return manifest
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -266,3 +273,4 @@ def commit(folder: Path, manifest: Manifest) -> None:
     with replacing(folder / FILE) as file:
         write_all(file, memoryview(manifest.to_json().encode()))
         sync_folder(folder)  # the data files' names
+        _check_files(folder, manifest)  # at the last moment before what was there is replaced

@@ -1,11 +1,25 @@
-"""Saving: every rank writes what it owns, rank 0 completes the checkpoint; of replicas the first writes."""
+"""Saving: every rank writes what it owns, rank 0 completes the checkpoint; of replicas the first writes.
 
+Note [Protocol of a save]
+    1. Rank 0 locks the folder. Every rank writes a data file with a name of this save, and flushes it. If a
+       rank fails until then, each rank removes its own file, which no manifest can name yet.
+    2. Every rank tells rank 0 what its file holds. From now on rank 0 alone removes files. A rank that hears
+       of a death or a timeout cannot know whether the manifest is in place, so it leaves its file.
+    3. Rank 0 checks that all files are there in full length, and renames the manifest over the old one.
+    4. Rank 0 reads the checkpoint back. Then it removes the files of the checkpoint that was replaced.
+
+    If rank 0 fails, it removes all files of the save, unless a manifest is there that names them or cannot be
+    read. If rank 0 dies, the next save into the folder removes them.
+"""
+
+import atexit
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,7 +72,8 @@ def save(  # noqa: PLR0913 - keyword-only
         scaler: likewise, such as ``torch.amp.GradScaler``.
         extra: nested plain values and tensors, equal on every rank, such as the step.
         keep: number of checkpoints to keep, this one included: older ones in the same parent folder are
-            removed if their names differ only in digits ("step-5", "step-10"). None removes none.
+            removed if their names differ only in the number at their end ("step-5", "step-10"). None removes
+            none.
         process_group: the ranks that save; None for the optimizer's, with all replicas of its mesh, of which
             the first writes, or without an optimizer the default group.
         timeout: seconds that a wait for another rank, which may be writing, may take; None for the process
@@ -96,7 +111,8 @@ def save_async(  # noqa: PLR0913 - keyword-only
     it, and raises its error if nobody has waited for it.
 
     Returns:
-        The running save. Wait for it before the process group is destroyed.
+        The running save. Wait for it before the process group is destroyed. An error that nobody has waited
+        for is logged when the process ends.
 
     Raises:
         RankMismatchError, TypeError, ValueError: as `save` does.
@@ -121,6 +137,7 @@ class PendingSave:
     def __init__(self, save: "_Save", began: float) -> None:
         self.path = save.folder
         self._error: Exception | None = None
+        self._key = object()
         self._thread = Thread(target=self._run, args=(save,), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
@@ -132,6 +149,10 @@ class PendingSave:
                 save.write()
         except Exception as error:  # noqa: BLE001 - kept for whoever waits
             self._error = error
+        except BaseException as error:  # noqa: BLE001 - such as SystemExit
+            self._error = _ended_by(error, self.path)
+        if self._error is not None:  # without its traceback, which has much else
+            _UNSEEN[self._key] = f"{self.path} was not saved: {message_of(self._error)}"
 
     def done(self) -> bool:
         """Whether the save has ended, also with an error."""
@@ -140,11 +161,25 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete; CheckpointError if it could not be written."""
         self._thread.join()
+        _UNSEEN.pop(self._key, None)
         if self._error is not None:
             for group, last in list(_LAST.items()):
                 if last is self:  # its traceback will have the caller's frames, and with them the group
                     del _LAST[group]
             raise self._error
+
+
+_UNSEEN: dict[object, str] = {}  # errors of saves for which nobody has waited
+
+
+@atexit.register  # Python waits for the threads before
+def _tell_unseen() -> None:
+    for text in _UNSEEN.values():
+        logging.getLogger("zero_optim").error("%s. Nobody has called wait() of this save_async()", text)
+
+
+def _ended_by(error: BaseException, folder: Path) -> CheckpointError:
+    return CheckpointError(f"the save of {folder} in the background was ended by {type(error).__name__}")
 
 
 # For each process group, as long as it lives, the lane of saves in the background, and the last save, unless
@@ -190,8 +225,7 @@ def _agreed(
             own = [members.everyone.rank, random_state(objects.device)]
             for number, state in _of_others(members.mesh.across, own, "the random state"):
                 part.add(key_of(RANDOM, str(number)), state)
-        age = 0 if objects.optimizer is None else objects.optimizer.core.snapshot.age
-        yield _Save(members, folder, part, keep, objects.optimizer, age)
+        yield _Save(members, folder, part, keep)
 
 
 def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
@@ -205,43 +239,37 @@ def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Save:
-    """What this rank writes, and where; of the optimizer the state of this age."""
+    """What this rank writes, and where."""
 
     members: Members
     folder: Path
     part: RankContent
     keep: int | None
-    optimizer: ZeroRedundancyOptimizer | None
-    age: int
 
     def write(self) -> None:
         """Write by the first replica alone; all ranks call, and raise what it raised, naming the rank."""
         mesh = self.members.mesh
         if mesh is None:
-            token = self._write()
-        else:
-            token, failure = "", None
-            if mesh.across.rank == 0:
-                try:
-                    token = self._write()
-                except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
-                    failure = error
-            # A failure of another rank is told by that rank itself.
-            is_own = failure is not None and not message_of(failure).startswith("rank ")
-            others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
+            self._write()
+            return
+        failure = None
+        if mesh.across.rank == 0:
             try:
-                if failure is not None or others is not None:
-                    raise failure or others  # type: ignore[misc]
-            finally:
-                # Their tracebacks have this frame, see Note [Groups that end] in `comm.work_log`.
-                failure = others = None
-            tokens = mesh.everyone.all_gather_bytes(token.encode())
-            token = next(each.decode() for each in tokens if each)
-        if self.optimizer is not None:
-            self.optimizer.core.snapshot.note_saved(token, self.age)
+                self._write()
+            except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
+                failure = error
+        # A failure of another rank is told by that rank itself.
+        is_own = failure is not None and not message_of(failure).startswith("rank ")
+        others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
+        try:
+            if failure is not None or others is not None:
+                raise failure or others  # type: ignore[misc]
+        finally:
+            # Their tracebacks have this frame, see Note [Groups that end] in `comm.work_log`.
+            failure = others = None
 
-    def _write(self) -> str:
-        """Write this rank's file; then rank 0 completes the checkpoint. Returns the token of the save."""
+    def _write(self) -> None:
+        """Write this rank's file; then rank 0 completes the checkpoint: Note [Protocol of a save]."""
         group, folder = self.members.group, self.folder
         lock: FolderLock | None = None
         try:
@@ -252,6 +280,10 @@ class _Save:
                 with self._together():
                     boxes = self.part.all_boxes()
                     files, written = write_tensors(folder, token, group.rank, boxes, self.part.bytes_of)
+            except Exception:
+                folders.discard(folder, token, group.rank)
+                raise
+            try:
                 mine = [
                     [[name, *astuple(file)] for name, file in files.items()],
                     [[astuple(box), astuple(chunk)] for box, chunk in written],
@@ -267,7 +299,8 @@ class _Save:
                         alone = lock.keeps_out
                         folders.complete(folder, group.size, files, written, values, {}, alone=alone)
             except Exception:
-                folders.discard(folder, token, group.rank)
+                if group.rank == 0:
+                    folders.discard(folder, token, *range(group.size))
                 raise
             with self._together():
                 if self.keep is not None and group.rank == 0:
@@ -277,7 +310,6 @@ class _Save:
                 with suppress(OSError):
                     lock.close()
                     folder.rmdir()  # succeeds only if nothing was written
-        return token
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -291,3 +323,7 @@ class _Save:
                     f"cannot write the checkpoint {self.folder}: {error.strerror or error}{where}. "
                     "Checkpoints that were whole before still are"
                 ) from error
+            except (SystemExit, KeyboardInterrupt) as error:
+                if current_thread() is main_thread():
+                    raise
+                raise _ended_by(error, self.folder) from error  # the other ranks hear of it

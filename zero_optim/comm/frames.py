@@ -8,7 +8,7 @@ from torch import Tensor
 
 T = TypeVar("T", bound=Hashable)
 
-SHORT = 47  # bytes: a digest, a word of a mirror
+SHORT = 47  # bytes: a digest
 _FEW = 256  # bytes, which are copied one by one in a fifth of the time
 
 

@@ -3,8 +3,7 @@
 Note [Lanes]
     Collectives of two threads on one process group mix. Code beside the main thread, or that must not queue
     behind its traffic, uses its own groups: lanes. A gloo group costs three threads and several file
-    descriptors, so a user borrows lanes until its `Lease` is dropped. Ranks agree which lanes are free, and
-    the next user waits for pending sends and receives.
+    descriptors, so a user borrows lanes until its `Lease` is dropped. Ranks agree which lanes are free.
 
     A failed rank may have started fewer collectives, which would pair later ones wrongly. So a user abandons
     its lanes after a failure, and a lane is lent only if every rank started as many collectives.
@@ -30,7 +29,6 @@ from torch import Tensor
 from zero_optim.comm.agreement import find_memory
 from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.engine import make_group, timeout_of
 from zero_optim.errors import RankMismatchError, StalledError
 
@@ -39,16 +37,12 @@ _MADE_FREELY = 16
 
 
 class Lease:
-    """One user's right to some lanes, until this object is dropped.
-
-    ``under_way``: pending sends and receives; their starter adds them.
-    """
+    """One user's right to some lanes, until this object is dropped."""
 
     def __init__(self, lanes: Mapping[str, RankGroup], free: "_Free") -> None:
         self.groups = tuple(lanes.values())
-        self.under_way: list[Waitable] = []
         # A finalizer may run anywhere, even within the garbage collector. This one only changes a dict.
-        self._end = weakref.finalize(self, free.update, dict.fromkeys(lanes, self.under_way))
+        self._end = weakref.finalize(self, free.update, dict.fromkeys(lanes))
         self._end.atexit = False
 
     @classmethod
@@ -61,8 +55,8 @@ class Lease:
         self._end.detach()
 
 
-# Names of lanes that are free, each with the sends and receives of its last user that are to be waited for.
-_Free: TypeAlias = dict[str, list[Waitable]]
+# Names of lanes that are free, in order.
+_Free: TypeAlias = dict[str, None]
 
 
 @dataclass(slots=True)
@@ -75,7 +69,7 @@ class _Pool:
     def offer(self) -> _Free:
         """Take all free lanes out, so that no other thread offers them too."""
         offered = {name: self.free.pop(name) for name in list(self.free)}
-        return {name: under_way for name, under_way in offered.items() if name in self.lanes}
+        return {name: None for name in offered if name in self.lanes}
 
     def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
         groups = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
@@ -138,12 +132,10 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
             name = f"zero_optim:{everyone[0]['token']}:{index}"
             pool.lanes[name] = _new_group(group, backend, name)
             find_memory(RankGroup.of(pool.lanes[name]))
-            offered[name] = []
+            offered[name] = None
             chosen.append(name)
         for name in chosen:
-            under_way = offered.pop(name)
-            while under_way:
-                under_way.pop(0).wait()
+            del offered[name]
         return pool.lend(chosen, group)
     finally:
         pool.free.update(offered)

@@ -1,9 +1,5 @@
 """A 2-D mesh of ranks: rows have owners in a replica, and each owner has copies across replicas.
 
-Note [Whose state it is]
-    If the optimizer's ranks are one row of the mesh, each replica has all state. If they are all ranks, the
-    state exists once, and a replica only gathers parameters; all else is that of one group.
-
 Note [Numbers in a mesh]
     Owners of the same rows need the same group rank in all replicas, but process groups number ranks in
     rising order. So ranks must rise along rows and columns, as `init_device_mesh` makes them.
@@ -27,57 +23,38 @@ _Table = list[list[int]]  # global ranks, by replica
 class RankMesh:
     """The ranks of one model in replicas, each of which has everything once.
 
-    ``inner``: this replica. ``across``: owners of the same rows in all replicas; if ``splits_state``
-    (Note [Whose state it is]), ranks with the same number. ``places``: (replica, number) by rank of
-    ``everyone``.
+    ``inner``: this replica, the optimizer's ranks. ``across``: owners of the same rows in all replicas.
     """
 
     everyone: RankGroup
     inner: RankGroup
     across: RankGroup
-    splits_state: bool = False
-    places: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None, owners: RankGroup, *, may_split: bool = False) -> "RankMesh | None":
+    def of(cls, mesh: DeviceMesh | None, owners: RankGroup) -> "RankMesh | None":
         """Build it from a 2-D mesh (replicas, ranks of a replica). All ranks call; communicates.
 
-        ``owners``: the optimizer's ranks, this replica or, if it ``may_split``, all. Returns None without a
-        mesh or for one replica. A mesh that does not fit raises on every rank of ``owners``.
+        ``owners``: the optimizer's ranks, this replica. Returns None without a mesh or for one replica. A
+        mesh that does not fit raises on every rank of ``owners``.
         """
         with failing_together(owners):
-            table = None if mesh is None else _table(mesh, owners, may_split=may_split)
+            table = None if mesh is None else _table(mesh, owners)
         agree(owners, [f"mesh={table}"], "the mesh")
         if mesh is None or table is None or len(table) == 1:
             return None
-        across = _part(mesh, 0, owners)
-        ranks = sorted(rank for row in table for rank in row)
-        splits = list(owners.works.ranks) == ranks
-        inner = _part(mesh, 1, owners) if splits else owners
-        everyone = owners if splits else _everyone(ranks, inner, across)
-        places = {rank: (row, number) for row, line in enumerate(table) for number, rank in enumerate(line)}
-        replicas = cls(everyone, inner, across, splits, tuple(places[rank] for rank in ranks))
-        for part in (inner, across):
-            part.works.log.wholes[part.works.ranks] = replicas.everyone.works.ranks
-        return replicas
+        across = replace(RankGroup.of(mesh.get_group(0), owners.data_devices), phase=owners.phase)
+        find_memory(across)
+        everyone = _everyone(sorted(rank for row in table for rank in row), owners, across)
+        for part in (owners, across):
+            part.works.log.wholes[part.works.ranks] = everyone.works.ranks
+        return cls(everyone, owners, across)
 
     def owned_by(self, owners: RankGroup) -> "RankMesh":
         """Return the same ranks for another optimizer with the same process group."""
-        return replace(self, everyone=owners) if self.splits_state else replace(self, inner=owners)
-
-    @property
-    def of_owners(self) -> "RankMesh | None":
-        """The mesh, if others own the same rows; else None."""
-        return None if self.splits_state else self
+        return replace(self, inner=owners)
 
 
-def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
-    part = replace(RankGroup.of(mesh.get_group(dimension), owners.data_devices), phase=owners.phase)
-    find_memory(part)
-    return part
-
-
-def _table(mesh: object, owners: RankGroup, *, may_split: bool) -> _Table:
+def _table(mesh: object, owners: RankGroup) -> _Table:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected mesh to be a torch DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 2:
@@ -89,17 +66,13 @@ def _table(mesh: object, owners: RankGroup, *, may_split: bool) -> _Table:
     if any(low >= high for line in (*table, *zip(*table, strict=True)) for low, high in pairwise(line)):
         raise ValueError(f"expected ranks that rise along rows and columns of the mesh, got {table}")
     ranks = list(owners.works.ranks)
-    is_all = ranks == sorted(rank for row in table for rank in row)
-    if ranks not in table and not (may_split and is_all):
+    if ranks not in table:
         name = "1" if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[1])
-        or_all = ", or over all its ranks" if may_split else ""
-        why = (
-            ". State over all ranks of a mesh is for FullyShardedDataParallel: where parameters are whole on "
-            "every rank it needs no mesh"
-        )
+        is_all = ranks == sorted(rank for row in table for rank in row)
+        hint = ". To shard over all its ranks, leave out mesh" if is_all else ""
         raise ValueError(
-            f"expected an optimizer over one row of the mesh {table}{or_all}, got one over ranks {ranks}: "
-            f"build it with process_group=mesh.get_group({name}){why if is_all else ''}"
+            f"expected an optimizer over one row of the mesh {table}, got one over ranks {ranks}: build it "
+            f"with process_group=mesh.get_group({name}){hint}"
         )
     return table
 

@@ -165,23 +165,6 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
         tensor.copy_(staged)
 
 
-def start_send(group: RankGroup, tensor: Tensor, to: int) -> Waitable:
-    """Start to send a contiguous CPU tensor on gloo; keep the handle until it is received."""
-    work = group.begin_work("", tensor.device)
-    with work.starting():
-        work.take(Paired(_started([_isend(group, tensor, to)])))
-    group.phase.sent(tensor.nbytes)
-    return work
-
-
-def start_recv(group: RankGroup, tensor: Tensor, source: int) -> Waitable:
-    """Start to receive into a contiguous CPU tensor on gloo."""
-    work = group.begin_work()
-    with work.starting():
-        work.take(*_started([_irecv(group, tensor, source)]))
-    return work
-
-
 def _start_paired(
     group: RankGroup,
     sends: Iterable[tuple[int, Tensor]],

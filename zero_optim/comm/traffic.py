@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 # Of an optimizer, see `ZeroRedundancyOptimizer.metrics`. What is given no other name is counted as "agree".
-PHASES = ("gather", "reduce", "clip", "agree", "state", "mirror")
+PHASES = ("gather", "reduce", "clip", "agree", "state")
 
 
 class Waitable(Protocol):

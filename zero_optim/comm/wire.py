@@ -72,14 +72,6 @@ def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
         start += octets.numel()
 
 
-def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
-    """Allocate a skeleton's tensors from bytes of `pack`."""
-    tensors = blank_tensors(skeleton)
-    memories = [memory_of(tensor) for tensor in tensors]
-    private.foreach_copy_(memories, list(torch.split(packed, [memory.numel() for memory in memories])))
-    return tensors
-
-
 def copied(tensor: Tensor) -> Tensor:
     """Copy a tensor with its strides and a subclass's attributes, detached."""
     if wraps_tensors(tensor):

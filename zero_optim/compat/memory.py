@@ -15,6 +15,7 @@ Note [Pinned in full]
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -60,6 +61,15 @@ def is_seen_by_others(tensor: Tensor) -> bool:
     count = private.or_none("storage_Use_Count")
     storage = tensor.untyped_storage()
     return count is None or count(private.cdata(storage)) > 2  # the tensor, and the Python object
+
+
+def seen_outside(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the ids of those whose memory something else may have: tensors not among them, or an array."""
+    count = private.or_none("storage_Use_Count")
+    members: dict[int, list[Tensor]] = {}
+    for tensor in tensors if count is not None else ():
+        members.setdefault(private.cdata(tensor.untyped_storage()), []).append(tensor)
+    return {id(tensor) for key, of in members.items() if count(key) > len(of) + 1 for tensor in of}
 
 
 def give_back_pages(tensor: Tensor) -> None:

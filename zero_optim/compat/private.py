@@ -42,7 +42,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_SCALER}._per_optimizer_states",
         "torch._amp_foreach_non_finite_check_and_unscale_",
     ),
-    "trying an optimizer class": (
+    "hooks for the steps of all optimizers": (
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "torch.optim.optimizer._global_optimizer_post_hooks",
     ),
@@ -85,6 +85,8 @@ INHERITED: dict[str, tuple[str, ...]] = {
         "torch.distributed.algorithms.join.Joinable._join_config",
         "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks",
         "torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks",
+        "torch.optim.Optimizer._optimizer_step_post_hooks",
+        "torch.optim.Optimizer._optimizer_step_pre_hooks",
         "torch.Tensor._cdata",
         "torch.Tensor._version",
     ),

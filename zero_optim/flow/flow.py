@@ -5,8 +5,8 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -38,7 +38,7 @@ class _Entry:
 
     def wait(self, *, in_turn: bool = False) -> None:
         if not self.is_over:
-            self.is_unclaimed, self.is_over = False, True  # also if it fails
+            self.is_unclaimed, self.is_over = False, True  # also if it fails, see `Flow`
             with self.in_turn() if in_turn else self.behind():
                 self.is_over = self.work.wait() is not False
 
@@ -48,7 +48,8 @@ class Flow:
 
     On an accelerator work stays until it is over, as each stream that reads must wait. Two threads may use a
     flow. With ``streams`` an extra stream waits for the work, and `wait` lets the current one wait for that.
-    A ``thread`` starts the work and waits for it; `wait` raises what fails there.
+    A ``thread`` starts the work and waits for it; one wait raises what fails there. After another wait has
+    failed each later one raises the same, as the results never come, until `abandon`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Flow:
         self._entries: deque[_Entry] = deque()
         self._by_key: dict[Hashable, list[_Entry]] = {}
         self._lock = threading.RLock()  # waiting for work may start more
+        self._failure: tuple[type[Exception], tuple[object, ...]] | None = None  # without its frames
 
     def __reduce__(self) -> "tuple[type[Flow], tuple[float]]":
         """Copy and pickle without the work, which uses the original's memory."""
@@ -110,7 +112,7 @@ class Flow:
 
     def finish_first(self) -> None:
         """Wait for the oldest work."""
-        with self._lock:
+        with self._waiting():
             entry = self._entries.popleft()
             entry.wait(in_turn=True)
             if entry.is_over:
@@ -118,7 +120,7 @@ class Flow:
 
     def wait_for(self, keys: Iterable[Hashable]) -> None:
         """Let the current stream, or on the CPU the caller, wait for the work with some keys."""
-        with self._lock:
+        with self._waiting():
             for key in keys if self._by_key else ():
                 for entry in self._by_key.pop(key, ()):
                     entry.wait()
@@ -131,7 +133,7 @@ class Flow:
 
     def wait(self) -> None:
         """Let the current stream, or on the CPU the caller, wait for all work, in the order of its start."""
-        with self._lock:
+        with self._waiting():
             for _ in range(len(self._entries)):
                 entry = self._entries.popleft()  # if the wait raises, the rest stays
                 entry.wait()
@@ -148,6 +150,21 @@ class Flow:
         with self._lock:
             self._entries.clear()
             self._by_key.clear()
+            self._failure = None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Hold the lock; raise what an earlier wait raised, and keep what this one raises."""
+        with self._lock:
+            if self._failure is not None:
+                kind, args = self._failure
+                raise kind(*args)
+            try:
+                yield
+            except Exception as error:
+                if self._thread is None:
+                    self._failure = type(error), error.args
+                raise
 
     def _drop_keys(self, entry: _Entry) -> None:
         for key in entry.keys:

@@ -16,7 +16,7 @@ Note [Marks of units]
     Where sends go in pairs, ranks exchange marks, in stamps of four bytes, and read all before they wait for
     rows. The mark is the rows' tag, so rows of different marks never meet: gloo ends the process if rows that
     meet differ in length. On two ranks marks took 60 to 90 us a gather. Elsewhere the stamp in each row has
-    the mark; an accelerator reads it some gathers later. Rows of replicas that hold copies have none.
+    the mark; an accelerator reads it some gathers later.
 """
 
 from collections import deque
@@ -41,15 +41,12 @@ from zero_optim.health.stamp import (
     Kind,
     Read,
     Stamp,
-    headers_in,
     marked,
     send_stamp,
     stamps_in,
     verdict,
-    write_stamp,
 )
 from zero_optim.health.stamps import Call, Stamps
-from zero_optim.plan.layout import Span
 
 _MOST = 8  # more than there are purposes; a mark is so many times the number of the bucket, and the purpose
 _TAG = _MOST - 1  # of marks: no mark, as it is no purpose
@@ -85,7 +82,6 @@ class UnitStamps:
         self._stamps = stamps
         self._group = group
         self._call = call
-        self.num_passes = 0
         self.arrivals: list[Arrival] = []  # that were not read
         self._last: dict[int, Stamp] = {}  # of each rank in this pass, without marks
 
@@ -99,16 +95,8 @@ class UnitStamps:
         own = self.own(headers[0][1].device) if headers else None
         return None if own is None else send_stamp(headers, rank, own, self.arrivals.append)
 
-    def write(self, span: Tensor, start: int, rooms: Sequence[Span], rank: int) -> None:
-        """Write this rank's stamp into a flat tensor's part from ``start``, if it goes there."""
-        stop = start + span.numel()
-        here = [room for room in rooms if room.owner == rank and start <= room.start < stop]
-        moved = [room._replace(start=room.start - start, stop=room.stop - start) for room in here]
-        write_stamp(headers_in(span, moved), rank, self._stamps.last)
-
     def begin_pass(self) -> None:
         """Begin a pass: compare and forget the rest of the last one; raises as `look`."""
-        self.num_passes += 1
         try:
             self._compare()
         finally:
@@ -148,7 +136,7 @@ class UnitMarks:
         self, mark: int, lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
     ) -> list[Waitable]:
         """As `start_broadcasts`, with marks beside."""
-        self.check_known()
+        self._check_known()
         ranks = lanes[0]
         heads = torch.zeros(ranks.size, HEAD_NBYTES, dtype=torch.uint8)
         head = marked(bytes(HEAD_NBYTES), mark)
@@ -172,11 +160,11 @@ class UnitMarks:
 
     def check(self) -> None:
         """Compare arrived marks, unless the CPU would wait; RankMismatchError if they differ."""
-        self.check_known()
+        self._check_known()
         while self._arrivals and (self._arrivals[0].is_here or len(self._arrivals) > _MOST_LATE):
             self._compare(self._arrivals.popleft(), self._group.read)
 
-    def check_known(self) -> None:
+    def _check_known(self) -> None:
         """Raise RankMismatchError if marks differed before."""
         if self._difference:
             raise RankMismatchError(self._difference)

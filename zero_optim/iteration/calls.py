@@ -9,7 +9,6 @@ accelerator, or with lazy gathers, they raise in a later call: Note [When stamps
 
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
@@ -45,30 +44,25 @@ class Calls:
         self._core = core
         self._replicas: Replicas | None = None
 
-    def make(
-        self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None, num_begun: int = 0
-    ) -> T:
+    def make(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
         """Prepare, change this rank's parameters in ``work``, then gather, and wait as the schedules say.
 
         ``name``: of the call, such as ``step()``. ``at_end`` runs before the gather, also after an error.
-        ``num_begun``: steps that are counted already, and not taken yet.
         """
         self._core.check_attached()
         with self.telling_replicas(), self.whatever_happens(name, self._gather):
             try:
-                self.prepare(num_begun)
+                self.prepare()
                 self._core.check_gradients()
                 return work()
             finally:
                 if at_end is not None:
                     at_end()
 
-    def prepare(self, num_begun: int = 0) -> None:
+    def prepare(self) -> None:
         """Check the parameters before a step, and apply the user's changes."""
         core = self._core
         core.check_weights()
-        if core.is_mirrored and core.mirror.last_age != core.snapshot.age:
-            core.mirror_state(core.snapshot.steps - num_begun)
         core.snapshot.changed()
         core.refresh()
         core.check_cuts(core.groups)
@@ -76,20 +70,11 @@ class Calls:
 
     def _gather(self, call: Call) -> None:
         core = self._core
-        with self.mirrored():
-            core.sharding.gather(core.groups, call, frozen_too=core.owned.local.moves_frozen)
+        core.sharding.gather(core.groups, call, frozen_too=core.owned.local.moves_frozen)
 
     def whatever_happens(self, name: str, end: Callable[[Call], None]) -> _AtEnd:
         """Return a context that calls ``end``, also after an error: the other ranks wait for it."""
         return _AtEnd(lambda error: end(Call(name, self._origins, error, self._replicas)))
-
-    def mirrored(self) -> _AtEnd:
-        """Return a context that mirrors the state, also after an error, which other ranks may not have."""
-        return _AtEnd(self._mirror)
-
-    def _mirror(self, error: BaseException | None) -> None:
-        with suppress(*() if error is None else (RuntimeError,)):  # the first error tells more
-            self._core.mirror_state()
 
     def _origins(self, options: Options) -> tuple[Collection[OptionKey], Collection[OptionKey]]:
         return self._core.owned.local.origins(options)

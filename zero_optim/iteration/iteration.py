@@ -1,7 +1,7 @@
-"""An optimizer's steps: after or in the backward pass, with joined ranks, scalers and mirrors."""
+"""An optimizer's steps: after or in the backward pass, with joined ranks and scalers."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -46,18 +46,16 @@ class Iteration:
         with self.calls.telling_replicas():
             if self._is_skipped(optimizer, kwargs.pop("grad_scaler", None), failure):
                 return loss
-        result = self._step_rows(1, shared, **kwargs)
+        result = self._step_rows(shared, **kwargs)
         return loss if result is None else result
 
-    def _step_rows(
-        self, num_begun: int, shared: SharedCall | None = None, /, **kwargs: object
-    ) -> float | None:
+    def _step_rows(self, shared: SharedCall | None = None, /, **kwargs: object) -> float | None:
         core = self._core
         core.group.phase.traffic.count_step()
         if shared is None and not self.joins.under_way:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, **kwargs)
-        result = self.calls.make("step()", work, None if shared is None else shared.finish, num_begun)
+        result = self.calls.make("step()", work, None if shared is None else shared.finish)
         self.joins.end_step()
         return result
 
@@ -97,7 +95,6 @@ class Iteration:
         statuses = exchange(core.group, status, found_inf=found_inf, failure=failure)
         if scaling is not None:
             if scaling.is_skipped(optimizer, statuses, core.group.rank):
-                core.mirror.relabel(core.snapshot.steps)
                 return True
             scaling.unscale(core.params)
         self.joins.lend(core.group, statuses)
@@ -142,7 +139,7 @@ class Iteration:
 
     # ------------------------------------------------------------------ process groups that end
 
-    def detach(self, *, wait: bool, staying: Sequence[int] | None) -> None:
+    def detach(self, *, wait: bool) -> None:
         """Release the process group, as `ZeroRedundancyOptimizer.detach`."""
         core = self._core
         if core.inputs.store.params:
@@ -153,19 +150,15 @@ class Iteration:
         overlap, self._overlap = self._overlap, None
         if overlap is not None and overlap.let_go(waits=wait):
             core.snapshot.is_torn = core.snapshot.age > 0  # else it broke off before anything was stepped
-        if staying is not None:
-            rebinding.hand_over(core, staying)
-        else:
-            rebinding.detach(core, wait=wait)
+        rebinding.detach(core, wait=wait)
         self.calls.let_go()
         self.joins.let_go()
 
-    def rebind(self, group: RankGroup, *, keep_state: bool, may_lose: bool) -> list[Tensor]:
-        """Go on in another group; return the parameters whose state is lost; all its ranks call."""
-        lost = rebinding.rebind(self._core, group, keep_state=keep_state, may_lose=may_lose)
+    def rebind(self, group: RankGroup, *, keep_state: bool) -> None:
+        """Go on in another group; all its ranks call."""
+        rebinding.rebind(self._core, group, keep_state=keep_state)
         if self._core.inputs.options.overlap_with_ddp:
             self.overlap()
-        return lost
 
     # ------------------------------------------------------------------ beside a step
 
@@ -255,4 +248,4 @@ class Iteration:
             if is_skipped_by_all(statuses):
                 return
             self.joins.lend(group, statuses)
-            self._step_rows(0)
+            self._step_rows()

@@ -253,16 +253,15 @@ class Overlap:
     def finish(self, late: str, *, joined: bool) -> None:
         """Step what the backward pass did not reach; all ranks call. ``late``: a call that came too late."""
         sharding = self.core.sharding
-        with self._calls.mirrored():
-            self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
-            lane = self.lanes.groups[0].during("agree")
-            check = partial(sharding.compare_calls, lane, with_last=not sharding.gathers.readers)
-            with self._calls.whatever_happens("step()", check):
-                try:
-                    self._step_rest(late, joined=joined)
-                finally:
-                    self._loop_calls_step = True
-                    self.current = None
+        self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
+        lane = self.lanes.groups[0].during("agree")
+        check = partial(sharding.compare_calls, lane, with_last=not sharding.gathers.readers)
+        with self._calls.whatever_happens("step()", check):
+            try:
+                self._step_rest(late, joined=joined)
+            finally:
+                self._loop_calls_step = True
+                self.current = None
         self._joins.end_step()
 
     def _step_rest(self, late: str, *, joined: bool) -> None:

@@ -127,10 +127,14 @@ class _Describer:
         if _is_library(cls.__module__):
             return _name(cls)
         parts: list[str] = []
-        for base in cls.__mro__:
+        for place, base in enumerate(cls.__mro__):
             parts.append(_name(base))
             entries = {} if _is_library(base.__module__) else vars(base)
             for key, entry in sorted(entries.items()):
+                # PyTorch replaces `step` at a class's first instance, perhaps on some ranks alone.
+                inherited = [vars(each).get(key) for each in cls.__mro__[place + 1 :]]
+                if isinstance(entry, FunctionType) and _unwrapped(entry) in map(_unwrapped, inherited):
+                    continue
                 functions: tuple[object, ...] = (entry,)
                 if isinstance(entry, staticmethod | classmethod):
                     functions = (entry.__func__,)

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
@@ -22,11 +22,15 @@ _AWAKE = 0.05  # in the place of a number that is zero
 _NUM_EXACT_GROUPS = 4  # up to this many different groups are all tried; of more, one of each kind
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Held:
-    """An option that cannot be copied; not hashable, so no cache has it."""
+    """An option that cannot be copied; equal to one of the same object. Not hashable, so no cache has it."""
 
     value: Any
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self.value is other.value
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever it was
         """Return the object, as a weak reference would."""
@@ -87,11 +91,11 @@ class OptimizerUnderTest:
             reference: Callable[[], Any] = weakref.ref(build)
         except TypeError:
             reference = Held(build)
-        distinct = {to_hashable(_awake(group)): None for group in groups or [{}]}
+        distinct = _distinct(to_hashable(_awake(group)) for group in groups or [{}])
         if len(distinct) > _NUM_EXACT_GROUPS:
             of_kind = {_kind_of(group): to_hashable(_awake(group)) for group in reversed(groups)}
-            distinct = dict.fromkeys(reversed(of_kind.values()))
-        return cls(reference, to_hashable(_awake(options)), tuple(distinct))
+            distinct = _distinct(reversed(of_kind.values()))
+        return cls(reference, to_hashable(_awake(options)), distinct)
 
     @property
     def is_fused(self) -> bool:
@@ -126,7 +130,7 @@ class OptimizerUnderTest:
                 if value == 0 or is_power:
                     options[key] = value * 0.7 or _AWAKE
                     changes.add(f"{key}={options[key]}")
-        groups = tuple(dict.fromkeys(map(to_hashable, own)))
+        groups = _distinct(map(to_hashable, own))
         return (replace(self, groups=groups), ", ".join(sorted(changes))) if changes else None
 
     def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
@@ -157,6 +161,18 @@ def remembered(function: F) -> F:
 
     answer: F = call  # type: ignore[assignment]
     return answer
+
+
+def _distinct(groups: Iterable[object]) -> tuple[object, ...]:
+    """Drop equal groups, in order; slowly if some cannot be hashed."""
+    every, distinct = list(groups), list[object]()
+    try:
+        return tuple(dict.fromkeys(every))
+    except TypeError:
+        for group in every:
+            if group not in distinct:
+                distinct.append(group)
+        return tuple(distinct)
 
 
 def _without_switches(held: object) -> object:

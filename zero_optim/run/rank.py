@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
@@ -143,6 +144,9 @@ def _run(rank: int, job: Job) -> None:
     store.wait(["all connected"])
     fn, args = decode_call(job.path("call").read_bytes())
     value = fn(*args)
+    for thread in threading.enumerate():
+        if thread.name == "zero_optim save":  # which nobody has waited for, and which needs the group
+            thread.join()
     # Like pickle, but tensors that share memory are written once, and classes of a notebook can be returned.
     kind = "pickle" if importlib.util.find_spec("cloudpickle") is None else "cloudpickle"
     torch.save(value, job.path("value", rank), pickle_module=importlib.import_module(kind))

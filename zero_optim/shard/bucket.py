@@ -11,12 +11,13 @@ Note [Moving parameters]
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat import private
-from zero_optim.compat.memory import give_back_pages, is_seen_by_others
+from zero_optim.compat.memory import give_back_pages, is_seen_by_others, seen_outside
 from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.health.stamp import Header, headers_in
 from zero_optim.plan.layout import Layout
@@ -25,18 +26,28 @@ from zero_optim.shard.places import Form, can_be_views, views_in, with_own_stora
 
 
 class InFlat:
-    """Parameters inside one flat tensor with own storages; gathers copy those in ``shared`` memory."""
+    """Parameters inside one flat tensor with own storages.
 
-    def __init__(self, params: Sequence[Tensor], forms: Sequence[Form], layout: Layout) -> None:
+    Those whose places are in ``shared`` stay where others have their memory too; gathers copy them.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], forms: Sequence[Form], layout: Layout, shared: set[int]
+    ) -> None:
         """Move the parameters in one by one, each releasing its old storage."""
         self.flat = torch.empty(layout.numel, dtype=forms[0].dtype, device=forms[0].device)
-        self.shared: set[int] = set()
+        self.shared = shared
         zero_padding(self.flat, layout)
         self._params, self._forms, self._layout = params, forms, layout
         self._views = with_own_storages(self.flat, forms, layout)
         self._addresses = [view.data_ptr() for view in self._views]
         for index in range(len(params)):
             self._take_in(index)
+        _LIVING.add(self)
+
+    def has(self, address: int) -> bool:
+        """Whether a parameter lies at an address."""
+        return address in self._addresses
 
     def moved(self) -> list[int]:
         """List parameters with replaced ``data``."""
@@ -68,6 +79,7 @@ class InFlat:
         param, view = self._params[index], self._views[index]
         if view.data_ptr() != self._addresses[index]:  # PyTorch has put shared memory into its storage
             self.shared.add(index)
+        if index in self.shared:
             views_in(self.flat, self._forms, self._layout)[index].copy_(param)
             return
         view.copy_(param)
@@ -79,6 +91,20 @@ class InFlat:
         is_here = view.data_ptr() == self._addresses[index]  # and not in shared memory
         if is_here and not is_seen_by_others(view):
             give_back_pages(view)
+
+
+_LIVING: WeakSet[InFlat] = WeakSet()
+
+
+def shared_params(params: Iterable[Tensor]) -> set[int]:
+    """Return the ids of parameters whose memory somebody else has too: a buffer, a vector, another weight.
+
+    Not those that another optimizer of this library has moved: it notices when they leave.
+    """
+    suspects = {id(param): param for param in params}
+    seen = seen_outside(suspects.values())
+    living = list(_LIVING) if seen else []
+    return {key for key in seen if not any(each.has(suspects[key].data_ptr()) for each in living)}
 
 
 def copy_out(params: Iterable[Tensor], places: Sequence[tuple[int, int]]) -> None:
@@ -94,9 +120,15 @@ class Bucket:
     schedule: Schedule = ZERO1
 
     def __init__(
-        self, params: list[Tensor], layout: Layout, rank: int, label: str = "", *, as_views: bool = True
+        self,
+        params: list[Tensor],
+        layout: Layout,
+        rank: int,
+        label: str = "",
+        *,
+        as_views: bool = True,  # moves the parameters into the flat tensor if they can be; ranks may differ
+        shared: Collection[int] = (),  # ids of those that stay where they are
     ) -> None:
-        # ``as_views`` moves the parameters into the flat tensor if they can be views; ranks may differ.
         self.params = params
         self.layout, self._numel = layout, layout.numel
         self.rank = rank
@@ -108,14 +140,16 @@ class Bucket:
         self.own = [part for part in parts if part[1].owner == rank]
         self._others = [part for part in parts if part[1].owner != rank]
         self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
-        self._in_flat = InFlat(params, self.forms, layout) if as_views and can_be_views(params) else None
+        stay = {index for index, param in enumerate(params) if id(param) in shared}
+        is_flat = as_views and can_be_views(params)
+        self._in_flat = InFlat(params, self.forms, layout, stay) if is_flat else None
         known = None if self._in_flat is None else self._in_flat.flat
         self._rows = [] if known is None else rows_in(known, layout)
         self._headers = [] if known is None else headers_in(known, layout.rooms)
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle as a new bucket of the copied parameters."""
-        make = partial(Bucket, as_views=self.is_in_place)
+        make = partial(_again, as_views=self.is_in_place)
         return make, (self.params, self.layout, self.rank, self.label)
 
     @property
@@ -200,6 +234,10 @@ class Bucket:
         params = [_rows(self.params[index], piece) for index, piece in parts]
         with torch.no_grad():
             private.foreach_copy_(*((params, places) if into_params else (places, params)))
+
+
+def _again(params: list[Tensor], layout: Layout, rank: int, label: str, *, as_views: bool) -> Bucket:
+    return Bucket(params, layout, rank, label, as_views=as_views, shared=shared_params(params))
 
 
 def rows_in(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:

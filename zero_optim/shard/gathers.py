@@ -55,21 +55,7 @@ def start_gather(
     """
     flat = bucket.fill()
     take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
-    return gather_into(flat, bucket, lanes, bucket.rows(flat), take, start_rows=start_rows, changed=changed)
-
-
-def gather_into(
-    flat: Tensor,
-    bucket: Bucket,
-    lanes: Sequence[RankGroup],
-    rows: Sequence[tuple[int, Tensor]],
-    take: Callable[[], None] | None,
-    *,
-    start_rows: StartRows | None = None,
-    changed: Collection[Tensor] | None = None,
-) -> Pending:
-    """Start the broadcasts that fill ``flat``; the wait calls `Bucket.receive`, then ``take`` for stamps."""
-    works = (start_rows or start_broadcasts)(lanes, rows, bucket.label)
+    works = (start_rows or start_broadcasts)(lanes, bucket.rows(flat), bucket.label)
 
     def end() -> None:
         bucket.receive(flat, changed)

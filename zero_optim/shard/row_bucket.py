@@ -79,8 +79,7 @@ class RowBucket(Uncopied, Bucket):
     The 1-D flat tensor and whole parameters may have another ``dtype`` than the row. A row that is all of it,
     in ordinary memory and in its dtype, is the flat tensor itself, which is never freed then. ``gathers`` are
     under way. ``is_left``: state dicts show the parameters as they are. While ``num_pins`` users need them
-    whole, nothing may change them. ``num_changes`` counts possible changes of the row, ``span`` of the flat
-    tensor.
+    whole, nothing may change them. ``span``: of the row in the flat tensor.
     """
 
     schedule = ZERO3
@@ -113,7 +112,7 @@ class RowBucket(Uncopied, Bucket):
         self._freed = FreedParams(params, self.dtype, self.device)
         self.is_whole = self.is_left = self._has_changed = False
         self.gathers = Flow()
-        self.num_pins = self.num_changes = 0
+        self.num_pins = 0
 
     @property
     def nbytes_live(self) -> int:
@@ -238,7 +237,6 @@ class RowBucket(Uncopied, Bucket):
         if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
             return
         self._has_changed = True
-        self.num_changes += 1
         self.free()
         self.pass_over()
 
@@ -250,7 +248,6 @@ class RowBucket(Uncopied, Bucket):
     def take_written(self) -> None:
         """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed."""
         assert self.is_whole
-        self.num_changes += 1
         for param, form, view in zip(self.params, self.forms, self._views, strict=True):
             if param.numel() and param.data_ptr() != view.data_ptr():
                 form._replace(dtype=view.dtype).check(param)

@@ -52,6 +52,14 @@ _HINTS = {"optimizer": _DIFFERS_ON_PURPOSE, "group": _DIFFERS_ON_PURPOSE}
 WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
 
 
+_NO_OWNER = "{} has no owner: add parameters with add_param_group(), on all ranks"
+
+
+class _PiecesOf(dict[Tensor, Pieces]):
+    def __missing__(self, param: Tensor) -> Pieces:
+        raise ValueError(_NO_OWNER.format(f"a parameter of shape {tuple(param.shape)}"))
+
+
 class Sharding:
     """The owners of parameters, and buckets in one order on all ranks: Note [Order of gathers]."""
 
@@ -60,15 +68,14 @@ class Sharding:
         group: RankGroup,
         as_views: bool,
         cap_mb: float,
-        num_owners: int | None = None,
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
         *,
         store: Store,
     ) -> None:
-        self.pieces: dict[Tensor, Pieces] = {}
+        self.pieces: dict[Tensor, Pieces] = _PiecesOf()
         self.whole_because: dict[Tensor, str] = {}
-        self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
+        self.loads: list[float] = [0] * group.size
         self.buckets: list[Bucket] = []
         self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
         self.gathers = Gathers() if gathers is None else gathers
@@ -156,10 +163,6 @@ class Sharding:
         self.gathers.let_go(waits=waits)
         self._group = self._group.let_go()
 
-    def become(self, rank: int) -> None:
-        """Plan as this rank of ``num_owners``; -1 owns nothing. Comes before `add`."""
-        self._group = replace(self._group.let_go(), rank=rank, size=len(self.loads))
-
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
         """Return this rank's pieces, by parameter."""
         mine = (piece_of(pieces, self._group.rank) for pieces in plan.pieces)
@@ -237,7 +240,7 @@ class Sharding:
         for index, param in enumerate(params_of(groups)):
             if param not in self.pieces:
                 name = param_names(groups)[index]
-                raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
+                raise ValueError(_NO_OWNER.format(name))
 
     @eager
     def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:

@@ -16,7 +16,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.health.stamp import STAMP_NBYTES
 from zero_optim.plan.layout import Layout, with_rooms, with_rooms_behind
 from zero_optim.plan.plan import Plan, alignment_of
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Bucket, shared_params
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.row_storage import HostStorage, RowStorage
 
@@ -76,12 +76,15 @@ class BucketMaker:
             self.make_rows(group, params, plan)
         assert self._prepared is not None
         (layouts, rows), self._prepared = self._prepared, None
+        shared = shared_params(param for param in params if param not in self.store.params)
         buckets: list[Bucket] = []
         for planned, layout, label in zip(plan.buckets, layouts, labels, strict=True):
             members = [params[index] for index in planned.params]
-            bucket = rows.get(members[0])
-            buckets.append(bucket or Bucket(members, layout, group.rank, as_views=self._as_views))
-            buckets[-1].label = label
+            bucket: Bucket | None = rows.get(members[0])
+            if bucket is None:
+                bucket = Bucket(members, layout, group.rank, as_views=self._as_views, shared=shared)
+            bucket.label = label
+            buckets.append(bucket)
         return buckets
 
 

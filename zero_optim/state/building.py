@@ -1,6 +1,5 @@
 """Build an optimizer's parts and add groups: plan, agree, build; all ranks call."""
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,8 +22,6 @@ from zero_optim.step.leaves import Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.spec import OptimizerSpec
-
-logger = logging.getLogger("zero_optim")
 
 Callback = Callable[[Any], None]
 
@@ -77,29 +74,19 @@ def build(
     sharding.add(every, plan, short_names(groups))
     callback = registration.hand_over(buckets, group, every)
     core = Core(inputs, group, sharding, owned, groups)
-    _begin(core, read_by)
+    core.show_state()
+    if read_by is not None:
+        LazyGather(read_by, sharding)
     return core, callback
 
 
-def _begin(core: Core, read_by: torch.nn.Module | None) -> None:
-    core.show_state()
-    if read_by is not None:
-        LazyGather(read_by, core.sharding)
-    core.take_mirror_lanes()
-    if core.inputs.options.mirror and not core.is_mirrored:
-        logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
-
-
-def new_sharding(
-    inputs: PlanInputs, group: RankGroup, num_owners: int | None = None, gathers: Gathers | None = None
-) -> Sharding:
+def new_sharding(inputs: PlanInputs, group: RankGroup, gathers: Gathers | None = None) -> Sharding:
     """Make the owners and buckets, still empty."""
     options = inputs.options
     return Sharding(
         group,
         options.parameters_as_bucket_view,
         options.bucket_cap_mb,
-        num_owners,
         gathers,
         options.own_options,
         store=inputs.store,
@@ -139,7 +126,6 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
     core.show_state()
     if not core.snapshot.untouched:  # before any step the whole state is known, also with the new group
         core.snapshot.drop()
-    core.mirror.drop()
 
 
 def _plan_and_add(core: Core, group: dict[str, Any], before: int) -> None:

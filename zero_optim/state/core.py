@@ -1,6 +1,6 @@
 """The parts of an optimizer: owners, this rank's state, and the user's view of it.
 
-Nothing here communicates, but `mirror_state`, and `check_unreduced` in rare cases.
+Nothing here communicates, but `check_unreduced` in rare cases.
 
 Note [Whole state]
     Before any step, every rank knows the whole state, as the class's constructor makes it. Frameworks ask for
@@ -23,7 +23,6 @@ from zero_optim.plan.groups import (
     ParamGroup,
     describe_options,
     have_members,
-    options_of,
     param_names,
     params_of,
     short_names,
@@ -33,7 +32,6 @@ from zero_optim.plan.plan import describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
-from zero_optim.state.mirror import Mirror
 from zero_optim.state.moving import CutState, Held, RowMap
 from zero_optim.state.options import PlanInputs
 from zero_optim.step.averages import EMA
@@ -52,7 +50,6 @@ class Snapshot:
         age: the number of changes since: steps, loads and the like, equal on all ranks.
         steps: calls of step() on this rank, also skipped ones.
         is_torn: a step broke off half way.
-        saved: the token of the last checkpoint, saved or loaded, and the age of its state.
     """
 
     def __init__(self, age: int = 0, steps: int = 0) -> None:
@@ -60,18 +57,9 @@ class Snapshot:
         self.age = age
         self.steps = steps
         self.is_torn = False
-        self.saved: tuple[str, int] | None = None
         self._whole: dict[Any, Any] | None = None
         self._was_held = False
         self._was_new = False
-
-    def note_saved(self, token: str, age: int) -> None:
-        """Note that a checkpoint has the state of some age."""
-        self.saved = (token, age)
-
-    def was_saved_as(self, token: str) -> bool:
-        """Whether a checkpoint has this rank's state, or the rank is new."""
-        return not self.is_torn and (self.age == 0 or self.saved == (token, self.age))
 
     def hold(self, whole: dict[Any, Any]) -> None:
         """Keep the current whole state."""
@@ -118,7 +106,6 @@ class Core:
     owned: OwnedState
     groups: list[ParamGroup]
     snapshot: Snapshot = field(default_factory=Snapshot)
-    mirror: Mirror = field(default_factory=Mirror)
     unreduced: UnreducedParams = field(default_factory=UnreducedParams)
     samples: GradientSamples = field(default_factory=GradientSamples)
     state: MutableMapping[Any, Any] = field(default_factory=dict)
@@ -297,10 +284,8 @@ class Core:
         """List each parameter's pieces, in order."""
         return [self.sharding.pieces[param] for param in self.params]
 
-    def row_map(
-        self, held: Sequence[Pieces], wanted: Sequence[Pieces], hosts: Sequence[int] | None = None
-    ) -> RowMap:
-        """Make the map of a move; without ``hosts`` each holder is a rank of the group."""
+    def row_map(self, held: Sequence[Pieces], wanted: Sequence[Pieces]) -> RowMap:
+        """Make the map of a move."""
         shapes = [tuple(param.shape) for param in self.params]
         cut = {
             param: index
@@ -308,7 +293,7 @@ class Core:
             if not all(is_whole(piece, param.shape) for pieces in ends for piece in pieces)
         }
         shaped = {cut[param]: names for param, names in self.shaped_entries(cut).items()}
-        return RowMap(shapes, shaped, held, wanted, range(self.ranks.size) if hosts is None else hosts)
+        return RowMap(shapes, shaped, held, wanted)
 
     def cut_states(self) -> dict[Tensor, CutState]:
         """Map each cut parameter to the layout of its state."""
@@ -323,7 +308,6 @@ class Core:
         self.groups = groups
         self.show_state()
         self.snapshot.changed()
-        self.mirror.drop()
 
     def remember(self) -> Callable[[], None]:
         """Copy this rank's state, options and parameters; return a function that restores them."""
@@ -341,23 +325,3 @@ class Core:
             self.state, self.snapshot = state, snapshot
 
         return undo
-
-    # ------------------------------------------------------------------ mirrors
-
-    @property
-    def is_mirrored(self) -> bool:
-        """Whether the state is mirrored."""
-        return self.inputs.options.mirror and self.ranks.size > 1
-
-    def take_mirror_lanes(self) -> None:
-        """Lease the mirrors' groups, when the optimizer is built or bound; all ranks call."""
-        if self.is_mirrored:
-            self.mirror.take_lanes(self.group)
-
-    def mirror_state(self, steps: int | None = None) -> None:
-        """Begin a version of the mirrors, which has taken ``steps``, or all; all ranks call; communicates."""
-        if self.is_mirrored:
-            self.follow_state()
-            options, snapshot = list(map(options_of, self.groups)), self.snapshot
-            steps = snapshot.steps if steps is None else steps
-            self.mirror.update(self.group, self.held(), options, steps=steps, age=snapshot.age)

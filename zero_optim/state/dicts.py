@@ -51,7 +51,7 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
         whole = move(
             group,
             core.row_map(core.piece_list(), wanted),
-            {group.rank: Held(held.state, {}, held.everywhere)},
+            Held(held.state, {}, held.everywhere),
             copy_with=copied_to_cpu,
         )
         if group.rank in targets:
@@ -72,7 +72,7 @@ def load(
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
     params, pieces = core.params, core.piece_list()
     source = group.rank if src is None else src
-    held: dict[int, Held] = {}
+    held = Held({})
     beside: dict[str, Any] = {}
     with failing_together(group):
         core.owned.local.check_dicts()
@@ -81,7 +81,7 @@ def load(
             state_dict = run_hooks(dict(state_dict))
             check_fits(core, state_dict)
             keys, state = _saved_keys(state_dict), state_dict["state"]
-            held[source] = Held({index: state[key] for index, key in enumerate(keys) if key in state})
+            held = Held({index: state[key] for index, key in enumerate(keys) if key in state})
             everywhere = {key: value for key, value in state.items() if key not in set(keys)}
             if core.owned.local.has_own_dict:
                 more = {key: state_dict[key] for key in state_dict if key not in ("state", "param_groups")}

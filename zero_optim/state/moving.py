@@ -1,9 +1,8 @@
 """Moves of state: which rank holds which rows, which ranks want them, and the transfer.
 
-Consolidating, loading, rebinding and going back to mirrors are such moves. Every rank derives the same list
-of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded size
-(`comm.wire`). A parameter may move with its state: if a rank died during a gather, only the owner surely has
-the new value. A mirror has a transport of its own: `zero_optim.state.mirror` says why.
+Consolidating, loading and rebinding are such moves. Every rank derives the same list of parcels from a
+`RowMap`. Holders send directly, one after the other, in pieces of bounded size (`comm.wire`). A parameter may
+move with its state: if a rank died during a gather, only the owner surely has the new value.
 
 Note [Files]
     Checkpoints and DCP share `CutState` with moves, but not `RowMap`: nobody sends. Each rank reads the rows
@@ -169,15 +168,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A holder's state and rows by parameter index, and global entries.
-
-    ``values`` are the rows themselves if ``is_live``, else copies.
-    """
+    """A rank's state and rows by parameter index, and global entries."""
 
     state: Mapping[int, Any]
     values: Mapping[int, Tensor] = field(default_factory=dict)
     everywhere: Mapping[Any, Any] = field(default_factory=dict)
-    is_live: bool = True
 
 
 class Move(NamedTuple):
@@ -201,15 +196,13 @@ class RowMap:
     """The holders of each parameter's rows, and the ranks that want them.
 
     ``shaped`` has the names of entries with the parameter's shape, for parameters that are cut on either
-    side. ``held`` and ``wanted`` are each parameter's pieces, by holder and by rank; several ranks may want
-    the same rows. ``hosts`` are the ranks that send for the holders.
+    side. ``held`` and ``wanted`` are each parameter's pieces, by rank; several ranks may want the same rows.
     """
 
     shapes: Sequence[tuple[int, ...]]
     shaped: Mapping[int, frozenset[str]]
     held: Sequence[Pieces]
     wanted: Sequence[Pieces]
-    hosts: Sequence[int]
 
     @cached_property
     def parcels(self) -> list[Parcel]:
@@ -264,7 +257,7 @@ class RowMap:
 def move(
     group: RankGroup,
     rows: RowMap,
-    held: Mapping[int, Held],
+    held: Held,
     *,
     copy_with: Callable[[Tensor], Tensor] | None = None,
     about: str = "optimizer state",
@@ -272,8 +265,8 @@ def move(
     """Bring state to the ranks that want it; all ranks call. Returns this rank's part.
 
     Received state is in new CPU memory. A sender needs memory for one more piece of 16 MiB. ``rows`` is equal
-    on every rank, but for rows that stay; ``held`` is this rank's state, by holder. ``copy_with`` copies
-    uncut state that stays on a rank.
+    on every rank, but for rows that stay; ``held`` is this rank's state. ``copy_with`` copies uncut state
+    that stays on a rank.
 
     On every rank, TypeError if some state cannot be sent without pickle, has a tensor subclass that a
     receiver has not imported, or is cut and no plain tensor; StateMismatchError if the holders of a parameter
@@ -283,32 +276,32 @@ def move(
     joined = rows.joined_on(group.rank)
     with failing_together(group):
         mine = {
-            number: rows.message(parcel, held[parcel.holder])
+            number: rows.message(parcel, held)
             for number, parcel in enumerate(rows.parcels)
-            if rows.hosts[parcel.holder] == group.rank
+            if parcel.holder == group.rank
         }
         leaving = [number for number in mine if rows.parcels[number].takers != [group.rank]]
         encoded = {number: encode(mine[number], about) for number in leaving}
-    stays, received = {}, {}
+    stays, received = dict[Any, Nested](), {}
     for number, (holder, _, takers) in enumerate(rows.parcels):
         if number in encoded:
             send_value(group, [rank for rank in takers if rank != group.rank], *encoded[number])
         if group.rank in takers and number in mine:
-            stays[holder] = mine[number]
+            stays = mine[number]  # the one parcel of this rank to itself
         elif group.rank in takers:
-            received[holder] = recv_encoded(group, rows.hosts[holder], joined.places_of(holder))
+            received[holder] = recv_encoded(group, holder, joined.places_of(holder))
     with failing_together(group):  # only now, as a rank that raises receives nothing more
         parts = {holder: decode(skeleton, iter(tensors)) for holder, (skeleton, tensors) in received.items()}
-        for holder, message in stays.items():
-            cut = {key: value for key, value in message.items() if key in joined.cuts}
-            drops = held[holder].is_live  # the rows are where they belong
-            rest = {k: v for k, v in message.items() if k not in cut and not (drops and _is_values(k))}
+        if stays:
+            cut = {key: value for key, value in stays.items() if key in joined.cuts}
+            # Whole rows are where they belong.
+            rest = {key: v for key, v in stays.items() if key not in cut and not _is_values(key)}
             whole = rest if copy_with is None else map_tensors(rest, copy_with)
-            parts[holder] = {**whole, **joined.copied(cut, holder)}
+            parts[group.rank] = {**whole, **joined.copied(cut, group.rank)}
         merged = joined.merge([parts[holder] for holder in sorted(parts)])
     values = {~key: merged.pop(key)[_VALUES] for key in list(merged) if _is_values(key)}
     state = {key: merged.pop(key) for key in sorted(key for key in merged if isinstance(key, int))}
-    return Held(state, values, merged, is_live=False)
+    return Held(state, values, merged)
 
 
 def _is_values(key: object) -> bool:

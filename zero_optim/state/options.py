@@ -40,7 +40,6 @@ class ShardingOptions:
     timeout: float | None = None
     on_stall: str = "raise"
     own_options: Sequence[str] = ()
-    mirror: bool = False
     allow_unsaved: bool = False
 
     @property
@@ -57,11 +56,6 @@ class ShardingOptions:
 
     def check_rows(self) -> None:
         """Refuse options that parameters kept as rows do not support."""
-        if self.mirror:
-            raise ValueError(
-                "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would have no "
-                "effect: leave it out, and save checkpoints"
-            )
         if self.overlap_with_ddp:
             raise ValueError(
                 "overlap_with_ddp=True waits for a comm hook, and a fully sharded model takes none: leave it "
@@ -169,8 +163,9 @@ class GroupOptions:
         """Build the groups' classes over this rank's leaves."""
         specs = [each.spec for each in self.specs]
         options = self.options
-        saves = options.mirror or not options.allow_unsaved
-        return LocalOptimizer(self.default, groups, specs, leaf_of, options.assume_separable, saves)
+        return LocalOptimizer(
+            self.default, groups, specs, leaf_of, options.assume_separable, not options.allow_unsaved
+        )
 
     def why_whole(
         self,

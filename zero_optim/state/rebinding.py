@@ -8,11 +8,16 @@ Note [Rebinding is building anew]
     `rebind` goes the way of the constructor: plan, agree, build, load this rank's state as from a checkpoint.
     So it gives the bits of a run that was saved, and loaded by so many ranks. If a check raises, the
     optimizer is detached as before.
+
+Note [Who holds the state]
+    A rank whose optimizer was never stepped or loaded is new, and its state does not count. All others must
+    hold state of one age, and together every row once: a row with two holders comes from two runs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +26,10 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree, check_flags, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.description import describe
+from zero_optim.comm.frames import ranks_by_value, ranks_text
+from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.groups import ParamGroup, options_of, param_names, short_names
+from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.bucket import Bucket
@@ -30,18 +37,20 @@ from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core, Snapshot
-from zero_optim.state.dicts import check_targets
-from zero_optim.state.holders import Holders, find_holders, refuse_lost
 from zero_optim.state.moving import Held, move, sent_by
 from zero_optim.state.options import GroupOptions
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
 
+_GO_BACK = (
+    "Go back to a checkpoint, on all ranks: rebind(keep_state=False), then zero_optim.checkpoint.load()"
+)
+_MOST_NAMED = 5  # parameters in a message
+
 
 def detach(core: Core, *, wait: bool) -> None:
     """Release the process group and everything built on it: Note [Detached]."""
-    core.mirror.let_go(waits=wait)
     core.sharding.let_go(waits=wait)
     core.owned.let_go()
     works = core.ranks.works
@@ -53,33 +62,14 @@ def detach(core: Core, *, wait: bool) -> None:
             param.grad = None  # whole ones too: the next group may have other owners
 
 
-def hand_over(core: Core, staying: Sequence[int]) -> None:
-    """Move the state to some ranks of the group, then detach; all ranks call."""
-    group = core.group
-    with group.doing("detach()"):
-        agree(group, [f"staying={describe(staying)}"], "the ranks that go on")
-        core.sharding.under_way.wait()
-        with failing_together(group):
-            targets = check_targets(staying, group.size)
-            core.check_weights()
-        core.mirror.drop()  # what they tell of is with other ranks now
-        go_over(core, group, targets, keep_state=True)
-    detach(core, wait=True)
-    rank = targets.index(group.rank) if group.rank in targets else -1
-    core.ranks = replace(core.ranks, rank=rank, size=len(targets))
-    if rank < 0:
-        core.snapshot = Snapshot(steps=core.snapshot.steps)
-        core.snapshot.drop()
-
-
 def new_group(core: Core, process_group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks of a process group, with the options and counts of the former one."""
     group = ranks_of(process_group)
     return replace(RankGroup.of(group.process_group, core.params), phase=core.ranks.phase)
 
 
-def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) -> list[Tensor]:
-    """Go on in another group; all its ranks call, detached. Returns the parameters whose state is lost."""
+def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
+    """Go on in another group; all its ranks call, detached."""
     with group.doing("rebind()"):
         with failing_together(group):
             check_flags(keep_state=keep_state)
@@ -87,13 +77,8 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool, may_lose: bool) ->
                 raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
             group.check_serves(core.params)
             core.check_weights()
-        lost = go_over(core, group, range(group.size), keep_state=keep_state, may_lose=may_lose)
+        _go_over(core, group, keep_state=keep_state)
         core.sharding.gather_all()
-        core.mirror.drop()
-        core.take_mirror_lanes()
-        if core.snapshot.age > 0:
-            core.mirror_state()
-    return lost
 
 
 def shard_parameters(core: Core, store: Store) -> list[Bucket]:
@@ -117,25 +102,115 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
         try:
             with failing_together(group):
                 core.check_weights()
-            go_over(core, group, range(group.size), keep_state=True)
+            _go_over(core, group, keep_state=True)
         except Exception:
             inputs.store = before
             raise
     return former
 
 
+# ---------------------------------------------------------------------- who holds the state
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """A rank's report of its state to a new group; see `Snapshot`.
+
+    ``options`` describe each group's, ``pieces`` are its rows as [parameter, start, stop].
+    """
+
+    age: int
+    is_torn: bool
+    options: list[str]
+    has_everywhere: bool
+    pieces: list[list[int]]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """Who holds the state of a new group; ``pieces`` are each parameter's, by holder.
+
+    If it ``shares``, the ``first`` holder sends options and global entries to the others.
+    """
+
+    first: int
+    age: int
+    steps: int
+    pieces: list[Pieces]
+    shares: bool
+
+
+def _find_holders(core: Core, group: RankGroup, own: Held) -> _Holders | None:
+    """Find who holds the state: Note [Who holds the state]; None if all ranks are new. All ranks call.
+
+    LostStateError or RankMismatchError on every rank, unless the ranks hold one whole state.
+    """
+    pieces, snapshot = [core.sharding.piece_here(param) for param in core.params], core.snapshot
+    rows = [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None]
+    options, has_everywhere = core.describe_options(), bool(own.everywhere)
+    mine = _Holding(snapshot.age, snapshot.is_torn, options, has_everywhere, rows, snapshot.steps)
+    everyone = [_Holding(**each) for each in group.all_gather_json(asdict(mine))]
+    torn = [rank for rank, each in enumerate(everyone) if each.is_torn]
+    if torn:
+        raise LostStateError(
+            f"a step broke off on {ranks_text(torn)}: some parameters there have taken it, others have not. "
+            f"{_GO_BACK}"
+        )
+    holders = {rank: each for rank, each in enumerate(everyone) if each.age > 0}
+    if not holders:
+        return None
+    ages = ranks_by_value({rank: each.age for rank, each in holders.items()})
+    if len(ages) > 1:
+        moments = "; ".join(f"{ranks_text(ranks)} after {age} steps or loads" for age, ranks in ages.items())
+        raise RankMismatchError(f"ranks hold state of different moments: {moments}. {_GO_BACK}")
+    first = min(holders)
+    for rank, each in holders.items():
+        for one, other in zip(holders[first].options, each.options, strict=True):
+            if one != other:
+                raise RankMismatchError(
+                    f"ranks disagree about the options of the optimizer: rank {first} has {one}; "
+                    f"rank {rank} has {other}"
+                )
+    shares = len(holders) < group.size or any(each.has_everywhere for each in holders.values())
+    steps = max(each.steps for each in holders.values())
+    return _Holders(first, holders[first].age, steps, _pieces_of(core, holders), shares)
+
+
+def _pieces_of(core: Core, holders: Mapping[int, _Holding]) -> list[Pieces]:
+    """List each parameter's pieces by holder; raises unless each row has one."""
+    of_param: list[list[Piece]] = [[] for _ in core.params]
+    for rank, each in holders.items():
+        for index, *rows in each.pieces:
+            of_param[index].append(Piece(rank, *rows))
+    lost = []
+    for name, param, some in zip(param_names(core.groups), core.params, of_param, strict=True):
+        some.sort(key=lambda piece: piece[1:])
+        for piece, following in pairwise(some):
+            if following.start < piece.stop or following[1:] == piece[1:]:
+                raise RankMismatchError(
+                    f"ranks {piece.owner} and {following.owner} both hold {name}: they come from two runs. "
+                    "Rebind ranks of one former group, and new ones, whose optimizer was neither stepped nor "
+                    "loaded"
+                )
+        if not some or sum(piece.stop - piece.start for piece in some) < num_rows(param.shape):
+            lost.append(name)
+    if lost:
+        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+        raise LostStateError(
+            f"nobody in the new group holds the state of {', '.join(lost[:_MOST_NAMED])}{more}: the rank "
+            f"that owned it is not a member. {_GO_BACK}"
+        )
+    return list(map(tuple, of_param))
+
+
 # ---------------------------------------------------------------------- planning and building anew
 
 
-def go_over(
-    core: Core, group: RankGroup, owners: Sequence[int], *, keep_state: bool, may_lose: bool = False
-) -> list[Tensor]:
-    """Plan anew for the ``owners``, ascending ranks of a group, and move the state to them; all ranks call.
-
-    Without ``keep_state`` the state is new. Returns the parameters of lost state, if it ``may_lose`` some.
-    """
+def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
+    """Plan anew for a group, and move the state to its owners, or begin with new state; all ranks call."""
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
-    own: Held | None = None
+    own = Held({})
     with failing_together(group):
         if keep_state:
             local.check_dicts()
@@ -146,15 +221,12 @@ def go_over(
         about.append(f"cuts of groups {core.inputs.may_cut(core.groups)}")
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
-    holders = None if own is None else find_holders(core, group, own, may_lose=may_lose)
-    lost = [] if holders is None else [index for index, held in enumerate(holders.pieces) if not held]
-    names = param_names(core.groups)
-    refuse_lost([] if may_lose else [names[index] for index in lost])
-    groups, everywhere = _shared_part(core, group, holders)
-    sharding, plan = _planned(core, group, len(owners), groups, about)
-    part = Held({}) if holders is None else _own_part(core, group, holders, owners, plan)
-    if len(owners) < group.size:
-        sharding.become(owners.index(group.rank) if group.rank in owners else -1)
+    holders = _find_holders(core, group, own) if keep_state else None
+    groups, everywhere = _shared_part(core, group, holders, own)
+    sharding, plan = _planned(core, group, groups, about)
+    part = Held({})
+    if holders is not None:
+        part = move(group, core.row_map(holders.pieces, plan.pieces), replace(own, everywhere={}))
     owned = _built(core, group, sharding, plan, groups)
     if holders is not None:
         state = {params[index]: entries for index, entries in part.state.items()}
@@ -168,41 +240,31 @@ def go_over(
     core.show_state()
     if holders is None:
         core.snapshot = Snapshot()
-    elif core.snapshot.age != holders.age or holders.options is not None:
+    elif core.snapshot.age != holders.age:
         core.snapshot = Snapshot(holders.age, holders.steps)
     else:
         core.snapshot.steps = holders.steps
-    return [params[index] for index in lost]
 
 
 def _shared_part(
-    core: Core, group: RankGroup, holders: Holders | None
+    core: Core, group: RankGroup, holders: _Holders | None, own: Held
 ) -> tuple[list[ParamGroup], Mapping[Any, Any]]:
-    """Return the groups with their new options, and global entries; all ranks call."""
+    """Return the groups with the first holder's options, and global entries; all ranks call."""
     if holders is None or not holders.shares:
         return core.groups, {}
-    beside, is_first = {}, group.rank == holders.first
+    shared, is_first = {}, group.rank == holders.first
     if is_first:
-        options = holders.options or [options_of(each) for each in core.groups]
-        beside = {"options": options, "everywhere": dict(next(iter(holders.held.values())).everywhere)}
-    beside = sent_by(group, holders.first, beside, "the options")
-    keeps_own = is_first and holders.options is None
-    return core.groups if keeps_own else core.with_options(beside["options"]), beside["everywhere"]
-
-
-def _own_part(core: Core, group: RankGroup, holders: Holders, owners: Sequence[int], plan: Plan) -> Held:
-    """Move the state, but for global entries, to its new owners; return this rank's; all ranks call."""
-    to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
-    held = {holder: replace(each, everywhere={}) for holder, each in holders.held.items()}
-    return move(group, core.row_map(holders.pieces, to, holders.hosts), held)
+        shared = {"options": list(map(options_of, core.groups)), "everywhere": dict(own.everywhere)}
+    shared = sent_by(group, holders.first, shared, "the options")
+    return core.groups if is_first else core.with_options(shared["options"]), shared["everywhere"]
 
 
 def _planned(
-    core: Core, group: RankGroup, num_owners: int, groups: Sequence[ParamGroup], about: Sequence[str]
+    core: Core, group: RankGroup, groups: Sequence[ParamGroup], about: Sequence[str]
 ) -> tuple[Sharding, Plan]:
     """Plan for the new owners, as the constructor does; all ranks call."""
     inputs, owned = core.inputs, core.owned
-    sharding = new_sharding(inputs, group, num_owners, core.sharding.gathers)
+    sharding = new_sharding(inputs, group, core.sharding.gathers)
     may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
     options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
     why_whole = partial(options.why_whole, (), groups, owned.leaves.cut_rows)

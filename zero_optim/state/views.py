@@ -13,7 +13,7 @@ Note [Steps that are none]
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,16 @@ def _is_called_by_dcp() -> bool:
             return bool(frame.f_globals.get("__name__") == _DCP)
         frame = frame.f_back
     return False
+
+
+class Asked:
+    """An answer that is found when somebody asks whether it is true, not when it is only read."""
+
+    def __init__(self, answer: Callable[[], bool]) -> None:
+        self._answer = answer
+
+    def __bool__(self) -> bool:
+        return self._answer()
 
 
 @dataclass(frozen=True, slots=True)

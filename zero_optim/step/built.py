@@ -4,7 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from zero_optim.compat import private
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
 from zero_optim.plan.option_values import plain
 from zero_optim.probe.cut_rows import CutRows
@@ -136,6 +138,22 @@ class BuiltOptimizer:
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
             del state[key]
 
+    def step(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the class returns
+        """Step with this optimizer's hooks alone: those for all optimizers run around the sharded step."""
+        method: Callable[..., Any] = self.optimizer.step
+        is_hooked = private.global_optimizer_pre_hooks or private.global_optimizer_post_hooks
+        function: Any = getattr(method, "__func__", None)
+        is_pytorchs = getattr(function, "__globals__", {}).get("__name__") == Optimizer.__module__
+        if not (is_hooked and is_pytorchs and getattr(function, "hooked", False)):
+            return method(*args, **kwargs)
+        arguments: tuple[Any, Any] = ((self.optimizer, *args), kwargs)
+        for hook in self.optimizer._optimizer_step_pre_hooks.values():
+            arguments = hook(self.optimizer, *arguments) or arguments
+        result = function.__wrapped__(*arguments[0], **arguments[1])
+        for done_hook in self.optimizer._optimizer_step_post_hooks.values():
+            done_hook(self.optimizer, *arguments)
+        return result
+
     def step_some(self, chosen: Collection[int], **kwargs: object) -> None:
         """Step only the leaves with these ids; the groups omit the others meanwhile."""
         groups = self.optimizer.param_groups
@@ -146,8 +164,7 @@ class BuiltOptimizer:
         try:
             for group, leaves in zip(groups, stepped, strict=True):
                 group["params"] = leaves
-            step: Callable[..., object] = self.optimizer.step
-            step(**kwargs)
+            self.step(**kwargs)
         finally:
             for group, leaves in zip(groups, members, strict=True):
                 group["params"] = leaves

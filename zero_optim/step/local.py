@@ -158,7 +158,16 @@ class LocalOptimizer:
 
     def of_group(self, number: int) -> BuiltOptimizer:
         """Return the optimizer of a public group."""
-        return next(built for built in self._built if number in built.numbers)
+        for built in self._built:
+            if number in built.numbers:
+                return built
+        raise self._other_groups(number + 1)
+
+    def _other_groups(self, count: int) -> ValueError:
+        return ValueError(
+            f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {count}: leave "
+            "the list as it is, and add groups with add_param_group(), on all ranks"
+        )
 
     def _shared(self) -> BuiltOptimizer | None:
         return next((built for built in self._built if built.spec is self.default), None)
@@ -176,18 +185,26 @@ class LocalOptimizer:
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
         """Step every leaf under the public groups' options; returns the class's result."""
+        steps = [built.step for built in self._built]
         if closure is not None and len(self._built) > 1:  # once, for all of them
             with torch.enable_grad():
                 loss = closure()
-            self.call(groups, self.find("step"), **kwargs)
+            self.call(groups, steps, **kwargs)
             return loss
         arguments = () if closure is None else (closure,)
-        stepped: float | None = self.call(groups, self.find("step"), *arguments, **kwargs)
+        stepped: float | None = self.call(groups, steps, *arguments, **kwargs)
         return stepped
 
     def find(self, name: str) -> list[Any]:
         """Return a public attribute of each optimizer that has it."""
         return [getattr(built.optimizer, name) for built in self._built if hasattr(built.optimizer, name)]
+
+    def assign(self, name: str, value: object) -> bool:
+        """Set a public attribute of each optimizer that has it; returns whether one does."""
+        having = [built.optimizer for built in self._built if hasattr(built.optimizer, name)]
+        for optimizer in having:
+            setattr(optimizer, name, value)
+        return bool(having)
 
     def call(
         self, groups: list[ParamGroup], methods: list[Callable[..., Any]], *args: object, **kwargs: object
@@ -215,10 +232,7 @@ class LocalOptimizer:
     def _take_options(self, groups: list[ParamGroup]) -> list[dict[str, Plain]]:
         """Copy the public options to the local groups; returns those that the class can change in place."""
         if len(groups) != self.num_groups:
-            raise ValueError(
-                f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
-                ": leave the list as it is, and add groups with add_param_group(), on all ranks"
-            )
+            raise self._other_groups(len(groups))
         own = self._groups()
         for public, local in zip(groups, own, strict=True):
             _set_options(local, public)

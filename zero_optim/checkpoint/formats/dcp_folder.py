@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as meta
 
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER
-from zero_optim.checkpoint.files import open_regular
+from zero_optim.checkpoint.files import open_regular, within
 from zero_optim.checkpoint.formats.unpickling import SafeUnpickler
 from zero_optim.checkpoint.sections import EXACT, Placeholders, Source, source_of, torch_save
 from zero_optim.comm.encoding import map_tensors
@@ -33,7 +33,7 @@ METADATA = ".metadata"
 def of_dcp(folder: Path, names: Sequence[str] | None = None) -> Source:
     """Open a folder that ``dcp.save`` wrote with its own storage."""
     values, places = dict[str, Any](), Placeholders()
-    with open_regular(folder / METADATA) as file:
+    with open_regular(folder / METADATA) as raw, io.BufferedReader(raw) as file:
         metadata: meta.Metadata = SafeUnpickler(file).load()
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, meta.BytesStorageMetadata):
@@ -53,7 +53,7 @@ def _loaded(folder: Path, metadata: meta.Metadata, index: meta.MetadataIndex) ->
             f"{index.fqn} was transformed by {place.transform_descriptors[0]} when it was written"
         )
     content = bytearray(place.length)
-    with open_regular(folder / place.relative_path) as file:
+    with open_regular(within(folder, place.relative_path)) as file:
         file.seek(place.offset)
         if file.readinto(content) != place.length:
             raise ValueError(f"{place.relative_path} is too short for {index.fqn}")

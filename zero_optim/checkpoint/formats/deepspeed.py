@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER
+from zero_optim.checkpoint.files import within
 from zero_optim.checkpoint.formats.unpickling import tolerant
 from zero_optim.checkpoint.sections import Placeholders, Source, source_of
 from zero_optim.step.leaves import MASTER
@@ -28,7 +29,7 @@ _Entries = dict[str, dict[str, Any]]  # name of a parameter -> name of an entry,
 def of_deepspeed(folder: Path) -> Source:
     """Open a checkpoint; ValueError if it has parts of other kinds of parallelism, or lacks a rank's file."""
     if (folder / "latest").is_file():
-        folder = folder / (folder / "latest").read_text().strip()
+        folder = within(folder, (folder / "latest").read_text().strip())
     models, optims, places = _files(folder, "model"), _files(folder, "optim"), Placeholders()
     first, groups = models[0], models[0]["param_shapes"]
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
@@ -145,7 +146,7 @@ def _universal(folder: Path, groups: list[Any]) -> tuple[_Entries, list[Any]]:
     for index, group in enumerate(groups):
         for name, shape in group.items():
             entries[name] = {}
-            for path in sorted((folder / name).glob("*.pt")):
+            for path in sorted(within(folder, name).glob("*.pt")):
                 value = _load(path)
                 value = value["param"] if isinstance(value, dict) else value
                 entries[name][path.stem] = value if path.stem == "step" else value.view(tuple(shape))

@@ -2,8 +2,10 @@
 
 import pickle
 import sys
+from collections import OrderedDict
+from dataclasses import is_dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,8 +20,23 @@ _HARMLESS = {
 _METADATA = "torch.distributed.checkpoint.metadata"  # its classes have fields, and nothing else
 
 
-class SafeUnpickler(pickle.Unpickler):
+_IN_PYTHON: Any = pickle._Unpickler  # that in C sets attributes of classes, and allocates what an index says
+
+
+class SafeUnpickler(_IN_PYTHON):  # type: ignore[misc]
     """Builds tensors, plain values and DCP's metadata; UnpicklingError for all else."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_IN_PYTHON.dispatch)
+
+    def load_build(self) -> None:
+        """Set an object's attributes, unless others share it, as they share classes and functions."""
+        target = self.stack[-2]
+        is_own = is_dataclass(target) and not isinstance(target, type)
+        if not is_own and not isinstance(target, torch.Tensor | OrderedDict | Unknown):
+            raise pickle.UnpicklingError(f"it sets attributes of {target!r}, which is not its own")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - a class or a function
         """See the base class."""
@@ -48,5 +65,9 @@ class _Tolerant(SafeUnpickler):
         return type(name, (Unknown,), {"__module__": module})
 
 
+def _load(file: Any, **_options: Any) -> Any:  # noqa: ANN401
+    return _Tolerant(file).load()
+
+
 # For torch.load(pickle_module=…): objects of unknown classes become `Unknown`.
-tolerant = SimpleNamespace(Unpickler=_Tolerant, load=pickle.load, __name__="tolerant")
+tolerant = SimpleNamespace(Unpickler=_Tolerant, load=_load, __name__="tolerant")

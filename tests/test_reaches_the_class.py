@@ -1,0 +1,142 @@
+"""What a user does to the optimizer reaches the class as if it were not sharded."""
+
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pool import on_ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import zero_step
+
+
+class Scaled(torch.optim.SGD):
+    """Counts its steps, and scales gradients by an attribute that users set."""
+
+    factor = 1.0
+    num_steps_of_class = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps_of_class += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(self.factor)
+        return super().step(closure)
+
+
+class Base(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Child(Base):
+    """Has no step of its own, until PyTorch gives it one at its first instance."""
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def built(cls: Any = Scaled) -> tuple[list[nn.Parameter], ZeroRedundancyOptimizer]:
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    return params, ZeroRedundancyOptimizer(params, cls, lr=1.0)
+
+
+def step(params: list[nn.Parameter], optimizer: ZeroRedundancyOptimizer) -> list[float]:
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return [float(param[0].detach()) for param in params]
+
+
+def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad.mul_(0.5)
+
+
+@on_ranks(2)
+def test_hooks_for_all_optimizers_run_once_a_step() -> None:
+    params, optimizer = built()
+    seen: list[str] = []
+    inner = optimizer.optim.register_step_post_hook(lambda *_: seen.append("of the class"))
+    handles = [
+        register_optimizer_step_pre_hook(halve),
+        register_optimizer_step_post_hook(lambda it, *_: seen.append(type(it).__name__)),
+    ]
+    try:
+        assert step(params, optimizer) == [-0.5] * 3
+    finally:
+        for handle in (*handles, inner):
+            handle.remove()
+    assert seen == ["of the class", "ZeroRedundancyOptimizer"]
+
+
+@on_ranks(2)
+def test_hooks_for_all_optimizers_run_once_an_iteration_with_zero_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, zero_step(optimizer))
+    seen: list[str] = []
+    handle = register_optimizer_step_post_hook(lambda it, *_: seen.append(type(it).__name__))
+    try:
+        for _ in range(2):
+            wrapped(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        handle.remove()
+    assert seen == ["ZeroRedundancyOptimizer"] * 2
+
+
+@on_ranks(2)
+def test_attributes_that_the_class_has_are_written_to_it() -> None:
+    params, optimizer = built()
+    optimizer.factor = 0.5
+    optimizer.factor *= 0.5
+    optimizer.note = "of the user"  # type: ignore[attr-defined]
+    assert step(params, optimizer) == [-0.25] * 3
+    assert optimizer.factor == optimizer.optim.factor == 0.25
+    assert optimizer.note == "of the user"
+    assert not hasattr(optimizer.optim, "note")
+
+
+def supports_scaling(optimizer: Any) -> bool:
+    return hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("looks", [inspect.getmembers, supports_scaling])
+def test_looking_at_attributes_on_one_rank_changes_nothing(looks: Callable[[Any], Any]) -> None:
+    params, optimizer = built()
+    step(params, optimizer)
+    if dist.get_rank() == 0:
+        looks(optimizer)
+    step(params, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("used", [Base, Child])
+def test_a_class_that_one_rank_has_used_before_is_the_same_class(used: type[torch.optim.SGD]) -> None:
+    if dist.get_rank() == 0:
+        used([nn.Parameter(torch.zeros(2))], lr=0.1)
+    built(Child)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("value", [built, nn.Linear(1, 1), np.ones(2), Color.RED, {1, 2}, [built]], ids=repr)
+def test_a_group_may_have_values_that_cannot_be_hashed(value: Any) -> None:
+    param = nn.Parameter(torch.zeros(4))
+    groups = [{"params": [param], "tag": value}]
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=1.0, allow_unsaved=True)
+    assert step([param], optimizer) == [-1.0]
