@@ -31,8 +31,8 @@ from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
 from zero_optim.flow.schedule import ZERO3, ZERO3_KEPT, Moment, Operation, Schedule
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
+from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
-from zero_optim.shard.row_gathers import UnitGathers
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "

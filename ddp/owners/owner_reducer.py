@@ -12,7 +12,7 @@ from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
-from zero_optim.ddp.owners.owner_line import OwnerLine, SumRoute
+from zero_optim.ddp.owners.owner_line import OwnerLine
 from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
@@ -66,7 +66,7 @@ class OwnerReducer(Reducer):
         super().__init__(params, everyone.process_group, options, sparse=sparse, wanted=wanted, checks=False)
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)
-        self._route = SumRoute(replace(optimizer.ranks, phase=phase), lanes, across)
+        self._route = replace(optimizer.ranks, phase=phase), lanes, across
         if mesh is not None:
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
@@ -168,7 +168,7 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerLine(self._route, self._summing, is_apart=self._is_apart)
+        line = OwnerLine(*self._route, self._summing, is_apart=self._is_apart)
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}

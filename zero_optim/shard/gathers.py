@@ -14,6 +14,7 @@ Note [A lane an owner]
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -27,6 +28,7 @@ from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
 from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Stamps
+from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
 from zero_optim.shard.bucket import Bucket
 
 # The flat tensors of pending gathers take at most the memory of this many largest buckets.
@@ -148,3 +150,29 @@ def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
 
 def _may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
     return group.transport(bucket.device).lets_threads and group.shared_memory(bucket.device) is None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitGathers:
+    """Starts the gathers of units, among all ranks of an optimizer."""
+
+    group: RankGroup
+    lanes: Lease  # for gathers alone
+    marks: UnitMarks
+
+    def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
+        """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
+        lanes = [lane.during("gather") for lane in self.lanes.groups]
+        mark = self.marks.mark_of(bucket.params[0], purpose)
+        if self.group.transport(bucket.device).waits_on_host:
+            send = None if stamps is None else stamps.send
+            return start_gather(lanes, bucket, send, partial(self.marks.start_rows, mark))
+        return start_gather(lanes, bucket, partial(self.marks.send, mark, stamps))
+
+    def check(self) -> None:
+        """Raise RankMismatchError if ranks gather different buckets: Note [Marks of units]."""
+        self.marks.check()
+
+    def abandon(self) -> None:
+        """Give up the lanes, on which ranks started different gathers."""
+        self.lanes.abandon()

@@ -74,13 +74,7 @@ class KeptRows(NamedTuple):
 
 
 class RowBucket(Uncopied, Bucket):
-    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty.
-
-    The 1-D flat tensor and whole parameters may have another ``dtype`` than the row. A row that is all of it,
-    in ordinary memory and in its dtype, is the flat tensor itself, which is never freed then. ``gathers`` are
-    under way. ``is_left``: state dicts show the parameters as they are. While ``num_pins`` users need them
-    whole, nothing may change them. ``span``: of the row in the flat tensor.
-    """
+    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty."""
 
     schedule = ZERO3
 
@@ -91,7 +85,7 @@ class RowBucket(Uncopied, Bucket):
         rank: int,
         label: str = "",
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,  # of the flat tensor and whole parameters
         storage: RowStorage | None = None,
     ) -> None:
         super().__init__(params, layout, rank, label, as_views=False)
@@ -105,14 +99,16 @@ class RowBucket(Uncopied, Bucket):
         self.span = rows[0] if rows else slice(0, 0)
         self._flat_row = self._flat[self.span]
         self._memory.free()
+        # A row that is all of it, in ordinary memory and in its dtype, is the flat tensor, which stays then.
         is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
         self._stays = is_all and not self._storage.on_host and self.dtype == row_dtype
         self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
         self._has_row = False  # it gets memory at its first use
         self._freed = FreedParams(params, self.dtype, self.device)
-        self.is_whole = self.is_left = self._has_changed = False
-        self.gathers = Flow()
-        self.num_pins = 0
+        self.is_whole = self._has_changed = False
+        self.is_left = False  # state dicts show the parameters as they are
+        self.gathers = Flow()  # under way
+        self.num_pins = 0  # users that need the parameters whole: nothing may change them
 
     @property
     def nbytes_live(self) -> int:
