@@ -200,10 +200,7 @@ def construct(
     change_optimizer: Callable[[ZeroRedundancyOptimizer], None],
     at_exit: ExitStack,
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
-    """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
-
-    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh.
-    """
+    """Check a wrapper's arguments; return its units, not filled yet, an optimizer, and the mesh. All call."""
     group, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:
         mesh = RankMesh.of(arguments.mesh, optimizer.ranks)

@@ -49,8 +49,8 @@ class Reducer:
         process_group: ranks to average over; None for the default group.
         options: see `ReducerOptions`.
         sparse: names of parameters with sparse gradients.
-        wanted: called when a backward pass begins; returns whether to reduce it. The argument: the pass goes
-            through an output given to `prepare`, or was expected (`expect`). None for always.
+        wanted: called when a backward pass begins with whether the pass goes through an output given to
+            `prepare`, or was expected; returns whether to reduce it. None for always.
         checks: compare parameters and options between ranks, by a small collective.
 
     Raises:
@@ -203,10 +203,7 @@ class Reducer:
             self.prepare(output)
 
     def prepare(self, outputs: object = ()) -> None:
-        """Look at a forward pass's output, before the user gets it; every rank, after the same passes.
-
-        RuntimeError inside ``torch.distributed.autograd``. No communication.
-        """
+        """Look at a forward pass's output, before the user gets it; every rank, after the same passes."""
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
@@ -220,7 +217,6 @@ class Reducer:
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise ReductionError, on every rank, if a backward pass or comm hook failed on any; all ranks call.
 
-        On a GPU a failure is known one pass later: call it after the last pass, or before a checkpoint.
         ``waits=False`` leaves out the last pass, which may still run on the device.
         """
         if self.slot.failure is not None:
@@ -245,9 +241,7 @@ class Reducer:
         divisor = 1.0
         if self.slot.is_empty:
             divisor = self.group.size if self.divisor is None else self.divisor()
-        current = self._new_pass(
-            self.assignment, self._open(), divisor, in_join=self.in_join, keeps_graph=torch.is_grad_enabled()
-        )
+        current = self._new_pass(self.assignment, divisor, in_join=self.in_join)
         self._activity.begin("backward pass")
         current.is_held = self._holds()
         self._inbox.current = current
@@ -258,20 +252,12 @@ class Reducer:
             current.presume_unused(self._search.pop_unused(self.params) if learnt is None else unused)
         return current
 
-    def _new_pass(
-        self,
-        assignment: BucketAssignment,
-        launch: Launch,
-        divisor: float,
-        *,
-        in_join: bool,
-        keeps_graph: bool = False,
-    ) -> BackwardPass:
-        return (PassWithGraph if keeps_graph else BackwardPass)(
+    def _new_pass(self, assignment: BucketAssignment, divisor: float, *, in_join: bool) -> BackwardPass:
+        return (PassWithGraph if torch.is_grad_enabled() else BackwardPass)(
             assignment,
             self.history,
             self.options,
-            launch,
+            self._open(),
             divisor=divisor,
             can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
             in_join=in_join,
@@ -362,7 +348,7 @@ class Reducer:
         self.rebuild()
         self.divisor = None
         assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
-        current = self._new_pass(assignment, self._open(), 1.0, in_join=True)
+        current = self._new_pass(assignment, 1.0, in_join=True)
         current.launch_zeros(self.history.last_order)
         self._hand_out(current, defers=False)
         current.give_back(drops=False)

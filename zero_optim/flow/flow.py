@@ -86,15 +86,11 @@ class Flow:
         begin: Callable[[], Startable],
         size: float = 1,
         keys: Iterable[Hashable] = (),
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # of the work's stream, with ``streams``
         *,
-        is_behind: bool = False,
+        is_behind: bool = False,  # ``begin`` lets the work wait for what it reads: `finish_first` need not
     ) -> None:
-        """Start work when it fits beside the rest.
-
-        ``keys`` are what `wait_for` will ask for. ``is_behind``: ``begin`` lets the stream of ``device`` wait
-        for what the work reads, so that `finish_first` need not.
-        """
+        """Start work when it fits beside the rest. ``keys`` are what `wait_for` will ask for."""
         with self._lock:
             while self._entries and size + sum(entry.size for entry in self._entries) > self._most:
                 self.finish_first()

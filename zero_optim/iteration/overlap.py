@@ -87,10 +87,7 @@ class OverlappedStep:
 
 
 class Overlap:
-    """Steps bucket by bucket during the backward pass, and starts each bucket's gather.
-
-    All ranks construct it, and call its methods in one order, one thread at a time.
-    """
+    """Steps buckets during the backward pass, and gathers them; all ranks make its calls in one order."""
 
     def __init__(self, core: Core, calls: Calls, joins: Joins) -> None:
         self.group = core.group

@@ -46,15 +46,11 @@ StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor
 def start_gather(
     lanes: Sequence[RankGroup],
     bucket: Bucket,
-    send: Send | None = None,
+    send: Send | None = None,  # writes a stamp
     start_rows: StartRows | None = None,
-    changed: Collection[Tensor] | None = None,
+    changed: Collection[Tensor] | None = None,  # parameters that change for autograd; None for all
 ) -> Pending:
-    """Start the gather of one bucket, owner r on lane r modulo their number; ``send`` writes a stamp.
-
-    Nothing may write to the parameters before ``wait()``. Autograd sees ``changed`` ones change; None for
-    all.
-    """
+    """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
     flat = bucket.fill()
     take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
     works = (start_rows or start_broadcasts)(lanes, bucket.rows(flat), bucket.label)

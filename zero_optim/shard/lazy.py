@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class LazyGather:
     """Forward hooks that make each module wait for the gathers of its own parameters.
 
-    Some modules read a child's parameters without calling it. So the first forward pass waits for everything,
-    as do passes without gradients; later the nearest ancestor that was called then waits.
+    Some modules read a child's parameters without calling it. So the first forward pass waits for everything;
+    later the nearest ancestor that was called then waits. Passes without gradients wait for everything.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
