@@ -172,8 +172,7 @@ class OwnerGradients:
                 owned(grad, self.agree)
                 continue
             rows = None if piece is None else rows_of(grad, piece)
-            place = buffer.untyped_storage().data_ptr()
-            if rows is not None and rows.untyped_storage().data_ptr() != place:
+            if rows is not None and rows.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
                 rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
             param.grad = self._partial(param, rows)
 
