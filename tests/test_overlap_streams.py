@@ -206,7 +206,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "beginning": (Overlap, "begin"),
     "receiving": (passes.Task, "receive"),
     "the tensor received": (passes, "_tensor"),
-    "gradients": (passes, "_gradients"),
+    "gradients": (passes, "gradients_in"),
     "marking use": (passes, "record_use"),
     "counting": (passes.SteppedPass, "take"),
     "stepping": (passes.SteppedPass, "step"),
@@ -290,9 +290,9 @@ def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used() -> 
         calls.append(gradients)
         return all_zero(gradients)
 
-    def noted_flags(self: Any, joined: bool) -> Any:
+    def noted_flags(self: Any) -> Any:
         calls.append(self)
-        return flags(self, joined)
+        return flags(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "_all_zero", noted_zeros)
