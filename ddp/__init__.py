@@ -1,11 +1,7 @@
 """Data parallelism written in Python: gradients are reduced in buckets while the backward pass still runs.
 
-`DistributedDataParallel` takes the place of PyTorch's; `Reducer` is what reduces in it, and works without any
-wrapper. `ReduceScatterBucketer` sums tensors of which each rank gets a chunk. The package knows nothing of
-``zero_optim.hooks``: the two meet only at PyTorch's comm-hook signature, ``hook(state, bucket) ->
-Future[Tensor]``.
-
-The folder lies at the top of the repository, but the package is ``zero_optim.ddp`` wherever it is imported.
+The package and ``zero_optim.hooks`` meet only at PyTorch's comm-hook signature. The folder lies at the top of
+the repository, but the package is ``zero_optim.ddp`` wherever it is imported.
 """
 
 # From a bare checkout Python would also find this folder as a package `ddp`, and every class in it would then

@@ -1,11 +1,7 @@
 """`ReduceScatterBucketer`: collects small reduce-scatters, and sends them together.
 
-The interface is that of FairScale's class of the same name, which its FullyShardedDataParallel uses.
-
-Note [Not for gradients]
-    Reductions of gradients make the same sums with `RowSum`, but do not send through this class: a bucket of
-    gradients is a collection already. Inputs here stay the caller's, so they cannot be summed in place. With
-    NCCL it sends on its own process group, and two groups in use at once may wait for each other for ever.
+The interface is FairScale's. Reductions of gradients do not use it: their buckets are collections already.
+Inputs stay the caller's, so they are not summed in place. With NCCL it sends on its own process group.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +15,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.comm.row_sum import RowSum
-from zero_optim.compat.streams import (
-    Event,
-    Stream,
-    current_stream,
-    record_use,
-    recorded_event,
-    wait_for_event,
-)
+from zero_optim.compat import streams
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 
@@ -39,23 +28,20 @@ _NUM_UNDER_WAY = 2
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Collected inputs: a column each, with one chunk in the row of each rank.
-
-    Calls may come on several streams; the one that sends waits for the last event of each.
-    """
+    """Collected inputs: a column each, with one chunk in the row of each rank."""
 
     rows: list[list[Tensor]]
     calls: list[tuple[torch.Size, Callback | None]] = field(default_factory=list)  # with this rank's shape
     nbytes: int = 0
-    ready: dict[Stream | None, Event | None] = field(default_factory=dict)
+    # The last event of each stream on which a call came.
+    ready: dict[streams.Stream | None, streams.Event | None] = field(default_factory=dict)
 
     def packed(self, device: torch.device) -> list[Tensor]:
-        """Return the rows, each as one tensor, for the current stream."""
         for event in self.ready.values():
-            wait_for_event(device, event)
+            streams.wait_for_event(device, event)
         packed = [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
         for row in self.rows:
-            record_use(*row)  # perhaps made on other streams, and dropped before this one has got here
+            streams.record_use(*row)  # perhaps made on other streams, and dropped before this one is here
         return packed
 
 
@@ -86,7 +72,7 @@ class ReduceScatterBucketer:
         """Sum each chunk over all ranks, and give rank r the sum of chunk r. All ranks of the group call.
 
         An input that no longer fits into the bucket sends the bucket first. An input larger than a bucket is
-        sent at once, ahead of collected inputs. The first call with a group makes process groups beside it.
+        sent at once. The first call with a group makes process groups beside it.
 
         Args:
             input_list: a chunk for each rank of the group, by rank, of one dtype and device. Chunks may
@@ -94,8 +80,8 @@ class ReduceScatterBucketer:
                 callback is called.
             group: the ranks; None for the default group.
             callback_fn: called once with this rank's sum, which it may keep, in the shape of its chunk, by a
-                later call of a method here, in the order in which sums were sent. On an accelerator the
-                current stream has the sum then. Calls may come on several streams.
+                later call of a method here, in the order of sends. On an accelerator the current stream has
+                the sum then.
 
         Raises:
             ValueError: there is not one chunk for each rank.
@@ -115,7 +101,7 @@ class ReduceScatterBucketer:
             bucket = _Bucket([[] for _ in range(ranks.size)])
         for row, chunk in zip(bucket.rows, input_list, strict=True):
             row.append(chunk.detach().reshape(-1))
-        bucket.ready[current_stream(device)] = recorded_event(device)
+        bucket.ready[streams.current_stream(device)] = streams.recorded_event(device)
         bucket.calls.append((input_list[ranks.rank].shape, callback_fn))
         bucket.nbytes += size
         if goes_at_once:
@@ -143,7 +129,6 @@ class ReduceScatterBucketer:
         self._ranks = {}
 
     def _ranks_for(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[RankGroup, Lease]:
-        """Return the ranks, and the groups beside them that send such inputs."""
         if (group, device) not in self._ranks:
             ranks = RankGroup.of(group, device)
             self._ranks[group, device] = ranks, lanes_beside(ranks)

@@ -1,7 +1,6 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` instead of its C++ one.
 
-Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's code. Only this file, `rebindable`
-and `reducer_adapters` touch private names of that class.
+Only this file, `rebindable` and `reducer_adapters` touch private names of that class.
 """
 
 import inspect
@@ -50,9 +49,8 @@ class DistributedDataParallel(RebindableWrapper):
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
     - Unused parameters are found without wrapping, or copying, the outputs.
-    - In a context of ``torch.distributed.autograd``, which keeps gradients itself, forward raises. After a
-      forward pass outside of one, ``torch.distributed.autograd.backward`` raises, with the reason in a
-      warning.
+    - ``torch.distributed.autograd`` is refused: forward raises in its context; its ``backward`` raises, with
+      the reason in a warning.
 
     Raises:
         TypeError: on every rank: ``mixed_precision`` is given, for which ``torch.autocast`` serves.
@@ -116,13 +114,9 @@ class DistributedDataParallel(RebindableWrapper):
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
-        self._frozen = FrozenParams(  # a sharded optimizer asks for them in each step
-            [
-                (name, param)
-                for name, param in self.module.named_parameters()
-                if name not in self.parameters_to_ignore and not param.requires_grad
-            ]
-        )
+        seen = [pair for pair in self.module.named_parameters() if pair[0] not in self.parameters_to_ignore]
+        # A sharded optimizer asks for them in each step.
+        self._frozen = FrozenParams([pair for pair in seen if not pair[1].requires_grad])
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -141,7 +135,7 @@ class DistributedDataParallel(RebindableWrapper):
         return was_expected and syncs
 
     def _own(self) -> Reducer:
-        """Return our reducer, or raise: there is none where every parameter is delayed."""
+        """Return our reducer; RuntimeError where every parameter is delayed, so that there is none."""
         if self._delay_all_reduce_all_params:
             raise RuntimeError(
                 "delay_all_reduce_named_params holds every parameter, so there are no buckets: comm hooks "
@@ -209,7 +203,7 @@ class DistributedDataParallel(RebindableWrapper):
         """Let a hook reduce the buckets instead of all-reduce; any hook of PyTorch's DDP runs here.
 
         All ranks register the same, once, before the first backward pass; communicates. A hook that reduces
-        to owners brings its own buckets: ``bucket_cap_mb`` has no effect.
+        to owners brings its own buckets.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.
@@ -243,10 +237,8 @@ class DistributedDataParallel(RebindableWrapper):
                 "which steps any optimizer during the backward pass"
             )
 
-    # ------------------------------------------------------------------ uneven inputs
-
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
-        """Take part in ``Join``; called by it, on every rank. First reads reports of earlier passes."""
+        """Take part in ``Join``, which calls it on every rank. First reads reports of earlier passes."""
         self.check_finished()
         hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         return hook
@@ -254,8 +246,8 @@ class DistributedDataParallel(RebindableWrapper):
     def check_finished(self) -> None:
         """Raise `ReductionError`, on every rank, if gradients were incomplete; all ranks call.
 
-        On a CPU ``backward()`` has raised by itself. On a GPU only the second forward pass after it raises:
-        so call this after the last pass, or before you write a checkpoint. Waits for the device.
+        On a CPU ``backward()`` has raised by itself. On a GPU call this after the last pass, or before you
+        write a checkpoint. Waits for the device.
         """
         if not self._delay_all_reduce_all_params:
             self._own().check_finished()
@@ -264,15 +256,10 @@ class DistributedDataParallel(RebindableWrapper):
         self._own().shadow()
 
     def _match_unused_params_allreduce(self) -> None:
-        """Do nothing: `Reducer.shadow` has told the others that nothing was used here."""
-
-    # ------------------------------------------------------------------ statistics
+        """Do nothing: `Reducer.shadow` has told the others."""
 
     def get_ddp_logging_data(self) -> dict[str, int | str]:
-        """Return a part of what PyTorch's ``_get_ddp_logging_data`` does; no communication.
-
-        Comm hook, sizes of buckets in bytes, counts, and flags as 0 and 1. No times.
-        """
+        """Return a part of PyTorch's ``_get_ddp_logging_data``, without times; no communication."""
         return logging_data(self._own())
 
     _get_ddp_logging_data = get_ddp_logging_data
@@ -280,10 +267,9 @@ class DistributedDataParallel(RebindableWrapper):
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Return what the reductions on this rank communicated since the last call. No communication.
 
-        The keys are those of `ZeroRedundancyOptimizer.metrics`, whose figures can be added. Phases:
-        ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (of new buckets) and
-        ``total``. ``passes`` counts reduced backward passes. With a comm hook ``exposed_seconds/reduce`` is
-        the time of the hook and of the wait for it; what it sends is not counted, nor are buffers.
-        ``reset=False`` leaves the counts alone.
+        The keys are those of `ZeroRedundancyOptimizer.metrics`. Phases: ``reduce`` (gradients), ``agree``
+        (failures, unused parameters), ``order`` (of new buckets) and ``total``. ``passes`` counts reduced
+        backward passes. With a comm hook ``exposed_seconds/reduce`` is the time of the hook and of the wait
+        for it; what it sends is not counted, nor are buffers. ``reset=False`` leaves the counts alone.
         """
         return self._own().metrics(reset=reset)

@@ -1,9 +1,7 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3).
 
-Note [No part in Join]
-    A rank without inputs would have to start the other ranks' gathers in their order, which depends on the
-    modules that they call. The order of the pass before may be wrong for another kind of batch, and units of
-    different sizes would meet. To send each unit's number first would cost a collective for each gather.
+It takes no part in Join: a rank without inputs would have to start the other ranks' gathers in their order,
+and to send each unit's number first would cost a collective for each gather.
 """
 
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
 from zero_optim.ddp.full.parts import make_gathers, make_reducer, make_units, seen_buffers, send_buffers
 from zero_optim.ddp.full.precision import PrecisionPolicy
-from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state_dict
+from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
 from zero_optim.ddp.reducer.graph import replaced
@@ -65,9 +63,9 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             Parameters in no unit belong to the outermost one, whole from the forward to the backward pass.
         reshard_after_forward: False keeps units whole from the forward to the backward pass: an iteration
             sends 2 (W-1)/W times the parameters' bytes, not 3. A number keeps so many, the last ones.
-        guards_reads: the backward pass may come to a unit by a tensor that its modules kept aside and did not
-            return. Takes about 2 µs of the CPU for each tensor that autograd saves. Use False if modules call
-            ``torch.func.grad`` or ``torch.func.vjp``.
+        guards_reads: the backward pass may come to a unit by a tensor that its modules did not return. Takes
+            2 µs for each tensor that autograd saves. Use False if modules call ``torch.func.grad`` or
+            ``torch.func.vjp``.
         offload: "cpu", for a model on an accelerator, keeps rows, gradients and state in pinned CPU memory,
             where the optimizer steps. None keeps them with the parameters.
         accumulate: as in `ShardedDataParallel`, as are the other options.
@@ -145,7 +143,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         PassHooks(self).hang_on(module)
 
     def _make_reducer(self) -> None:
-        """Build the reducer and the gathers of units; all ranks call."""
         optimizer, mesh, construction = self._optimizer, self._mesh, self._construction
         self._reducer = reducer = make_reducer(
             construction, optimizer, mesh, self._options, weakly(self._wants)
@@ -168,7 +165,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         return was_expected and self.require_backward_grad_sync
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Reduce gradients for an optimizer built later; all ranks call."""
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
@@ -204,18 +200,13 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             self._reducer.end_forward(output, syncs=syncs)
         return output
 
-    # ------------------------------------------------------------------ as in `ShardedDataParallel`
-
     @property
     def process_group(self) -> dist.ProcessGroup:
         """All ranks that train the model."""
         return self._everyone.process_group
 
     def check_finished(self) -> None:
-        """Raise `ReductionError`, on every rank, if the last backward passes were incomplete; all ranks call.
-
-        Waits for the device. See `DistributedDataParallel`.
-        """
+        """Raise as `DistributedDataParallel.check_finished`; all ranks call; waits for the device."""
         self._reducer.check_finished()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
@@ -223,10 +214,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         return self._reducer.metrics(reset=reset)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Load a whole state dict, as ``nn.Module`` does; all ranks call. Each unit is gathered for it.
-
-        TypeError on every rank, before anything is loaded, if ``state_dict`` is no mapping on any.
-        """
+        """Load a whole state dict, as ``nn.Module`` does; all ranks call. TypeError if it is no mapping."""
         with failing_together(self._everyone):
             if not isinstance(state_dict, Mapping):
                 raise TypeError(f"expected state_dict to be a mapping, got {type(state_dict).__name__}")
@@ -237,10 +225,9 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
 
         Of sharded parameters these are the rows that this rank owns, in the dtype that owners keep: by name,
         or as ``NAME[FIRST:LAST]`` if they are not all rows. The tensors share the model's memory.
-
         RuntimeError if parameters are whole for somebody to read or write.
         """
-        return local_state_dict(self.module, self.units)
+        return local_state(self.module, self.units)[0]
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `local_state_dict` returned on this rank, also in another run; all ranks call.
@@ -285,12 +272,7 @@ def fully_shard(
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
     `fully_sharded` gives the wrapper, with ``no_sync()``, ``metrics()``, ``units`` and ``check_finished()``.
-    All ranks of the group call with the same arguments; it communicates.
-
-    Args:
-        module: what to train, the whole of it.
-        optimizer: as in `FullyShardedDataParallel`.
-        **options: likewise.
+    All ranks of the group call with the same arguments, those of the wrapper; it communicates.
 
     Returns:
         The module.

@@ -15,8 +15,6 @@ from zero_optim.health.watchdog import unwatch, watch
 
 
 class _Detached:
-    """Stands for what a wrapper let go, and raises."""
-
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # Python asks for these itself
             raise AttributeError(name)
@@ -34,10 +32,9 @@ class RebindableWrapper(TorchDistributedDataParallel):
     def detach(self) -> None:
         """Drop the process group, the reducer and comm hooks; no communication.
 
-        Every rank calls it before ``destroy_process_group()``, also when another rank has failed, beside the
-        optimizer's `detach`. If a wait on these ranks has failed, their connections are broken, so that no
-        other rank waits for this one. Until `rebind`, a forward pass whose gradients must be reduced raises;
-        ``module`` runs without the wrapper. Gradients stay. A second call does nothing.
+        Every rank calls it before ``destroy_process_group()``, beside the optimizer's `detach`. If a wait on
+        these ranks has failed, their connections are broken. Until `rebind`, a forward pass whose gradients
+        must be reduced raises; ``module`` runs without the wrapper. Gradients stay.
         """
         if self._is_detached:
             return
@@ -57,9 +54,8 @@ class RebindableWrapper(TorchDistributedDataParallel):
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Average over the ranks of another process group (None: the default); all of them call, detached.
 
-        Bind a sharded optimizer first: then the parameters are equal. As in the constructor, the models are
-        compared, then parameters and buffers are broadcast from the group's first rank. Comm hooks must be
-        registered anew; buckets begin anew.
+        Bind a sharded optimizer first. Models are compared, then parameters and buffers are broadcast from
+        the group's first rank. Comm hooks must be registered anew; buckets begin anew.
 
         Raises:
             RuntimeError: on every rank, the wrapper is not detached on some.

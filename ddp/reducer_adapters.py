@@ -13,13 +13,10 @@ from zero_optim.ddp.reducer.reducer import Reducer
 
 @dataclass(slots=True, eq=False)
 class TorchReducerAdapter:
-    """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's.
-
-    ``num_forwards`` counts forward passes whose gradients are reduced.
-    """
+    """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's."""
 
     own: Reducer
-    num_forwards: int = 0
+    num_forwards: int = 0  # whose gradients are reduced
 
     @eager
     def prepare_for_forward(self) -> None:
@@ -38,7 +35,6 @@ class TorchReducerAdapter:
 
     @eager
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
-        """Take the count of ranks that have not joined, which is still under way."""
         size = dist.get_world_size(self.own.group.process_group)
         counting = self.own.group.begin_work("ranks that have not joined")
 
@@ -68,7 +64,6 @@ class TorchReducerAdapter:
         """Do nothing: the order is agreed when buckets are rebuilt."""
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Check the rate; no times are taken."""
         if not isinstance(rate, int):
             raise TypeError(f"expected the sample rate to be a whole number, got {rate!r}")
         if rate < 1:

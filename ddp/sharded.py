@@ -39,18 +39,17 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
     the sum of a replica is rounded too.
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a rank
-    holds its own gradients, two buckets (with two ranks 1.5) and one gradient; on an accelerator, or if the
-    rows of a bucket are uneven, at most three buckets: Note [Memory of sharded gradients] in
-    `zero_optim.ddp.owners.owner_bucket`. The first pass with ``static_graph=True`` holds all gradients.
+    holds its own gradients, two buckets and one gradient; on an accelerator, or if the rows of a bucket are
+    uneven, at most three buckets: Note [Memory of sharded gradients] in `zero_optim.ddp.owners.owner_bucket`.
+    The first pass with ``static_graph=True`` holds all gradients.
 
     All ranks of the optimizer's group construct it, with the same arguments, and run forward and backward
     passes together, as many on each rank: ``Join`` raises. Errors of a backward pass, checkpointing, and
     unused parameters are as in `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept
     by their owners.
 
-    On the CPU a pass that raises leaves earlier passes' sums as they were; on an accelerator call
-    ``zero_grad()`` after it. A ``param.register_post_accumulate_grad_hook`` registered after wrapping may
-    find None in ``param.grad``: register it before, or use ``param.register_hook``.
+    On an accelerator call ``zero_grad()`` after a pass that raises. A hook of
+    ``register_post_accumulate_grad_hook`` that is registered after wrapping may find None in ``param.grad``.
 
     Args:
         module: the model to train. The optimizer has all of its parameters that require a gradient.
@@ -58,14 +57,12 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
         accumulate: what several backward passes before a step do. "owner" reduces each, and owners add up: it
             sends each time, also under ``no_sync()``, and needs on the CPU the memory of its own gradients
             once more. "local" adds up whole gradients on each rank under ``no_sync()``, and the next pass
-            outside of it reduces the sums. The bits differ: "owner" adds over ranks first, "local" over
-            passes first.
+            outside of it reduces the sums. The bits differ.
         process_group: that of the optimizer; optional.
         mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
             shard everything. Build the optimizer over one row of it, ``process_group=mesh.get_group(1)``. All
             ranks of the mesh construct, and train together; gradients are averaged over all. Replicas
-            exchange rows: the gradients' bytes divided by the ranks of a replica, times 2 (R-1)/R for R
-            replicas.
+            exchange rows only.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
             ``find_unused_parameters``, ``static_graph``, ``timeout`` and ``on_stall``,
             as in `DistributedDataParallel`.
@@ -128,9 +125,8 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Go on with the process group of the optimizer, which is bound already; it may be left out.
 
-        Raises:
-            RuntimeError: the optimizer is detached, or there is a mesh; or as in `DistributedDataParallel`.
-            ValueError: on every rank: the optimizer lacks a parameter, or has another process group.
+        RuntimeError if the optimizer is detached, or there is a mesh; ValueError, on every rank, if the
+        optimizer lacks a parameter or has another process group.
         """
         if self._mesh is not None:
             raise RuntimeError(

@@ -61,11 +61,7 @@ REFUSED = {
 def agree_on_model(
     arguments: dict[str, Any], user: object, timeout: object, on_stall: object, *, may_be_freed: bool = False
 ) -> None:
-    """Check that all ranks wrap the same model; all ranks call. Communicates.
-
-    With ``init_sync=False`` compares only that flag, and checks devices. ``arguments``: those of PyTorch's
-    constructor, by name. ``user``: the wrapper.
-    """
+    """Check that all ranks wrap the same model, or only ``init_sync=False``; all ranks call. Communicates."""
     module, mesh = arguments["module"], arguments.get("device_mesh")
     process_group = arguments.get("process_group")
     ranks_of(process_group)
@@ -97,8 +93,11 @@ def _agree(
                 "dummy forward pass to correctly initialize the modules"
             )
         _check_devices(module, arguments.get("device_ids"), arguments.get("output_device"))
-        if not may_be_freed:
-            _refuse_freed(module)
+        if not may_be_freed and any(is_freed(param) for _, param in seen_params(module)):
+            raise ValueError(
+                "the model is fully sharded already, or a part of it: its parameters are on their owners "
+                "alone"
+            )
         items = [f"init_sync={syncs}"]
         if syncs:
             pairs = seen_params(module)
@@ -139,10 +138,7 @@ def ignored_names(module: nn.Module) -> Sequence[str]:
 
 
 def seen_params(module: object) -> list[tuple[str, Tensor]]:
-    """List (name, parameter) pairs without ignored ones; empty for what is no module.
-
-    Ignored parameters may be of a kind that must not be touched, such as `ShardedTensor`.
-    """
+    """List (name, parameter) pairs without ignored ones, which may not be touched; empty for no module."""
     if not isinstance(module, nn.Module):
         return []
     ignored = ignored_names(module)
@@ -159,20 +155,10 @@ def sparse_names(module: nn.Module) -> set[str]:
     }
 
 
-def _refuse_freed(module: object) -> None:
-    if any(is_freed(param) for _, param in seen_params(module)):
-        raise ValueError(
-            "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
-        )
-
-
 def check_arguments(
     wrapper: type, accumulate: object, options: Mapping[str, object], refused: Mapping[str, str]
 ) -> None:
-    """Raise TypeError for an unknown option, ValueError for a wrong ``accumulate``.
-
-    ``refused`` says what to do in the place of an option of PyTorch's.
-    """
+    """Raise TypeError for an unknown or ``refused`` option, ValueError for a wrong ``accumulate``."""
     if accumulate not in ("owner", "local"):
         raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
     for name in options:

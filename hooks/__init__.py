@@ -1,8 +1,8 @@
 """Communication hooks, which reduce a bucket of gradients during the backward pass.
 
 `zero_step` also steps the sharded optimizer; `reduce_to_owners` sends each gradient to its owner alone. Hooks
-have PyTorch's signature, so ours and PyTorch's run on both ``DistributedDataParallel`` and
-``zero_optim.ddp``. Import the package as ``zero_optim.hooks``.
+have PyTorch's signature, so ours and PyTorch's run on both ``DistributedDataParallel``. Import the package as
+``zero_optim.hooks``.
 """
 
 # A checkout also offers this folder as a package `hooks`. Imported twice, every class would exist twice, and

@@ -13,24 +13,15 @@ from zero_optim.host.messages import can_sum
 
 
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with the bits of DDP without a hook: multiply by 1 / number of ranks.
-
-    DDP divides gradients that are views of their bucket; a hook cannot know.
-    """
-    group, buffer = group_of(state), bucket.buffer()
-    if buffer.is_sparse:
-        return start_sum(group, buffer.div_(group.size()))
-    return start_sum(group, buffer.mul_(1 / group.size()))
-
-
-def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default group for None."""
-    group = dist.group.WORLD if process_group is None else process_group
+    """Average a bucket as DDP without a hook: multiply by 1 / ranks. DDP divides views of a bucket."""
+    group, buffer = dist.group.WORLD if state is None else state, bucket.buffer()
     if group is None:
         raise ValueError(
             "expected a process group, got none: call torch.distributed.init_process_group() first"
         )
-    return group
+    if buffer.is_sparse:
+        return start_sum(group, buffer.div_(group.size()))
+    return start_sum(group, buffer.mul_(1 / group.size()))
 
 
 def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
@@ -50,9 +41,12 @@ def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
         return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
 
     memory = None if works is None else works.shared_memory
-    if memory is None or not can_sum(tensor):
-        return _start(group, tensor).then(summed)
     future: torch.futures.Future[Any] = torch.futures.Future()
+    if memory is None or not can_sum(tensor):
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None  # async_op=True on a member of the group always returns a handle
+        future = work.get_future()
+        return future.then(summed)
 
     def end(failure: str | None) -> None:
         if failure is None:
@@ -62,10 +56,3 @@ def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
 
     memory.sum_all(tensor, end)
     return future.then(summed)
-
-
-def _start(group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[Any]:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None  # async_op=True on a member of the group always returns a handle
-    future: torch.futures.Future[Any] = work.get_future()
-    return future

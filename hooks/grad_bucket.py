@@ -6,32 +6,19 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined] # its stub exports nothing
+from torch.distributed import GradBucket as _GradBucket  # type: ignore[attr-defined] # its stub exports nothing
 
 from zero_optim.plan.layout import spans_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.strides import consecutive_views
 
+GradBucket: TypeAlias = _GradBucket
 TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
-__all__ = [
-    "BucketOwnership",
-    "GradBucket",
-    "Hook",
-    "TensorFuture",
-    "gradients_in",
-    "name_of",
-    "real_buffer",
-    "views_of",
-]
-
 
 def real_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's buffer as 1-D real numbers, two for a complex one.
-
-    ValueError, with the hook's name, if it is sparse.
-    """
+    """Return the bucket's buffer as 1-D real numbers, two for a complex one; ValueError if it is sparse."""
     buffer = bucket.buffer()
     if buffer.layout == torch.strided and buffer.is_complex():  # our DDP's; PyTorch's is real already
         return torch.view_as_real(buffer).view(-1)
@@ -65,14 +52,11 @@ def name_of(hook: Hook) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketOwnership:
-    """The elements of a bucket that each rank owns.
-
-    By rank: ranges ``[start, stop)`` of `real_buffer`'s elements, and the places of its parameters.
-    """
+    """The elements of a bucket that each rank owns."""
 
     params: tuple[Tensor, ...]
-    spans: tuple[tuple[tuple[int, int], ...], ...]
-    slots: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # by rank, ranges of `real_buffer`'s elements
+    slots: tuple[tuple[int, ...], ...]  # by rank, the places of its parameters
 
     @classmethod
     def of(cls, params: Sequence[Tensor], pieces: Sequence[Pieces], size: int) -> "BucketOwnership":

@@ -1,13 +1,11 @@
 """`reduce_to_owners`: reduction of gradients to their owners alone, in half the bytes of an all-reduce.
 
-ZeRO stage 2 (Rajbhandari et al., SC 2020). Owners add in the order of ranks, so sums are reproducible.
-
-Note [Rows in place]
-    In our DDP's buckets, from `OwnerGradients.members`, a rank's part is contiguous: it is sent and summed in
-    place. In another DDP's a rank's parts are packed to be sent, and the sum is copied back.
+ZeRO stage 2. Owners add in the order of ranks, so sums are reproducible. In our DDP's buckets, from
+`OwnerGradients.members`, a rank's part is summed in place; in another DDP's it is packed, and copied back.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_
 from weakref import WeakMethod
 
@@ -18,13 +16,7 @@ from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.row_sum import RowExchange, RowSum
-from zero_optim.compat.engine import (
-    after_backward,
-    backward_number,
-    has_computed_all,
-    in_backward,
-    in_outer_backward,
-)
+from zero_optim.compat import engine
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
@@ -53,10 +45,7 @@ _NO_OWNER = (
 
 
 class OwnerReduction:
-    """The pending reduction of one bucket to owners; all ranks construct it, in bucket order.
-
-    It divides the bucket in place. ``all_used``: some rank used each parameter, so no flags are sent.
-    """
+    """The pending reduction of one bucket to owners, divided in place; all ranks construct it."""
 
     def __init__(
         self,
@@ -81,7 +70,6 @@ class OwnerReduction:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._flat[:0]
 
     def _flags(self) -> list[Tensor]:
-        """Return, by owner, which of its parameters were used here."""
         params, slots = self._ownership.params, self._ownership.slots
         used = [params[slot].grad is not None for of_rank in slots for slot in of_rank]
         flags = to_device(torch.tensor(used, dtype=torch.uint8), self._flat.device)
@@ -113,29 +101,18 @@ class OwnerReduction:
         return gradients
 
 
+@dataclass(eq=False)
 class OwnerGradients:
-    """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements.
+    """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements."""
 
-    It also tells a DDP that asks the hook for them the optimizer's buckets: Note [Rows in place].
+    optimizer: ZeroRedundancyOptimizer
+    lanes: Lease
+    no_owner: str  # the error for parameters without an owner, their {number} and the first {shape}
+    agree: Agree | None = None  # Note [Infinities in sharded gradients] in `zero_optim.step.partial`
 
-    ``no_owner``: the error for parameters that the optimizer lacks, with their ``{number}`` and the first
-    ``{shape}``. ``agree``: see Note [Infinities in sharded gradients] in `zero_optim.step.partial`.
-    ``reduced``: parameters and buffer of each bucket of the pass.
-    """
-
-    def __init__(
-        self,
-        optimizer: ZeroRedundancyOptimizer,
-        lanes: Lease,
-        no_owner: str,
-        agree: Agree | None = None,
-    ) -> None:
-        self.lanes = lanes
+    def __post_init__(self) -> None:
         self.has_one_owner = False
-        self.reduced: list[tuple[Sequence[Tensor], Tensor]] = []
-        self._optimizer = optimizer
-        self._no_owner = no_owner
-        self._agree = agree
+        self.reduced: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffer of each bucket
         self._known: dict[int, BucketOwnership] = {}  # by number of DDP's bucket
         self._names: dict[Tensor, str] = {}
         self._elsewhere: dict[Tensor, PartialGradient] = {}  # of parameters that this rank has no rows of
@@ -143,8 +120,8 @@ class OwnerGradients:
 
     def begin(self) -> None:
         """Begin a pass; RuntimeError, on every rank, in ``Join``, or if gradients of the last are left."""
-        core, self.reduced = self._optimizer.core, []
-        if self._optimizer.iteration.joins.under_way:
+        core, self.reduced = self.optimizer.core, []
+        if self.optimizer.iteration.joins.under_way:
             raise RuntimeError(f"hooks that reduce gradients to owners take no part in Join: {NO_JOIN}")
         if self._num_buckets != len(core.sharding.buckets):
             self._num_buckets, self._elsewhere = len(core.sharding.buckets), {}
@@ -173,18 +150,18 @@ class OwnerGradients:
         number, params = bucket.index(), bucket.parameters()
         known = self._known.get(number)
         if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
-            pieces = self._optimizer.pieces()
+            pieces = self.optimizer.pieces()
             lacking = [param for param in params if param not in pieces]
             if lacking:
                 shape = tuple(lacking[0].shape)
-                raise ValueError(self._no_owner.format(number=len(lacking), shape=shape))
-            size = self._optimizer.ranks.size
+                raise ValueError(self.no_owner.format(number=len(lacking), shape=shape))
+            size = self.optimizer.ranks.size
             known = self._known[number] = BucketOwnership.of(params, [pieces[p] for p in params], size)
         return known
 
     def set_partial(self) -> None:
         """Replace gradients of other owners by partial ones, after DDP has assigned the whole ones."""
-        pieces, rank = self._optimizer.pieces(), self._optimizer.ranks.rank
+        pieces, rank = self.optimizer.pieces(), self.optimizer.ranks.rank
         reduced, self.reduced = self.reduced, []
         for param, buffer in ((param, buffer) for params, buffer in reduced for param in params):
             grad, of_param = param.grad, pieces[param]
@@ -192,31 +169,29 @@ class OwnerGradients:
                 continue
             piece = piece_of(of_param, rank)
             if piece is not None and len(of_param) == 1:
-                owned(grad, self._agree)
+                owned(grad, self.agree)
                 continue
             rows = None if piece is None else rows_of(grad, piece)
-            if rows is not None and not _is_in(rows, buffer):
+            if rows is not None and rows.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
                 rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
             param.grad = self._partial(param, rows)
 
     def _partial(self, param: Tensor, rows: Tensor | None) -> PartialGradient:
         if rows is None and param in self._elsewhere:
             return self._elsewhere[param]
-        pieces = self._optimizer.pieces()[param]
-        gradient = PartialGradient(param, pieces, rows, self._names[param], agree=self._agree)
+        pieces = self.optimizer.pieces()[param]
+        gradient = PartialGradient(param, pieces, rows, self._names[param], agree=self.agree)
         if rows is None:
             self._elsewhere[param] = gradient
         return gradient
 
-    # ------------------------------------------------------------------ the optimizer's buckets
-
     def version(self) -> int:
         """Return a number that changes when the optimizer gets more parameters."""
-        return len(self._optimizer.core.sharding.buckets)
+        return len(self.optimizer.core.sharding.buckets)
 
     def members(self) -> list[list[Tensor]] | None:
         """Return each bucket's parameters in the order of owners; None if one rank owns all."""
-        pieces = self._optimizer.pieces()
+        pieces = self.optimizer.pieces()
         if len({piece.owner for of_param in pieces.values() for piece in of_param}) == 1:
             return None
 
@@ -225,12 +200,8 @@ class OwnerGradients:
 
         return [
             sorted(filter(pieces.__contains__, members), key=owners)
-            for members in self._optimizer.core.bucket_members()
+            for members in self.optimizer.core.bucket_members()
         ]
-
-
-def _is_in(view: Tensor, buffer: Tensor) -> bool:
-    return view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
@@ -265,11 +236,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
 
 
 class ReduceToOwners:
-    """The hook: it reduces buckets, and sets partial gradients at the end of the backward pass.
-
-    A later bucket's hook waits for a sum on the CPU; on an accelerator a side stream does. ``buckets``: those
-    that our DDP takes.
-    """
+    """The hook: it reduces buckets, and sets partial gradients at the end of the backward pass."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.__name__ = self.__qualname__ = "reduce_to_owners"  # which DDP logs
@@ -289,16 +256,16 @@ class ReduceToOwners:
         """Start a bucket's reduction, and wait for an earlier one."""
         # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.
         group = self._ranks
-        is_known = in_backward() and backward_number() in self._ending
+        is_known = engine.in_backward() and engine.backward_number() in self._ending
         if bucket.index() == 0 and not is_known:  # else Note [Numbers of a static graph] in `stepper`
             if self._optimizer.ranks is not group:
                 raise RuntimeError(LET_GO)
             self._under_way.wait()  # for what a pass that broke off has left
             self._ending = set()
             self._gradients.begin()
-        if in_backward() and not is_known:
-            self._ending.add(backward_number())
-            after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
+        if engine.in_backward() and not is_known:
+            self._ending.add(engine.backward_number())
+            engine.after_backward(lambda: engine.after_backward(self._end))  # behind the callback of DDP
         self._gradients.ownership(bucket)  # raises for parameters without an owner
         if self._gradients.has_one_owner:
             group.during("reduce").count_sum(bucket.buffer())
@@ -309,7 +276,7 @@ class ReduceToOwners:
             reduction = self._gradients.start(group, bucket, all_used=True)
             return Then([reduction], lambda results: done.set_result(results[0]))
 
-        is_end = bucket.is_last() or has_computed_all()  # perhaps no later hook comes, and DDP waits
+        is_end = bucket.is_last() or engine.has_computed_all()  # perhaps no later hook comes, and DDP waits
         try:
             with torch.no_grad():
                 self._under_way.start(begin, device=bucket.buffer().device)
@@ -321,10 +288,6 @@ class ReduceToOwners:
         return done
 
     def _end(self) -> None:
-        """Set partial gradients after DDP has assigned its own.
-
-        Reentrant checkpointing leaves this to the outermost pass. If that calls no hook, other ranks'
-        gradients stay local.
-        """
-        if not in_outer_backward():
+        """Set partial gradients after DDP has assigned its own, at the end of the outermost pass."""
+        if not engine.in_outer_backward():
             self._gradients.set_partial()

@@ -1,9 +1,7 @@
 """One backward pass that steps the optimizer, and its buckets.
 
-Note [Buckets of the optimizer]
-    DDP's buckets are reduced; the optimizer's are stepped and gathered, when all their trained parameters are
-    reduced, in one order on every rank. A bucket with a trained parameter outside DDP is stepped after the
-    backward pass.
+DDP's buckets are reduced; the optimizer's are stepped and gathered, when all their trained parameters are
+reduced, in one order on every rank. One with a trained parameter outside DDP is stepped after the pass.
 
 Note [Gradients that are all zero]
     Unused parameters are zeros in DDP's buckets, but an optimizer skips only those without a gradient. So a
@@ -34,8 +32,6 @@ Note [Streams of a step]
     what steps take and drop    S      S                 nothing else uses it
     late gradients              C      C                 stepped when C has waited for S
     ==========================  =====  ================  ==================================================
-
-    S reads the reduced bucket, not ``param.grad``; C waits for S before anybody can change it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,22 +55,17 @@ Gradients = dict[Tensor, Tensor | None]
 
 @dataclass(slots=True, eq=False)
 class SteppedPass:
-    """One backward pass that steps, from its first bucket to its end.
-
-    ``joined``: this rank's inputs ended, or it broke off before its first bucket. ``reduced``: gradients that
-    are not stepped yet, by bucket. ``unsure``: Note [Gradients that are all zero]. ``error``: the first
-    failure, which ``backward()`` raises after DDP has ended the pass.
-    """
+    """One backward pass that steps, from its first bucket to its end."""
 
     overlap: Overlap
     leases: Sequence[Lease]
-    joined: bool
+    joined: bool  # this rank's inputs ended, or it broke off before its first bucket
     has_begun: bool = False
     is_complete: bool = False
     number: int = -1
-    reduced: dict[int, Gradients] = field(default_factory=dict)
-    unsure: set[Tensor] = field(default_factory=set)
-    error: BaseException | None = None
+    reduced: dict[int, Gradients] = field(default_factory=dict)  # that are not stepped yet, by bucket
+    unsure: set[Tensor] = field(default_factory=set)  # Note [Gradients that are all zero]
+    error: BaseException | None = None  # the first, which ``backward()`` raises when DDP has ended the pass
 
     def abandon(self) -> None:
         """Give up the lanes on which something failed."""
@@ -83,7 +74,7 @@ class SteppedPass:
 
     @contextmanager
     def storing_errors(self) -> Iterator[None]:
-        """Store the body's exception as the pass's error, raised when backward has ended."""
+        """Store the body's exception as the pass's error."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
@@ -106,10 +97,7 @@ class SteppedPass:
                 self.step(self.reduced.pop(number))
 
     def step_late(self, *, leaves_unsure: bool, has_grads: bool) -> None:
-        """Step buckets that never became full.
-
-        ``leaves_unsure`` leaves all-zero gradients to ``step()``; without ``has_grads`` they are not stepped.
-        """
+        """Step buckets that never became full; if it ``leaves_unsure``, ``step()`` does the all-zero ones."""
         late: Gradients = {}
         for number in sorted(self.reduced):
             members = self.reduced[number]
@@ -133,15 +121,11 @@ class SteppedPass:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A bucket of DDP being reduced, then stepped: one work of `Overlap.under_way`.
-
-    ``buffer`` has the unreduced gradients. ``done`` is DDP's future. Without a thread it is completed before
-    the step, as a later hook, which steps, may not come; with NCCL only a stream waits there.
-    """
+    """A bucket of DDP being reduced, then stepped: one work of `Overlap.under_way`."""
 
     of: SteppedPass
     params: Sequence[Tensor]
-    buffer: Tensor
+    buffer: Tensor  # has the unreduced gradients
     reduced: Work | OwnerReduction
     all_used: bool
     done: TensorFuture
@@ -163,7 +147,8 @@ class Task:
         reduced = _tensor(self.reduced.wait())
         record_use(reduced)  # made on another stream
         if not isinstance(self.reduced, OwnerReduction):  # which has views of its own
-            self._gradients = _gradients(reduced, self.params)
+            dtype = self.params[0].dtype
+            self._gradients = [reduced.to(dtype)] if reduced.is_sparse else gradients_in(reduced, self.params)
         self.result = reduced
 
     @torch.no_grad()
@@ -200,15 +185,8 @@ def _tensor(value: Any) -> Tensor:  # noqa: ANN401 - whatever a hook's future ho
     return tensor
 
 
-def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    return [result.to(params[0].dtype)] if result.is_sparse else gradients_in(result, params)
-
-
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
-    """Return the places of all-zero gradients; on an accelerator the CPU waits.
-
-    It reads the first elements of all, and the rest of those that begin with zero.
-    """
+    """Return the places of all-zero gradients, by their first elements; on an accelerator the CPU waits."""
     if gradients[0].is_sparse:
         return set() if private.nnz(gradients[0]) else {0}
     filled = [place for place, gradient in enumerate(gradients) if gradient.numel()]

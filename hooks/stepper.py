@@ -1,10 +1,8 @@
 """`zero_step`, a comm hook that steps a sharded optimizer during the backward pass.
 
-Note [Who does what]
-    The hook of a full bucket starts its reduction. A thread, or the next hook, waits for it, then steps and
-    gathers the optimizer's full buckets (`passes`), in one order on every rank. The first hook begins the
-    step and takes over the user's changes, while nothing else reads parameters. DDP waits for the futures at
-    the end of backward; a callback behind DDP's does the rest.
+The hook of a full bucket starts its reduction. A thread, or the next hook, waits for it, then steps and
+gathers the optimizer's full buckets (`passes`), in one order on every rank. The first hook begins the step,
+while nothing else reads parameters. A callback behind DDP's does the rest.
 
 Note [Backward passes within backward passes]
     Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Some DDPs
@@ -25,13 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
 from zero_optim.comm.works import Work
-from zero_optim.compat.engine import (
-    after_backward,
-    backward_number,
-    has_computed_all,
-    in_backward,
-    in_outer_backward,
-)
+from zero_optim.compat import engine
 from zero_optim.compat.streams import future_on
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, name_of
@@ -67,8 +59,7 @@ def zero_step(
     power of two). ``optimizer.step()`` steps the rest; a loop may omit it if DDP holds all parameters. The
     learning rate is read during backward. Clipping and GradScaler come too late and raise. Uneven inputs need
     ``Join([ddp, optimizer])``. After a failed ``backward()`` call ``optimizer.wait_for_gathers()``. Autograd
-    raises if backward reads a parameter after its gradient is complete. With error feedback an unused
-    parameter may get a gradient, and is stepped.
+    raises if backward reads a parameter after its gradient is complete.
 
     Args:
         optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
@@ -127,11 +118,8 @@ def hook_with_zero_step(
 ) -> Hook:
     """Return ``zero_step(zero, hook, ddp=ddp)`` with ``interleave=False``, under PyTorch's name.
 
-    ``shard_buckets`` is ignored; every rank steps the parameters that it owns.
-
-    Raises:
-        TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.
-        ValueError: a class cannot be stepped in parts, or ``ddp`` has ``skip_all_reduce_unused_params``.
+    ``shard_buckets`` is ignored; every rank steps the parameters that it owns. TypeError if ``ddp`` is no
+    ``DistributedDataParallel``; otherwise raises as `zero_step`.
     """
     _require_wrapper(ddp)
     return zero_step(zero, hook, interleave=False, ddp=ddp)
@@ -165,11 +153,7 @@ def _require_wrapper(ddp: object) -> None:
 
 
 class ZeroStep:
-    """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass.
-
-    ``to_owners`` replaces ``hook``. ``all_used`` is called for each bucket, with the same result on all
-    ranks. ``buckets``: those that our DDP takes, None for its own.
-    """
+    """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass."""
 
     def __init__(
         self,
@@ -187,7 +171,7 @@ class ZeroStep:
         self._to_owners: OwnerGradients | None = None
         if to_owners:
             self._to_owners = OwnerGradients(optimizer, overlap.new_lanes(), _NO_OWNER)
-        self.buckets = self._to_owners
+        self.buckets = self._to_owners  # those that our DDP takes, None for its own
         self._interleave = interleave
         self._all_used = all_used
         self._pass: SteppedPass | None = None
@@ -200,14 +184,14 @@ class ZeroStep:
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction and queue it."""
-        number, joined, params = bucket.index(), not in_backward(), bucket.parameters()
-        of, is_known = self._pass, not joined and backward_number() in self._ending
+        number, joined, params = bucket.index(), not engine.in_backward(), bucket.parameters()
+        of, is_known = self._pass, not joined and engine.backward_number() in self._ending
         if of is None or (number <= of.number and not is_known):  # the pass before may have broken off
             of = self._new_pass(joined)
         of.number, of.is_complete = number, bucket.is_last()
-        if not joined and backward_number() not in self._ending:
-            self._ending.add(backward_number())
-            after_backward(self._before_end)
+        if not joined and engine.backward_number() not in self._ending:
+            self._ending.add(engine.backward_number())
+            engine.after_backward(self._before_end)
         buffer = bucket.buffer()
         all_used = getattr(bucket, "all_used", False) or self._all_used()
         reduced = self._reduction(state, bucket, all_used)
@@ -217,7 +201,7 @@ class ZeroStep:
                 self._optimizer.core.check_sparse(params)
         done: TensorFuture = future_on(buffer.device)
         self._held.append(Task(of, params, buffer, reduced, all_used, done))
-        if self._interleave or of.is_complete or has_computed_all():
+        if self._interleave or of.is_complete or engine.has_computed_all():
             self._put_held(of)
         if joined and of.is_complete:  # there is no backward pass to end
             self._end_joined(of)
@@ -249,7 +233,6 @@ class ZeroStep:
         return work.take(reduced)
 
     def _put_held(self, of: SteppedPass) -> None:
-        """Give the flow the buckets that came."""
         if not of.has_begun:
             self._begin(of)
         tasks, self._held = self._held, []
@@ -276,18 +259,16 @@ class ZeroStep:
             with of.storing_errors():
                 self._overlap.core.sharding.take_over()
 
-    # ------------------------------------------------------------------ at the end of the backward pass
-
     def _before_end(self) -> None:
         """Queue `_end` behind DDP's callback; wait for the thread here, to measure the wait."""
-        after_backward(self._end)
-        of = self._pass
-        if self._overlap.takes_thread and of is not None and (of.is_complete or not in_outer_backward()):
+        engine.after_backward(self._end)
+        of, is_inner = self._pass, engine.in_outer_backward()
+        if self._overlap.takes_thread and of is not None and (of.is_complete or not is_inner):
             self._overlap.wait_for_steps()
 
     def _end(self) -> None:
         """Step late buckets after DDP has assigned the gradients; raise what failed."""
-        of, is_inner = self._pass, in_outer_backward()
+        of, is_inner = self._pass, engine.in_outer_backward()
         if of is None or (is_inner and not of.is_complete):  # it has ended already, or more is to come
             self._set_partial(is_inner)
             return
@@ -314,7 +295,6 @@ class ZeroStep:
             self._to_owners.set_partial()
 
     def _end_joined(self, of: SteppedPass) -> None:
-        """Take part in the same gathers."""
         self._pass = None
         self._overlap.wait_for_steps()
         current = self._overlap.current

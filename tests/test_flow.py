@@ -3,7 +3,9 @@
 import threading
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import pytest
@@ -23,8 +25,22 @@ from zero_optim.flow.schedule import (
     Moment,
     Operation,
     Placement,
-    picture,
 )
+
+
+def picture() -> str:
+    """The recipes as a table, with a column for each moment."""
+    rows = [["recipe", *(moment.value for moment in Moment)]]
+    for name, schedule in RECIPES.items():
+        rows.append([name, *(", ".join(each.value for each in schedule[moment]) for moment in Moment)])
+    widths = [max(12, *(len(row[at]) for row in rows[1:])) for at in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells = [wrap(text, width) for text, width in zip(row, widths, strict=True)]
+        lines += ["  ".join(map(str.ljust, parts, widths)) for parts in zip_longest(*cells, fillvalue="")]
+        if row is rows[0]:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def test_the_picture_of_the_design_is_drawn_from_the_schedules() -> None:

@@ -206,7 +206,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "beginning": (Overlap, "begin"),
     "receiving": (passes.Task, "receive"),
     "the tensor received": (passes, "_tensor"),
-    "gradients": (passes, "_gradients"),
+    "gradients": (passes, "gradients_in"),
     "marking use": (passes, "record_use"),
     "counting": (passes.SteppedPass, "take"),
     "stepping": (passes.SteppedPass, "step"),

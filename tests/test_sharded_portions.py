@@ -201,7 +201,7 @@ def buckets_and_line(
     nobody: Any = SimpleNamespace(groups=())
     for number, bucket in enumerate(buckets):
         bucket.label = f"bucket {number}"
-    return buckets, owner_line.OwnerLine(owner_line.SumRoute(nobody, nobody), nobody, is_apart=is_apart)
+    return buckets, owner_line.OwnerLine(nobody, nobody, None, nobody, is_apart=is_apart)
 
 
 def test_a_bucket_that_fills_brings_the_one_before_along() -> None:

@@ -1,7 +1,7 @@
 """Which modules of a model are units, and which parameter belongs to which. Does not communicate.
 
-A unit is a module whose parameters are gathered and freed together: its own, and those below it that are in
-no unit further down. The outermost module is always one; it has number 0.
+A unit has its own parameters, and those below it that are in no unit further down. The outermost module is
+always one; it has number 0.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -34,10 +34,7 @@ class UnitChoice:
 
 
 def choose_units(model: nn.Module, units: Units) -> UnitChoice:
-    """Choose the units of a model, "auto": as small as possible, but at least `AUTO_PART`.
-
-    TypeError or ValueError if a unit is no module of the model, or is never called itself.
-    """
+    """Choose the units of a model; TypeError or ValueError if one is no module of it, or is never called."""
     name_of = {module: name for name, module in model.named_modules()}
     read_by = _read_by_others(model)
     if units == "auto":
@@ -123,7 +120,7 @@ def _by_size(model: nn.Module, read_by: Container[nn.Module]) -> set[nn.Module]:
 
 
 def _assigned(model: nn.Module, modules: tuple[nn.Module, ...]) -> dict[Tensor, int]:
-    """Give each parameter the innermost unit around all modules that have it, in order of registration."""
+    """Give each parameter the innermost unit around all modules that have it."""
     number_of = {module: number for number, module in enumerate(modules)}
     around: dict[Tensor, tuple[int, ...]] = {}
 

@@ -1,11 +1,8 @@
 """How the parameters of a model become those of units: who keeps them, and how they get there.
 
-Note [Which comes first]
-    Someone's optimizer makes the buckets of units: the one that comes first, which plans anew, or one that
-    stands in for a later one and never steps. Then all buckets are filled in one way, module by module. Only
-    the values of rank 0 are sent at another time. An optimizer that comes first may have masters, which must
-    be those of rank 0 when it plans; so all values are sent before. Without one no values need ever be whole
-    (the meta device), so each module's are sent when it is filled.
+An optimizer makes the buckets of units: the one that comes first, which plans anew, or one that stands in for
+a later one and never steps. One that comes first may have masters, which must be those of rank 0 when it
+plans; so all values are sent before. Without one each module's are sent when it is filled.
 
 Note [Optimizers that know nothing of units]
     An optimizer of PyTorch's may be built over freed parameters by mistake. Most steps would raise; a fused
@@ -113,11 +110,7 @@ class Arguments:
 
 
 class UnitConstruction:
-    """The units of a model, from the choice of them until buckets hold their parameters.
-
-    ``choice`` has new parameters in the place of those on the meta device. ``change_optimizer`` is called
-    with an optimizer that comes later.
-    """
+    """The units of a model, from the choice of them until buckets hold their parameters."""
 
     def __init__(
         self,
@@ -172,10 +165,7 @@ class UnitConstruction:
         return optimizer
 
     def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup, *, syncs: bool) -> None:
-        """Have each rank keep its rows, of rank 0's values if it `syncs`, and free the parameters.
-
-        All ranks call, and it communicates. See Note [Which comes first].
-        """
+        """Have each rank keep its rows, of rank 0's values if it `syncs`; free the parameters. All call."""
         group, core, former = everyone.during("agree"), optimizer.core, dict[Tensor, Bucket]()
         if not self.stands_in:
             if syncs:
@@ -210,11 +200,7 @@ def construct(
     change_optimizer: Callable[[ZeroRedundancyOptimizer], None],
     at_exit: ExitStack,
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
-    """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
-
-    Returns the units, not filled yet; the optimizer, or one that stands in for it; and the mesh. Units that
-    are not filled ``at_exit`` leave the model as it was.
-    """
+    """Check a wrapper's arguments; return its units, not filled yet, an optimizer, and the mesh. All call."""
     group, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:
         mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
@@ -248,11 +234,7 @@ def construct(
 
 
 class RanksToBe:
-    """The ranks of a wrapper, also before there is an optimizer that has them.
-
-    What is no mesh counts as none: `RankMesh.of` refuses it later. Without a process group the mesh's row has
-    the state, and without a mesh the default group.
-    """
+    """The ranks of a wrapper, also before there is an optimizer that has them."""
 
     def __init__(self, mesh: object, process_group: object, group: RankGroup | None = None) -> None:
         self._mesh = f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}"

@@ -2,16 +2,15 @@
 
 Note [Filled module by module]
     The buckets of units begin without memory. A *portion* is a unit, or in the outermost unit a module with
-    parameters, with all below it that belongs to the same unit. When it has its values (the model's, or first
-    ones for a model on the meta device), the ranks take those of rank 0, each copies its rows, and the
-    portion's memory is released. Where all values are there, the portion with the largest parameter comes
-    last: its owner has it twice while it is copied.
-
-    A module is initialized after those below it, in the order of registration. As a rule that is the order of
-    their constructors, so the same seed gives the bits of a model that is made whole.
+    parameters, with all below it that belongs to the same unit. When it has its values, the ranks take those
+    of rank 0, each copies its rows, and the portion's memory is released. Where all values are there, the
+    portion with the largest parameter comes last: its owner has it twice while it is copied. A module is
+    initialized after those below it, as constructors do, so the same seed gives the bits of a whole model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from zero_optim.shard.row_bucket import RowBucket
 
 Init = Callable[[nn.Module], object]
 _AT_ONCE = 16  # broadcasts under way
+_nbytes = attrgetter("nbytes")
 
 
 @torch.no_grad()
@@ -43,9 +43,6 @@ def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
         for tensor, row in zip(some, rows, strict=True):
             if row.data_ptr() != tensor.data_ptr():
                 tensor.copy_(row.as_strided(tensor.shape, dense_strides(tensor)))
-
-
-# ---------------------------------------------------------------------- models on the meta device
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -85,10 +82,7 @@ def _reset_of(module: nn.Module, name: str) -> Callable[[], object]:
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
-    """Replace parameters on the meta device by some that show NaN, as freed ones do; return the new ones.
-
-    Modules that shared a parameter share the new one.
-    """
+    """Replace parameters on the meta device, also shared ones, by freed ones; return the new by the old."""
     new: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for slots, name, tensor in own_tensors(module):
@@ -111,54 +105,38 @@ def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
 
 
 def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
-    """Make memory for a parameter or a buffer, which shows where nobody has written.
-
-    In the dtype that owners keep: random numbers give other values in another dtype.
-    """
+    """Make NaN, or zeros, in the dtype that owners keep: random numbers differ in another dtype."""
     new = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=kept_dtype(tensor), device=device)
     return new.fill_(float("nan")) if new.is_floating_point() or new.is_complex() else new.zero_()
 
 
-# ---------------------------------------------------------------------- filling
-
-
+@dataclass(eq=False)
 class UnitFiller:
-    """Fills the empty buckets of a model's units: Note [Filled module by module].
+    """Fills the empty buckets of a model's units: Note [Filled module by module]."""
 
-    `init`, or the modules' own ``reset_parameters()``, gives values to the parameters `unfilled`. Those in
-    ``former`` leave the bucket there. If it `syncs`, every rank takes rank 0's values.
-    """
+    group: RankGroup
+    choice: UnitChoice
+    buckets: Sequence[RowBucket]
+    unfilled: set[Tensor]  # parameters without values
+    init: Init | None  # gives these; None for the modules' own ``reset_parameters()``
+    former: dict[Tensor, Bucket]  # buckets that parameters leave
+    syncs: bool  # every rank takes rank 0's values
 
-    def __init__(
-        self,
-        group: RankGroup,
-        choice: UnitChoice,
-        buckets: Sequence[RowBucket],
-        unfilled: set[Tensor],
-        init: Init | None,
-        former: dict[Tensor, Bucket],
-        *,
-        syncs: bool,
-    ) -> None:
-        self._group = group
-        self._inner = set(choice.modules[1:])
-        self._names = {module: name for name, module in choice.modules[0].named_modules()}
-        self._bucket_of: Mapping[Tensor, RowBucket] = {p: bucket for bucket in buckets for p in bucket.params}
-        self._unfilled = unfilled
-        self._init = init
-        self._former = former
-        self._syncs = syncs
+    def __post_init__(self) -> None:
+        self._inner = set(self.choice.modules[1:])
+        self._names = {module: name for name, module in self.choice.modules[0].named_modules()}
+        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self._seen_params: set[Tensor] = set()
         self._seen: set[nn.Module] = set()
         self._waiting: list[list[Tensor]] | None = None  # portions that have their values; None: none waits
 
     def fill(self, model: nn.Module) -> None:
         """Fill all of them, and free the parameters; all ranks call, and it communicates."""
-        if not self._unfilled and not has_meta(model):
+        if not self.unfilled and not has_meta(model):
             self._waiting = []
         self._visit(model, None)
-        for portion in sorted(self._waiting or (), key=_largest):  # equal ones in the order of modules
-            self._close(portion)
+        for portion in sorted(self._waiting or (), key=lambda each: max(map(_nbytes, each), default=0)):
+            self._close(portion)  # equal ones in the order of modules
         for bucket in set(self._bucket_of.values()):
             bucket.let_go()
 
@@ -173,7 +151,7 @@ class UnitFiller:
         for child in module.children():
             self._visit(child, portion)
         if self._needs_init(module, own):
-            with failing_together(self._group):
+            with failing_together(self.group):
                 self._initialize(module, own)
         for param in own:
             if param in self._bucket_of and param not in self._seen_params and portion is not None:
@@ -185,25 +163,21 @@ class UnitFiller:
             self._close(portion)
 
     def _close(self, portion: list[Tensor]) -> None:
-        if self._syncs:
-            take_values_of_first(self._group, portion)
+        if self.syncs:
+            take_values_of_first(self.group, portion)
         for param in portion:
             self._bucket_of[param].take_in(param)
-            if param in self._former:
-                self._former.pop(param).give_back(param)
+            if param in self.former:
+                self.former.pop(param).give_back(param)
 
     def _needs_init(self, module: nn.Module, own: Sequence[Tensor]) -> bool:
-        """Whether a module has something without values; the same on every rank."""
-        has_new = any(param in self._unfilled and param not in self._seen_params for param in own)
+        has_new = any(param in self.unfilled and param not in self._seen_params for param in own)
         return has_new or any(tensor.is_meta for _, _, tensor in own_tensors(module))
 
     @torch.no_grad()
     def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:
-        """Give what has no values yet its first ones.
-
-        A parameter that another module has initialized gets other memory meanwhile.
-        """
-        new = {param for param in own if param in self._unfilled}
+        """Give first values. A parameter that another module has initialized gets other memory meanwhile."""
+        new = {param for param in own if param in self.unfilled}
         device = next(iter(new or own or self._bucket_of)).device
         before = {param: param.data for param in new if param in self._seen_params}
         for param in new:
@@ -213,23 +187,19 @@ class UnitFiller:
                 slots[name] = _new_values(tensor, device)
                 new.add(slots[name])
         name = self._names[module]
-        if self._init is None:
+        if self.init is None:
             _reset_of(module, name)()
         else:
-            self._init(module)
+            self.init(module)
         for _, own_name, tensor in own_tensors(module):
             if tensor in new and _shows_nothing(tensor):
-                what = "its reset_parameters()" if self._init is None else "init"
+                what = "its reset_parameters()" if self.init is None else "init"
                 raise ValueError(
                     f"{name}{'.' if name else ''}{own_name} has no values after {what} of its module, a "
                     f"{type(module).__name__}: give an init= that sets it"
                 )
         for param, values in before.items():
             param.data = values
-
-
-def _largest(tensors: Iterable[Tensor]) -> int:
-    return max((tensor.nbytes for tensor in tensors), default=0)
 
 
 def _shows_nothing(tensor: Tensor) -> bool:

@@ -1,17 +1,15 @@
 """Conversions of a model, and new parameters in the place of its own, raise: owners would not see them.
 
 Note [How conversions are seen]
-    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children; PyTorch
-    has no hook for it. So the modules of units have an attribute of this name, which calls the class's own
-    method with a function that leaves parameters of units alone. The function is tried on a small tensor of a
-    parameter's dtype and device. If that stays as it is, the conversion passes: frameworks move a model to
-    where it is.
+    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children. So the
+    modules of units have an attribute of this name, which calls the class's own method with a function that
+    leaves parameters of units alone. The function is tried on a small tensor of a parameter's dtype and
+    device. If that stays as it is, the conversion passes.
 
 Note [Parameters in the place of others]
-    ``weight_norm`` and ``parametrize`` take a parameter out of its module, and compute it from new ones. Done
-    behind wrapping these begin with NaN, and no owner steps them. So each training pass looks whether modules
-    have other parameters than before: 0.1 µs for each parameter. Parameters that have gone, with nothing in
-    their place, are unused. Those that have other names, as after pruning, are still there.
+    ``weight_norm`` and ``parametrize`` compute a parameter from new ones. After wrapping these begin with
+    NaN, and no owner steps them. So each training pass looks whether modules have other parameters than
+    before: 0.1 µs for each. Parameters that have gone, with nothing in their place, are unused.
 """
 
 import weakref
@@ -41,8 +39,6 @@ def refuse_conversions(model: nn.Module, units: Collection[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ButUnits:
-    """A function for all tensors of modules but the parameters of units."""
-
     function: Function
     units: Collection[Tensor]
 
@@ -59,7 +55,6 @@ class _Apply(Uncopied):
 
     @eager
     def __call__(self, fn: Function, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - a class's own
-        """Convert what is not sharded, if the function leaves alone what is."""
         if not isinstance(fn, _ButUnits):  # else a module around this one has looked
             self._check(fn)
             fn = _ButUnits(fn, self.units)

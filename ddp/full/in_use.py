@@ -1,17 +1,12 @@
 """The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
 
 Note [When a unit is whole]
-    Buckets are gathered, waited for and freed as their `Schedule` says: a unit is gathered when one of its
-    modules is called, and freed when the outermost call of them returns. The outermost unit of a training
-    step stays, as the backward pass begins with it. In the backward pass a unit is gathered when the gradient
-    of its output is there, and freed when all of its parameters have theirs. Frozen ones get none, so a unit
-    with some also waits for the gradients of its module's inputs. At the end of the pass everything is freed.
-    Where a backward pass computes activations again, nothing is freed when a call returns, as that pass needs
-    it next.
-
-    What autograd saved may be views of a unit's storage, so the unit must be whole before the backward pass
-    reaches it: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in` sees, its
-    unit stays whole after the forward pass.
+    A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
+    The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
+    unit is gathered when the gradient of its output is there, and freed when all of its parameters have
+    theirs. Frozen ones get none, so a unit with some also waits for the gradients of its module's inputs. At
+    the end of the pass everything is freed. Where a backward pass computes activations again, nothing is
+    freed when a call returns. If a module returns no tensor that `tensors_in` sees, its unit stays whole.
 
 Note [The next unit]
     The order in which the pass before needed units tells which one is needed next. Its gather starts when the
@@ -36,8 +31,8 @@ from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
 from zero_optim.flow.schedule import ZERO3, ZERO3_KEPT, Moment, Operation, Schedule
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
+from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
-from zero_optim.shard.row_gathers import UnitGathers
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
@@ -52,15 +47,11 @@ class _Call(NamedTuple):
 
 
 class UnitsInUse(Uncopied):
-    """Gathers and frees the units of a model. All ranks make the same calls, in the same order; communicates.
-
-    The last ``keeps`` units of a forward pass stay whole until the backward pass; None for all. The next
-    forward pass calls ``unfinished`` first, which ends state dicts that broke off.
-    """
+    """Gathers and frees the units of a model. All ranks make the same calls, in one order; communicates."""
 
     def __init__(self, units: Sequence[Unit], keeps: int | None, *, guards_reads: bool = True) -> None:
         self.units = units  # by number
-        self._keeps = keeps
+        self._keeps = keeps  # how many, the last ones, stay whole until the backward pass; None for all
         self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
         self._backward = UnitOrder()
         self._calls: list[_Call] = []  # the outermost first
@@ -69,7 +60,7 @@ class UnitsInUse(Uncopied):
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
-        self.unfinished: list[Callable[[], None]] = []
+        self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
 
     def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps, places: LaunchPlaces) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
@@ -127,7 +118,7 @@ class UnitsInUse(Uncopied):
 
     @contextmanager
     def _forgetting(self, unit: Unit) -> Iterator[None]:
-        """Where ranks gather different units, free this one and forget other gathers: they may never come."""
+        """If ranks gather different units, free this one and forget other gathers: they may never come."""
         try:
             yield
         except RankMismatchError:
@@ -143,7 +134,6 @@ class UnitsInUse(Uncopied):
             self._gather(self.units[number], purpose, tells)
 
     def _free_unused(self, units: Iterable[Unit] | None = None) -> None:
-        """Free units that nobody is using, by default all, in or after a backward pass."""
         for unit in self.units if units is None else units:
             if not unit.depth:
                 self._at(Moment.AFTER_BACKWARD, unit, Purpose.BACKWARD)

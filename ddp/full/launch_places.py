@@ -1,14 +1,12 @@
 """Where in a backward pass buckets of gradients are launched, between the gathers of units.
 
 Note [Places of launches]
-    All ranks must start collectives in one order, on gloo too. Gathers are in one, as all ranks call the same
-    units. Where ranks may use different parameters, a bucket is full at different places. So with
-    ``find_unused_parameters`` or a static graph full buckets are held, and launched where the backward pass
-    reaches the output of a call whose unit it had to gather, behind that gather. By then all gradients of
-    units that were called only later have come. When each unit has been gathered, buckets are launched as
-    soon as they are full, those of parameters in no unit last. Each bucket is sent as one portion, and waits
-    for gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward
-    pass.
+    All ranks must start collectives in one order. Gathers are in one, as all ranks call the same units. Where
+    ranks may use different parameters, a bucket is full at different places. So with
+    ``find_unused_parameters`` or a static graph full buckets are held, and launched behind the gather of a
+    unit whose output the backward pass reaches. By then all gradients of units that were called only later
+    have come. When each unit has been gathered, buckets are launched as soon as they are full, those of
+    parameters in no unit last. Each is sent as one portion, and waits for gradients to be accumulated.
 """
 
 import weakref
@@ -24,10 +22,7 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass
 
 
 class LaunchPlaces:
-    """Holds buckets back, and has them launched: Note [Places of launches].
-
-    ``unit_of``: the number of each parameter's unit. It does not keep the reducer alive.
-    """
+    """Holds buckets back, and has them launched: Note [Places of launches]."""
 
     def __init__(self, units: Sequence[Unit], unit_of: Mapping[Tensor, int], reducer: OwnerReducer) -> None:
         self._units = units
@@ -38,9 +33,7 @@ class LaunchPlaces:
         self._first: dict[int, int] = {}  # by unit, when it was first called since then
         self._trains = False
         self._freed: frozenset[int] = frozenset()  # units that were not whole when the backward pass began
-        self._to_gather: set[int] | None = (
-            None  # those of them to be gathered; None outside of backward passes
-        )
+        self._to_gather: set[int] | None = None  # those of them to be gathered, in a backward pass
         self._has_ended = False  # a backward pass, since the last forward pass
 
     def called(self, number: int, *, is_outermost: bool) -> None:
@@ -73,10 +66,7 @@ class LaunchPlaces:
         return bool(self._to_gather)
 
     def reached(self, number: int, place: int | None) -> None:
-        """Note that a unit is whole in the backward pass, before the next one is fetched.
-
-        The place is that of its call; None if no output of it was reached.
-        """
+        """Note that a unit is whole, before the next is fetched, at the place of its call, or None."""
         self.gathered(number)
         current = self._running()
         if current is not None and place is not None and place > self._since and number in self._freed:

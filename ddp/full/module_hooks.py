@@ -2,10 +2,9 @@
 
 Note [A call inside a call]
     A module may call itself, and only the outermost call is a forward pass. `UnitsInUse` counts calls. But
-    PyTorch runs no hook when a Ctrl-C ends a call, and the user calls a module that is sharded in place, so
-    no frame of ours could catch that. An object that dies with the call would not do: a notebook keeps the
-    traceback of a Ctrl-C, and with it the frames. Only the interpreter knows which calls are running. So the
-    stack is searched, but only where the count says that a call lies in another.
+    PyTorch runs no hook when a Ctrl-C ends a call, and a notebook keeps its traceback, and with it the
+    frames. Only the interpreter knows which calls are running. So the stack is searched, but only where the
+    count says that a call lies in another.
 """
 
 import inspect
@@ -35,25 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CallHooks:
-    """The hooks before and after a call of a module of a unit."""
-
     units: UnitsInUse
     unit: Unit
     members: UnitMembers
 
     @eager
     def before(self, _: nn.Module, *inputs: object) -> None:
-        """Make the unit whole."""
         self.units.enter(self.unit, inputs)  # in any case, as the hook behind the call leaves it
         if self.units.is_outermost_call and torch.is_grad_enabled() and not in_backward():
             self.members.check()
 
     @eager
     def after(self, _: nn.Module, __: object, output: object) -> object:
-        """Free the unit, unless it is used on; also after a call that raised.
-
-        A returned view of a parameter would die with the unit, so a copy is handed on.
-        """
+        """Free the unit, unless it is used on. Copies a returned view of a parameter, which would die."""
         unit, still = self.unit, False
         if unit.depth == 1 and any(map(unit.shares_memory, tensors_in(output))):
             output = replaced(output, lambda tensor: tensor.clone() if unit.shares_memory(tensor) else tensor)
@@ -68,11 +61,7 @@ class _CallHooks:
 
 
 def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
-    """Register the hooks of all modules that are units, or have parameters in one.
-
-    Calls are hooked of units, and of modules with parameters of the outermost one, so that a model's other
-    methods may call them. Hooks inside other units would break up their compiled graphs.
-    """
+    """Register the hooks of all modules that are units, or have parameters in one."""
     in_units = {param for unit in units.units for param in unit.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
     values, members = [UnitValues(units, unit) for unit in units.units], UnitMembers(choice.modules[0])
@@ -88,10 +77,7 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
 
 
 class PassHooks(Uncopied):
-    """Hooks of a module that call its wrapper before and after a forward pass.
-
-    The wrapper is kept alive only if it is set as `keepalive`.
-    """
+    """Hooks of a module that call its wrapper around a forward pass; `keepalive` keeps that alive."""
 
     def __init__(self, wrapper: "FullyShardedDataParallel") -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -121,7 +107,6 @@ class PassHooks(Uncopied):
         return output if wrapper is None else wrapper.after_forward(output)
 
     def _wrapper_of_pass(self, module: nn.Module) -> "FullyShardedDataParallel | None":
-        """Return the wrapper, unless it is gone or the call lies in another."""
         wrapper = self._wrapper()
         is_inner = wrapper is not None and wrapper.units.is_called and _num_calls(module) > 1
         return None if is_inner else wrapper
@@ -147,10 +132,7 @@ def units_of(model: nn.Module) -> UnitsInUse | None:
 
 
 def units_in(module: object, hint: str) -> UnitsInUse:
-    """Return the units of a module of a fully sharded model.
-
-    TypeError if it is no module; ValueError if it is not fully sharded, or lies inside a unit.
-    """
+    """Return the units of a module of a fully sharded model; TypeError or ValueError if there are none."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a fully sharded model, or a module of one, got {type(module).__name__}")
     units = units_of(module)

@@ -16,7 +16,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.wrapper_checks import ignored_names, seen_params, sparse_names
 from zero_optim.health.unit_stamps import UnitMarks
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.row_gathers import UnitGathers
+from zero_optim.shard.gathers import UnitGathers
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 

@@ -64,10 +64,7 @@ class PrecisionPolicy:
 
     @classmethod
     def of(cls, policy: object, module: nn.Module) -> "PrecisionPolicy | None":
-        """Read the argument ``mixed_precision`` of `FullyShardedDataParallel`: a policy, or None.
-
-        PyTorch's ``MixedPrecisionPolicy``, ``MixedPrecision`` and ``_MixedPrecision`` are read by attributes.
-        """
+        """Read the argument ``mixed_precision``: a policy, one of PyTorch's (by attributes), or None."""
         if policy is None or isinstance(policy, cls):
             return policy
         untyped: Any = policy

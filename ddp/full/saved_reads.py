@@ -3,14 +3,12 @@
 Note [Reads that no output announces]
     A hook on a unit's output makes it whole before the backward pass comes to it. But the loss may use a
     tensor that a module kept aside, or the backward pass reads a parameter after all gradients of the unit
-    have come, as for ``linear(x, weight.detach())``. It would read an empty storage: a crash, on the CPU as
-    well. So each tensor that autograd saves in a forward pass gets a hook of ``torch.autograd.graph``, which
-    gathers a unit that is not whole. It costs about 2 µs of the CPU for each saved tensor: 46 µs for a block
-    of a transformer, which saves 24.
+    have come, as for ``linear(x, weight.detach())``. It would read an empty storage, which crashes. So each
+    tensor that autograd saves in a forward pass gets a hook of ``torch.autograd.graph``, which gathers a unit
+    that is not whole: 2 µs of the CPU for each, 46 µs for a block of a transformer.
 
     Autograd does not look at versions of tensors with hooks, so that is done here. Hooks of others, such as
-    of checkpointing, are left alone: what is computed again calls the units again. PyTorch raises for
-    ``torch.func.grad`` and ``torch.func.vjp`` while such hooks are active.
+    of checkpointing, are left alone. PyTorch raises for ``torch.func.grad`` while such hooks are active.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,10 +39,7 @@ _FREED = (
 
 
 class SavedReads:
-    """The hooks on what autograd saves: Note [Reads that no output announces].
-
-    ``need`` makes a unit whole in a backward pass, by its number.
-    """
+    """The hooks on what autograd saves; ``need`` makes a unit whole in a backward pass, by its number."""
 
     def __init__(self, units: Sequence[Unit], need: Callable[[int], None], *, is_on: bool) -> None:
         self._units = units

@@ -55,17 +55,10 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
     return state
 
 
-def local_state_dict(module: nn.Module, units: UnitsInUse) -> dict[str, Any]:
-    """See `FullyShardedDataParallel.local_state_dict`."""
-    units.check_unpinned()
-    return _local_state(module, units)[0]
-
-
 def load_local_state_dict(module: nn.Module, units: UnitsInUse, state: Mapping[str, Any]) -> None:
     """See `FullyShardedDataParallel.load_local_state_dict`."""
     with failing_together(units.group):
-        units.check_unpinned()
-        own, params = _local_state(module, units)
+        own, params = local_state(module, units)
         _check(state, own)
     with failing_together(units.group), left_freed(units.buckets):
         rest = {name: value for name, value in state.items() if name not in params}
@@ -76,7 +69,6 @@ def load_local_state_dict(module: nn.Module, units: UnitsInUse, state: Mapping[s
 
 
 def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the parameters of units by name, and the state dict; no communication."""
     with left_freed(units.buckets):
         state = dict(module.state_dict())
     params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
@@ -91,8 +83,9 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.device("cpu"), copy=True)
 
 
-def _local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what this rank has of the state dict, and which entries of it are rows of which parameters."""
+    units.check_unpinned()
     own = {bucket.params[place.param]: place for bucket in units.buckets for place in bucket.places()}
     names, whole = _freed_state(module, units)
     state, params = dict[str, Any](), dict[str, Tensor]()

@@ -1,13 +1,10 @@
 """Hooks on modules by which state dicts show the values of units, and loads reach their owners.
 
 Note [Loads that replace parameters]
-    PyTorch loads a parameter by a copy into the one that is there; or by putting the tensor of the state dict
-    in its place (``assign=True``); or by a swap of both
-    (``torch.__future__.set_swap_module_params_on_conversion``). After the last two neither the optimizer nor
-    the unit would see what was loaded. So for that time a module finds stand-ins, and afterwards its own
-    parameters again. What has replaced a stand-in is copied. The stand-ins have the memory of the whole
-    parameters; or, where owners keep another dtype, values that were gathered in that dtype, so that nothing
-    is rounded.
+    PyTorch loads a parameter by a copy into it, by putting the tensor of the state dict in its place
+    (``assign=True``), or by a swap of both. After the last two neither the optimizer nor the unit would see
+    what was loaded. So for that time a module finds stand-ins, and what has replaced one is copied. They have
+    the memory of the whole parameters; or, where owners keep another dtype, values in that dtype.
 """
 
 from collections.abc import Iterator, Mapping
@@ -87,7 +84,6 @@ class _Visit:
     hidden: tuple[tuple[str, Tensor, Tensor], ...] = ()  # name, parameter, memory of its stand-in
 
     def begin(self, module: nn.Module, *_: object) -> None:
-        """Put the stand-ins, unless state dicts show the parameters as they are."""
         if self.own is not None:  # an exception has ended the walk that began it
             self.values.break_off()
         if any(bucket.is_left for bucket in self.values.unit.buckets):
@@ -111,7 +107,6 @@ class _Visit:
                 place.copy_(loaded)
 
     def after_state_dict(self, _: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
-        """Copy the values in a state dict, which outlive the gathered ones."""
         if self.own is None:
             return
         for name, _param, place in self.hidden:
@@ -122,7 +117,6 @@ class _Visit:
         self.values.leave()
 
     def after_load(self, _: nn.Module, __: object) -> None:
-        """Have owners take over what was loaded."""
         if self.own is not None:
             self.restore(written=True)
             self.values.leave(written=True)

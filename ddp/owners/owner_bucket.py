@@ -12,10 +12,9 @@ Note [Memory of sharded gradients]
     sums where earlier ones are kept.
 
 Note [Sums apart]
-    A pass may turn out bad when all its buckets but the last have been summed. On the CPU sums stay apart
-    until ranks know, and a bad pass leaves earlier ones as they were, bit for bit. On an accelerator
-    gradients are handed out before (Note [Late reports] in `report`), so each sum is added at once: behind a
-    pass that failed call ``zero_grad()``.
+    On the CPU sums stay apart until ranks know that the pass is good, and a bad one leaves earlier sums as
+    they were, bit for bit. On an accelerator gradients are handed out before (Note [Late reports] in
+    `report`), so each sum is added at once: behind a pass that failed call ``zero_grad()``.
 
 Note [Gradients set by hand]
     Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows
@@ -68,11 +67,7 @@ class _Filling:
 
 
 class OwnerBucket(ReducerBucket):
-    """Gradients that go to their owners together, in portions. Does not communicate.
-
-    In the last bucket each row ends with an element more, the word of a failure, as a rank reads only its own
-    row. A sparse gradient is summed on every rank, and kept by its owners alone.
-    """
+    """Gradients that go to their owners together, in portions. Does not communicate."""
 
     schedule = ZERO2
 
@@ -107,7 +102,6 @@ class OwnerBucket(ReducerBucket):
         self._filling = _Filling()
 
     def _places_of_own(self, row: Row) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
-        """Yield slot, shape, strides and offset of each gradient in this rank's row."""
         for slot, _, _, offset in row.extents:
             shape, strides = self._forms[slot]
             piece = piece_of(self._owners.pieces[slot], self._owners.rank)
@@ -132,15 +126,11 @@ class OwnerBucket(ReducerBucket):
     def begin(
         self,
         earlier: Mapping[int, Tensor],
-        pace: Callable[[float], None] | None = None,
+        pace: Callable[[float], None] | None = None,  # called before copies with the filled part, 0 to 1
         *,
-        adds_at_once: bool,
+        adds_at_once: bool,  # Note [Sums apart]
     ) -> None:
-        """Begin a backward pass; ``earlier`` has the gradients of earlier ones, by slot.
-
-        ``pace`` is called before copies, with the filled part, from 0 to 1. ``adds_at_once``: Note [Sums
-        apart].
-        """
+        """Begin a backward pass; ``earlier`` has the gradients of earlier ones, by slot."""
         self._filling = _Filling(dict(earlier), pace, adds_at_once, is_open=True)
 
     def has_gradient(self, slot: int) -> bool:
@@ -276,10 +266,7 @@ class OwnerBucket(ReducerBucket):
     # ------------------------------------------------------------------ what stands in param.grad
 
     def _shown(self, slot: int, earlier: Tensor | None, reduced: Tensor | None) -> Tensor:
-        """Return ``param.grad``: the gradient on the owner of the whole, else a partial one.
-
-        Adds ``reduced`` in place to ``earlier``, which may be whole: Note [Gradients set by hand].
-        """
+        """Return ``param.grad``: whole on its only owner, else partial. Adds ``reduced`` to ``earlier``."""
         owners = self._owners
         if earlier is None:
             if reduced is None or len(owners.pieces[slot]) > 1 or self._keeps_another(slot):
@@ -322,7 +309,6 @@ class OwnerBucket(ReducerBucket):
         return self._shown(slot, None, rows_of(whole, piece).clone())  # a view would keep the whole
 
     def _shown_sparse(self, earlier: Tensor | None, total: Tensor) -> Tensor:
-        """Return ``param.grad`` of the only parameter: owners have the whole sum."""
         owners, param = self._owners, self.params[0]
         if piece_of(owners.pieces[0], owners.rank) is None:
             return PartialGradient(param, owners.pieces[0], None, owners.names[0], agree=owners.agree)

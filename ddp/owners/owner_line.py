@@ -34,15 +34,6 @@ from zero_optim.flow.pending import Then
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SumRoute:
-    """How rows get to their owners: inside a replica, then perhaps across replicas."""
-
-    inner: RankGroup  # the ranks of this replica
-    lanes: Lease  # for exchanges among them
-    across: RankGroup | None = None  # owners of the same rows in all replicas
-
-
 @dataclass(slots=True, eq=False)
 class OwnerSum:
     """A bucket on its way to its owners, in portions."""
@@ -55,14 +46,18 @@ class OwnerSum:
 
 
 class OwnerLine:
-    """The buckets of one pass: the first portion of one is sent while the last of another is summed.
+    """The buckets of one pass: the first portion of one is sent while the last of another is summed."""
 
-    So the network has work while sums are made; see Note [Memory of sharded gradients] in `owner_bucket`.
-    Unless lanes are apart, a bucket is launched when the one before is summed.
-    """
-
-    def __init__(self, route: SumRoute, everyone: RankGroup, *, is_apart: bool = True) -> None:
-        self._route = route
+    def __init__(
+        self,
+        inner: RankGroup,  # the ranks of this replica
+        lanes: Lease,  # for exchanges among them
+        across: RankGroup | None,  # owners of the same rows in all replicas
+        everyone: RankGroup,
+        *,
+        is_apart: bool = True,
+    ) -> None:
+        self._inner, self._lanes, self._sum_across = inner, lanes, across
         self._everyone = everyone
         self._is_apart = is_apart
         self._portions = Flow(_NUM_UNDER_WAY)
@@ -124,18 +119,16 @@ class OwnerLine:
             with self._abandoning():
                 self._portions.start(partial(self._start_next, last))
 
-    # ------------------------------------------------------------------ one portion
-
     def _start_next(self, one: OwnerSum) -> Then:
         """Start the sums of a portion inside the replica, in place."""
-        route, count = self._route, one.bucket.num_portions
+        count = one.bucket.num_portions
         assert one.rows is not None  # until all were summed
         rows = one.rows.pop(one.num_started)
         one.num_started += 1
         label = (
             one.bucket.label if count == 1 else f"{one.bucket.label}, portion {one.num_started} of {count}"
         )
-        work = RowSum(route.inner, route.lanes.groups, rows, in_place=True, about=label)
+        work = RowSum(self._inner, self._lanes.groups, rows, in_place=True, about=label)
         return Then([work], partial(self._summed, one))
 
     def _summed(self, one: OwnerSum, _: object) -> None:
@@ -143,7 +136,7 @@ class OwnerLine:
         one.num_summed += 1
         if one.num_summed < one.bucket.num_portions:
             return
-        across = self._route.across
+        across = self._sum_across
         assert one.rows is not None
         own, one.rows = one.rows.own, None  # nobody else reads it: it alone stays, with the sum
 
@@ -165,5 +158,5 @@ class OwnerLine:
         try:
             yield
         except BaseException:
-            self._route.lanes.abandon()
+            self._lanes.abandon()
             raise

@@ -12,7 +12,7 @@ from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
-from zero_optim.ddp.owners.owner_line import OwnerLine, SumRoute
+from zero_optim.ddp.owners.owner_line import OwnerLine
 from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
@@ -33,13 +33,9 @@ from zero_optim.step.partial import PartialGradient
 class OwnerReducer(Reducer):
     """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
 
-    Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has yet
-    to be reduced. So a pass has to begin before autograd adds its first gradient, also where it goes through
-    no output of the forward pass.
-
-    Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
-    train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
-    units.
+    Autograd must not add to reduced gradients, which stay at the parameters, what has yet to be reduced. So a
+    pass begins before autograd adds its first gradient. ``outermost``: the parameters in no unit, where there
+    are units.
     """
 
     checks_first = True
@@ -70,18 +66,14 @@ class OwnerReducer(Reducer):
         super().__init__(params, everyone.process_group, options, sparse=sparse, wanted=wanted, checks=False)
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)
-        self._route = SumRoute(replace(optimizer.ranks, phase=phase), lanes, across)
+        self._route = replace(optimizer.ranks, phase=phase), lanes, across
         if mesh is not None:
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
         self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
 
     def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
-        """Call `came`, made by `weakly`, with a parameter's place after each gradient.
-
-        If ranks may use different parameters, `holds` tells, when a pass begins, whether full buckets wait
-        for a caller to launch them.
-        """
+        """Call `came` with a parameter's place after each gradient; if `holds()`, full buckets are held."""
         self._inbox.follower, self._to_hold = came, holds
 
     def rebuild(self) -> bool:
@@ -89,7 +81,6 @@ class OwnerReducer(Reducer):
         return False
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        """Make buckets of the optimizer's, the last parameter first."""
         optimizer, reduced, params = self._optimizer, self._reduced, self.params
         pieces, storage = optimizer.pieces(), optimizer.core.inputs.store.rows
         index_lists = indices_of_members(reduced, optimizer.core.bucket_members())
@@ -156,19 +147,13 @@ class OwnerReducer(Reducer):
 
     @property
     def _is_apart(self) -> bool:
-        """Whether rows travel on process groups of their own."""
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def check_finished(self, *, waits: bool = True) -> None:
-        """Do as `Reducer.check_finished`; it raises on every rank.
-
-        RankMismatchError if the replicas of a mesh differ.
-        """
+        """Do as `Reducer.check_finished`; RankMismatchError, on every rank, if replicas differ."""
         super().check_finished(waits=waits)
         if waits and self._check is not None:
             self._check.read()
-
-    # ------------------------------------------------------------------ a backward pass
 
     def _coming(self, index: int) -> None:
         """Begin an unannounced pass, before autograd adds its first gradient."""
@@ -183,7 +168,7 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerLine(self._route, self._summing, is_apart=self._is_apart)
+        line = OwnerLine(*self._route, self._summing, is_apart=self._is_apart)
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
@@ -199,7 +184,6 @@ class OwnerReducer(Reducer):
             self._check.read()
 
     def _check_local(self) -> None:
-        """Refuse, once in an unreduced pass, to add to reduced gradients."""
         number = backward_number()
         if number == self._local_number:
             return

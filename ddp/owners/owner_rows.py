@@ -1,11 +1,9 @@
 """The memory of gradients that go to owners: a row for each rank, in portions sent one after the other.
 
 Note [Rows of gradients]
-    Owners and pieces are those of the plan, rows and extents those of `zero_optim.plan.layout`, and reduced
-    gradients are views of the owner's row. Each rank's row is laid out by itself, as gradients come: the last
-    parameter first, aligned as parameters are. The parameter bucket's layout would not do: it has a cut
-    parameter last in one row and first in the next, and room for frozen parameters and stamps, which would be
-    bytes on the wire.
+    Reduced gradients are views of the owner's row. Each rank's row is laid out by itself, as gradients come:
+    the last parameter first, aligned as parameters are. The parameter bucket's layout has a cut parameter
+    last in one row and first in the next, and room for frozen parameters and stamps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +21,7 @@ LEAST_PORTION_NBYTES = 2**16
 
 
 def most_portions(size: int) -> int:
-    """Return in how many portions the largest bucket is sent, so that two buckets are enough.
-
-    The smallest c with ``(W - 1) / W (1 + 4 / c) <= 2``, see Note [Memory of sharded gradients], and at least
-    two, as the last one is pending while the next bucket begins.
-    """
+    """Return the portions of the largest bucket: the least c >= 2 with ``(W - 1) / W (1 + 4 / c) <= 2``."""
     return -(-4 * (size - 1) // (size + 1)) if size > 1 else 1
 
 
@@ -58,11 +52,7 @@ def cells_of(rows: Sequence[Row], edges: Sequence[Sequence[int]], num_slots: int
 
 
 class OwnerRows:
-    """The rows of a bucket in one backward pass: ``own`` is that of this rank, made at once.
-
-    ``edges``: by rank, where portions begin in its row, and the last one ends. Portions of other rows are
-    made when the first gradient comes, one portion at once, by one stream, and dropped when they are popped.
-    """
+    """The rows of a bucket in one backward pass; other ranks' portions are made when gradients come."""
 
     def __init__(self, edges: Sequence[Sequence[int]], rank: int, like: Tensor, *, zeros: bool) -> None:
         self._edges = edges

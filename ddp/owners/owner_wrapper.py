@@ -1,7 +1,7 @@
 """`OwnerWrapper`: what wrappers have in common whose gradients go to their owners."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -30,7 +30,6 @@ class OwnerWrapper:
         return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
 
     def _check_frozen(self) -> None:
-        """Raise RuntimeError if a parameter trains that was frozen when it was wrapped."""
         names = [name for name, _ in self._frozen.unfrozen()]
         if names:
             raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
@@ -39,18 +38,14 @@ class OwnerWrapper:
         """Call ``optimizer.clip_grad_norm_``; all ranks call."""
         return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
-    def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
-        """Accumulate the passes in this context, as loops for ``DistributedDataParallel`` do.
-
-        With ``accumulate="owner"`` it changes nothing: owners add up the passes with or without it, each pass
-        communicates, and all ranks run as many. With "local" gradients are added up on each rank without
-        communication, and the next pass outside reduces the sums.
-        """
-        return nullcontext() if self._accumulate == "owner" else self._without_sync()
-
     @contextmanager
-    def _without_sync(self) -> Iterator[None]:
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate the passes in this context. With ``accumulate="owner"`` it changes nothing.
+
+        With "local" gradients are added up on each rank, and the next pass outside reduces the sums.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = before and self._accumulate == "owner"
         try:
             yield
         finally:

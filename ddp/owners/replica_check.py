@@ -2,16 +2,14 @@
 
 Note [Replicas that drift]
     The gradients of replicas have equal bits, so parameters stay equal as long as each replica takes the same
-    steps. Inside a replica gathers carry stamps; across replicas nothing is gathered. So the owners of the
-    same rows gather stamps of their last step beside each backward pass. Where these differ, all raise. On an
-    accelerator the next pass reads them, so that the CPU does not wait.
+    steps. Across replicas nothing is gathered. So the owners of the same rows gather stamps of their last
+    step beside each backward pass. Where these differ, all raise. On an accelerator the next pass reads them,
+    so that the CPU does not wait.
 
 Note [Failures in one replica]
     A rank that raises a failure of its replica sends its next stamp at once, with the message, and waits for
-    nothing: it may never begin another backward pass. If it does, that begins a new gather, as on a rank that
-    has read the failure and raised. On the CPU the stamps are read before the pass has launched anything, as
-    an error in the middle would leave reductions half done. Each rank tells its own column, so only failures
-    of which all ranks of a replica hear, in gathers, are told.
+    nothing: it may never begin another backward pass. On the CPU stamps are read before the pass has launched
+    anything. Only failures of which all ranks of a replica hear, in gathers, are told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +45,6 @@ def _option(replicas: Sequence[int], value: str) -> str:
 
 
 _STEPS = Kind(("number",), _num_steps, "steps taken: {}", _failures, separator=", ")
-
 
 # The options of this rank at the start of a pass, and a function that waits for the stamps of all replicas.
 _Gather: TypeAlias = tuple[Options, Callable[[], dict[int, Stamp]]]
@@ -98,7 +95,6 @@ class ReplicaCheck:
         return values.by_group, stamps
 
     def _stamps(self) -> dict[int, Stamp]:
-        """Wait for the stamps; raises RemoteRankError if a step has failed in another replica."""
         assert self._pending is not None  # checked by the caller
         stamps = self._pending[1]()
         error = verdict(_STEPS, stamps)
@@ -108,11 +104,7 @@ class ReplicaCheck:
         return stamps
 
     def read(self) -> None:
-        """Wait for the pending gather, if any. The CPU waits.
-
-        RankMismatchError if replicas took different steps or have different options; RemoteRankError if a
-        step has failed in another one.
-        """
+        """Wait for the pending gather; RankMismatchError or RemoteRankError if replicas differ or failed."""
         if self._pending is None:
             return
         mine, stamps = self._pending[0], self._stamps()

@@ -8,8 +8,7 @@ Note [PyTorch's buckets]
 
 Note [Buckets in rows]
     A comm hook that reduces to owners adds in the order of ranks, so no bits depend on the buckets. It may
-    name the optimizer's buckets, with parameters in the order of rows. Then a row is one part of the bucket,
-    sent and summed in place. PyTorch's DDP does not ask, and the hook copies.
+    name the optimizer's buckets: then a row is one part of the bucket, sent and summed in place.
 """
 
 import sys
@@ -44,8 +43,7 @@ class ReducerOptions:
         skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without a used one;
             these have to be the same on all ranks.
         batched_grad_copy: copy all gradients of a bucket at once, whatever their size.
-        reduce_dtype: for gradients of floating-point parameters, None for the parameters' own. With another
-            dtype, gradients are not views of their bucket.
+        reduce_dtype: for gradients of floating-point parameters, None for the parameters' own.
         timeout: seconds until a wait is given up, None for the process group's timeout.
         on_stall: then "raise", or "exit" to end the process.
 
@@ -76,15 +74,12 @@ class ReducerOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedParams:
-    """The parameters whose gradients are reduced; the same on every rank, in the same order.
-
-    ``sparse`` names those with sparse gradients; ``index_of`` maps ids to places.
-    """
+    """The parameters whose gradients are reduced; the same on every rank, in the same order."""
 
     names: Sequence[str]
     params: Sequence[Tensor]
-    sparse: frozenset[str]
-    index_of: Mapping[int, int]
+    sparse: frozenset[str]  # names of those with sparse gradients
+    index_of: Mapping[int, int]  # places by id
 
     @classmethod
     def of(
@@ -144,10 +139,7 @@ def assign(
     order: Sequence[int] | None = None,
     members: Members | None = None,
 ) -> BucketAssignment:
-    """Make the buckets, in the order of gradients if it is known: Note [PyTorch's buckets].
-
-    ``members``: the buckets that a comm hook names.
-    """
+    """Make the buckets; those in ``members`` if a comm hook names some: Note [PyTorch's buckets]."""
     params = reduced.params
     index_lists = [] if members is None else indices_of_members(reduced, members, order)
     if sum(map(len, index_lists)) != len(params):
@@ -178,11 +170,7 @@ def assign(
 def indices_of_members(
     reduced: ReducedParams, members: Members, order: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Return the parameters' places by bucket, in the order in which buckets become full.
-
-    Leaves out parameters that are not reduced; a sparse gradient has its own bucket. Without an order of
-    gradients the last parameter comes first.
-    """
+    """Return the places of reduced parameters by bucket, in the order in which buckets become full."""
     index_lists: list[list[int]] = []
     for of_bucket in members:
         here = [reduced.index_of[id(param)] for param in of_bucket if id(param) in reduced.index_of]

@@ -1,10 +1,4 @@
-"""One backward pass: counts gradients, launches buckets, records failures.
-
-Note [Phases of a backward pass]
-    A `BackwardPass` is ``RUNNING`` while gradients come, and ``ENDING`` when the engine has called. If an
-    exception ends the pass, it is ``BROKEN_OFF`` until the next forward or backward pass ends it, together
-    with the other ranks.
-"""
+"""One backward pass: counts gradients, launches buckets, records failures."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +23,7 @@ from zero_optim.plan.groups import names_text
 
 
 class Phase(Enum):
-    """See Note [Phases of a backward pass]."""
+    """The phases of a backward pass. The next pass ends one that broke off, together with the other ranks."""
 
     RUNNING = "gradients come, and full buckets are launched"
     BROKEN_OFF = "an exception has ended it, and the other ranks have not been told"
@@ -40,12 +34,7 @@ _UNCOUNTED = nullcontext()
 
 
 class BackwardPass:
-    """Counts gradients and launches buckets in order, each once it and all before it are full.
-
-    ``divisor``: of the gradients; 1 where a comm hook divides. ``can_carry_word``: the last bucket can tell
-    of a failure, see `report`; then it waits for the end. ``held_up``: counts the time in which gradients are
-    taken.
-    """
+    """Counts gradients and launches buckets in order, each once it and all before it are full."""
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
     is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
@@ -58,10 +47,10 @@ class BackwardPass:
         options: ReducerOptions,
         launch: Launch,
         *,
-        divisor: float = 1.0,
-        can_carry_word: bool = False,
+        divisor: float = 1.0,  # of the gradients; 1 where a comm hook divides
+        can_carry_word: bool = False,  # the last bucket can tell of a failure; then it waits for the end
         in_join: bool = False,
-        held_up: AbstractContextManager[None] = _UNCOUNTED,
+        held_up: AbstractContextManager[None] = _UNCOUNTED,  # counts the time in which gradients are taken
     ) -> None:
         buckets = assignment.buckets
         self.phase = Phase.RUNNING
@@ -221,7 +210,6 @@ class BackwardPass:
         self._reduce_next()
 
     def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
-        """Copy what was not copied yet, with zeros for missing gradients."""
         rest: Sequence[int] = ()
         if self.kind == "learning":
             rest = range(len(used))
@@ -332,5 +320,5 @@ class PassWithGraph(BackwardPass):
 
     @torch.no_grad()
     def arrived(self, index: int) -> None:
-        """See `BackwardPass.arrived`."""
+        """Note a parameter's gradient."""
         super().arrived(index)

@@ -21,12 +21,7 @@ _grad_of = attrgetter("grad")  # of many, faster than in a comprehension
 
 
 class ReducerBucket:
-    """The gradients of some parameters in one flat tensor, whole on every rank. Does not communicate.
-
-    The parameters have one dtype and device, indices among all, and slots here. Gradients are reduced in
-    ``dtype``, None for the parameters' own, and may become views of the flat tensor. A sparse gradient is
-    alone, and is the flat tensor itself.
-    """
+    """Gradients in one flat tensor, whole on every rank; a sparse one is alone, and is that tensor."""
 
     schedule = ZERO1
     is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
@@ -243,17 +238,14 @@ def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) 
 
 
 class GradBucket:
-    """The argument of a comm hook: the methods of ``torch.distributed.GradBucket``.
-
-    ``all_used``, for our own hooks: some rank has used each parameter.
-    """
+    """The argument of a comm hook: the methods of ``torch.distributed.GradBucket``."""
 
     __slots__ = ("_bucket", "_buffer", "all_used")
 
     def __init__(self, bucket: ReducerBucket, *, all_used: bool = False) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
-        self.all_used = all_used
+        self.all_used = all_used  # for our own hooks: some rank has used each parameter
 
     def index(self) -> int:
         """Place in the order of reduction."""

@@ -66,17 +66,21 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHand
 def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
     """Return the nearest node that accumulates into one of the leaves, by id."""
     assert output.grad_fn is not None  # asked for by the caller
-    seen = {output.grad_fn}
+    nodes = _nodes_behind([output.grad_fn])
+    return next((node for node in nodes if id(getattr(node, "variable", None)) in leaves), None)
+
+
+def _nodes_behind(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield some nodes and those that run after them in a backward pass, each once, the nearest first."""
+    seen = set(nodes)  # holds the nodes' Python halves too, so that each node stays one object
     queue = deque(seen)
     while queue:
         node = queue.popleft()
-        if id(getattr(node, "variable", None)) in leaves:
-            return node
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 queue.append(following)
-    return None
 
 
 def accumulates(leaf: Tensor) -> bool:
@@ -97,10 +101,7 @@ def refuse_distributed_autograd() -> None:
 
 
 def refuse_distributed_backward() -> None:
-    """Raise RuntimeError, from a hook, in a pass of ``torch.distributed.autograd``.
-
-    Also warns, as PyTorch drops the error's text there.
-    """
+    """Raise RuntimeError, from a hook, in such a pass; warns too, as PyTorch drops the error's text."""
     if runs_distributed_backward():
         warnings.warn(_ON_DISTRIBUTED_AUTOGRAD, stacklevel=2)
         raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
@@ -123,24 +124,18 @@ class UnusedSearch:
     def look(self, outputs: Iterable[Tensor]) -> None:
         """Walk the graph from outputs of a forward pass to leaves, a microsecond a node."""
         leaves = self._leaves = self._leaves or set()
-        stack: list[Node] = []
+        nodes: list[Node] = []
         for output in outputs:
             if output.grad_fn is not None:
-                stack.append(output.grad_fn)
+                nodes.append(output.grad_fn)
             elif output.requires_grad:
                 leaves.add(id(output))
-        seen = set(stack)  # holds the nodes' Python halves too, so that each node stays one object
-        while stack:
-            node = stack.pop()
+        for node in _nodes_behind(nodes):
             variable = getattr(node, "variable", None)  # the nodes that accumulate into a leaf have one
             if variable is not None:
                 leaves.add(id(variable))
             is_written_in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
             self._is_complete = self._is_complete and not is_written_in_python
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    stack.append(following)
 
     def pop_unused(self, params: Sequence[Tensor]) -> list[int]:
         """Return the parameters without a gradient in the running pass; for its hooks, once."""

@@ -1,9 +1,9 @@
 """Hooks on the parameters, which pass gradients to the current backward pass.
 
 Note [Passes that break off]
-    The autograd engine drops its final callbacks when a pass ends, however it does, and a token in the
-    callback dies. If the engine has not called it by then, an exception has ended the pass. Nothing is sent
-    at that moment, which may be any; the next pass finds the one that broke off.
+    The autograd engine drops its final callbacks when a pass ends, and a token in the callback dies. If the
+    engine has not called it by then, an exception has ended the pass. Nothing is sent at that moment, which
+    may be any; the next pass finds the one that broke off.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -25,16 +25,12 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """The parameters' hooks, which keep it alive, and the current backward pass.
-
-    ``current`` runs, or has broken off and was not ended yet. ``take_first`` takes the place of a parameter
-    whose gradient came while no pass runs; ``follower`` is called afterwards. Make both by `weakly`.
-    """
+    """The parameters' hooks, which keep it alive, and the current backward pass."""
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
-        self.current: BackwardPass | None = None
+        self.current: BackwardPass | None = None  # runs, or has broken off and was not ended yet
         self.handles: list[RemovableHandle] = []
-        self.follower: Callable[[int], None] | None = None
+        self.follower: Callable[[int], None] | None = None  # called last; made, as `take_first`, by `weakly`
         self._params = params
         self._tensors = list(map(private.cdata, params))
         running = Phase.RUNNING  # found faster here
@@ -132,10 +128,7 @@ def _end(token: _Token, finish: Callable[[], None]) -> None:
 
 
 def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Return a callable that does not keep the method's object alive, and returns None once it is gone.
-
-    Parameters and outputs, which hold the hooks, may outlive the reducer.
-    """
+    """Return a callable that does not keep the method's object alive; it returns None once that is gone."""
     reference = WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:

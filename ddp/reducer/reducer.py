@@ -1,11 +1,8 @@
 """`Reducer`: averages gradients over ranks, bucket by bucket, during the backward pass, as PyTorch's does.
 
-Note [One backward pass]
-    A hook on the forward pass's output, or the first gradient, begins a `BackwardPass` and asks the autograd
-    engine to call at the end. A full bucket is launched after all before it, so every rank launches in the
-    same order. At the end the rest is launched, and the results become the parameters' gradients. Other ranks
-    hear of a failure by an element of the last bucket; with a comm hook, or where parameters may be unused,
-    by a small sum.
+A hook on the forward pass's output, or the first gradient, begins a `BackwardPass`. A full bucket is launched
+after all before it, so every rank launches in one order. At the end, when the autograd engine calls, the rest
+is launched, and the results become the parameters' gradients.
 """
 
 import warnings
@@ -52,8 +49,8 @@ class Reducer:
         process_group: ranks to average over; None for the default group.
         options: see `ReducerOptions`.
         sparse: names of parameters with sparse gradients.
-        wanted: called when a backward pass begins; returns whether to reduce it. The argument: the pass goes
-            through an output given to `prepare`, or was expected (`expect`). None for always.
+        wanted: called when a backward pass begins with whether the pass goes through an output given to
+            `prepare`, or was expected; returns whether to reduce it. None for always.
         checks: compare parameters and options between ranks, by a small collective.
 
     Raises:
@@ -137,7 +134,6 @@ class Reducer:
         return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
     def _assign(self, order: Sequence[int] | None) -> None:
-        """Make buckets; frees the old ones first."""
         self.assignment = BucketAssignment()
         self.assignment = self._assigned(order)
 
@@ -146,10 +142,7 @@ class Reducer:
 
     @torch.no_grad()
     def rebuild(self) -> bool:
-        """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did.
-
-        All ranks call; communicates when it is due.
-        """
+        """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
         history = self.history
         if self._inbox.is_running:
             return False
@@ -175,10 +168,7 @@ class Reducer:
             self._assign(None)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks.
-
-        Raises as `DistributedDataParallel.register_comm_hook`, on this rank.
-        """
+        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks."""
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
@@ -213,11 +203,7 @@ class Reducer:
             self.prepare(output)
 
     def prepare(self, outputs: object = ()) -> None:
-        """Look at a forward pass's output before the user gets it; no communication.
-
-        Needed for reentrant checkpointing, and so that unused parameters hold up no bucket. Every rank calls
-        it after the same forward passes. RuntimeError inside ``torch.distributed.autograd``.
-        """
+        """Look at a forward pass's output, before the user gets it; every rank, after the same passes."""
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
@@ -231,7 +217,6 @@ class Reducer:
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise ReductionError, on every rank, if a backward pass or comm hook failed on any; all ranks call.
 
-        On a GPU a failure is known one pass later: call it after the last pass, or before a checkpoint.
         ``waits=False`` leaves out the last pass, which may still run on the device.
         """
         if self.slot.failure is not None:
@@ -256,9 +241,7 @@ class Reducer:
         divisor = 1.0
         if self.slot.is_empty:
             divisor = self.group.size if self.divisor is None else self.divisor()
-        current = self._new_pass(
-            self.assignment, self._open(), divisor, in_join=self.in_join, keeps_graph=torch.is_grad_enabled()
-        )
+        current = self._new_pass(self.assignment, divisor, in_join=self.in_join)
         self._activity.begin("backward pass")
         current.is_held = self._holds()
         self._inbox.current = current
@@ -269,20 +252,12 @@ class Reducer:
             current.presume_unused(self._search.pop_unused(self.params) if learnt is None else unused)
         return current
 
-    def _new_pass(
-        self,
-        assignment: BucketAssignment,
-        launch: Launch,
-        divisor: float,
-        *,
-        in_join: bool,
-        keeps_graph: bool = False,
-    ) -> BackwardPass:
-        return (PassWithGraph if keeps_graph else BackwardPass)(
+    def _new_pass(self, assignment: BucketAssignment, divisor: float, *, in_join: bool) -> BackwardPass:
+        return (PassWithGraph if torch.is_grad_enabled() else BackwardPass)(
             assignment,
             self.history,
             self.options,
-            launch,
+            self._open(),
             divisor=divisor,
             can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
             in_join=in_join,
@@ -290,7 +265,6 @@ class Reducer:
         )
 
     def _open(self) -> Launch:
-        """Prepare the buckets for a pass; return their launch function."""
         may_be_unused = self.options.find_unused_parameters or self.options.static_graph
         return self.slot.launching(self._summing, all_used=not may_be_unused)
 
@@ -336,7 +310,6 @@ class Reducer:
             )
 
     def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
-        """Wait for a pass that has launched everything, and hand out its gradients, or drop them."""
         if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads
             with self.slot.minding():
                 current.drain()
@@ -370,15 +343,12 @@ class Reducer:
 
     @torch.no_grad()
     def shadow(self) -> None:
-        """Join the reductions of one backward pass of the others, with zeros; for ``Join``.
-
-        ReductionError if a rank failed.
-        """
+        """Join one backward pass of the others, with zeros, for ``Join``; ReductionError if a rank failed."""
         self.check_finished()
         self.rebuild()
         self.divisor = None
         assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
-        current = self._new_pass(assignment, self._open(), 1.0, in_join=True)
+        current = self._new_pass(assignment, 1.0, in_join=True)
         current.launch_zeros(self.history.last_order)
         self._hand_out(current, defers=False)
         current.give_back(drops=False)

@@ -95,10 +95,7 @@ class HookSlot:
         return self._names.members()
 
     def launching(self, group: RankGroup, *, all_used: bool) -> Launch:
-        """Return the launch function: the comm hook, or a sum without one.
-
-        It holds a weak reference: a hook's state may hold the model.
-        """
+        """Return the launch function: the comm hook, or a sum. It holds a weak reference."""
         reference = weakref.ref(self)
 
         def launch(bucket: ReducerBucket) -> Wait:
@@ -156,7 +153,7 @@ class HookSlot:
 
 
 def _check_hook(hook: object) -> None:
-    """Refuse a wrong signature or annotation. PyTorch's sentences come first: users match on them."""
+    """Refuse a wrong signature or annotation. Users match on PyTorch's sentences, which come first."""
     if not callable(hook):
         raise TypeError(
             "Communication hook must be callable. Expected a comm hook, hook(state, bucket), got "

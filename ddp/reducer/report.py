@@ -3,17 +3,15 @@
 Note [Two ways to tell of a failure]
     A sum has no row of one rank, hence no place for its stamp. So a rank with incomplete gradients makes one
     element of the last bucket NaN before the sum. Ranks that read NaN in the sum gather the failures; there
-    may be none. So a pass without NaN has no further collective, and the bucket no further element, which
-    would change how ring algorithms sum. A comm hook may sum anything, and where parameters may be unused the
-    ranks count their users anyway: there the counts have one more element.
+    may be none. A comm hook may sum anything, and where parameters may be unused the ranks count their users
+    anyway: there the counts have one more element.
 
 Note [Late reports]
-    To read a report the CPU waits, on a device with streams for the whole pass. So there it reads when the
-    device has the next pass to work on. Reading may communicate, so all ranks read at the same points: when a
-    forward pass begins, and with the first gradient of a backward pass, all but the last report. A failure of
-    pass n raises in forward pass n + 2; the optimizer may use its gradients before. `Reducer.check_finished`
-    and `Join` read all. Passes in `Join`, and the first one of a static graph, are read at once. A rank with
-    unused parameters waits in the pass for the others' use.
+    To read a report the CPU waits, on a device with streams for the whole pass. So there all ranks read when
+    the device has the next pass to work on: when a forward pass begins, and with the first gradient of a
+    backward pass, all but the last report. A failure of pass n raises in forward pass n + 2; the optimizer
+    may use its gradients before. `Reducer.check_finished` and `Join` read all. Passes in `Join`, and the
+    first one of a static graph, are read at once.
 """
 
 from collections.abc import Sequence
@@ -32,15 +30,12 @@ if TYPE_CHECKING:
 
 
 class FailureReport:
-    """The number of failed ranks, and the used parameters; all ranks make and read one.
-
-    ``in_last_bucket``: `read_word` comes before reading. Otherwise it starts a small sum.
-    """
+    """The number of failed ranks, and the used parameters; all ranks make and read one."""
 
     def __init__(
         self, group: RankGroup, failure: str | None, used: Sequence[bool], *, in_last_bucket: bool = False
     ) -> None:
-        self.in_last_bucket = in_last_bucket
+        self.in_last_bucket = in_last_bucket  # `read_word` comes before reading, in place of a small sum
         self._group = group
         self._failure = failure
         self._used = used

@@ -3,9 +3,8 @@
 Note [Streams of a backward pass]
     A parameter's hook runs on the stream on which the forward pass first used the parameter, so gradients of
     a bucket may come on several. The hook that copies small ones, or launches the bucket, waits for all of
-    them, and records its use. Each stream first waits for the beginning of the pass, where buckets may have
-    been made anew. Results are handled on the stream of ``backward()``, which the engine has wait for all
-    others. An event is recorded when the stream changes, not for each gradient.
+    them, and records its use. Each stream first waits for the beginning of the pass. The engine has the
+    stream of ``backward()`` wait for all others. Events are recorded when the stream changes.
 """
 
 import torch

@@ -45,14 +45,12 @@ class _Entry:
 
 
 class Flow:
-    """Work under way, in the order of its start.
+    """Work under way, in the order of its start; the sum of its sizes is at most ``most``.
 
-    The sum of its sizes is at most ``most``: before more is started, the oldest is waited for. On an
-    accelerator work stays until it is over, as each stream that reads must wait. Two threads may use a flow.
-    After a wait has failed each later one raises the same, as the results never come, until `abandon`.
-
-    ``streams``: an extra stream waits for the work, and `wait` lets the current one wait for that.
-    ``thread``: starts the work and waits for it, beside the caller. What fails there is raised by one wait.
+    On an accelerator work stays until it is over, as each stream that reads must wait. Two threads may use a
+    flow. With ``streams`` an extra stream waits for the work, and `wait` lets the current one wait for that.
+    A ``thread`` starts the work and waits for it; one wait raises what fails there. After another wait has
+    failed each later one raises the same, as the results never come, until `abandon`.
     """
 
     def __init__(
@@ -89,15 +87,11 @@ class Flow:
         begin: Callable[[], Startable],
         size: float = 1,
         keys: Iterable[Hashable] = (),
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # of the work's stream, with ``streams``
         *,
-        is_behind: bool = False,
+        is_behind: bool = False,  # ``begin`` lets the work wait for what it reads: `finish_first` need not
     ) -> None:
-        """Start work when it fits beside the rest.
-
-        ``keys`` are what `wait_for` will ask for; ``device`` is that of its stream, with ``streams``.
-        ``is_behind``: ``begin`` lets it wait for what the work reads, so that `finish_first` need not.
-        """
+        """Start work when it fits beside the rest. ``keys`` are what `wait_for` will ask for."""
         with self._lock:
             while self._entries and size + sum(entry.size for entry in self._entries) > self._most:
                 self.finish_first()
@@ -177,11 +171,7 @@ class Flow:
 
 
 class Worker:
-    """A thread for `Flow`, which runs work in order. It ends with this object or the process.
-
-    It keeps nothing alive while idle. The end of this object does not wait for it, as a finalizer can run
-    anywhere.
-    """
+    """A thread for `Flow`, which runs work in order. It ends with this object or the process."""
 
     def __init__(self, name: str) -> None:
         self._works: SimpleQueue[_Run | None] = SimpleQueue()
@@ -198,8 +188,6 @@ class Worker:
 
 
 class _Run:
-    """Work on a thread, and its end."""
-
     def __init__(self, work: Callable[[], object]) -> None:
         self._work: Callable[[], object] | None = work
         self._error: BaseException | None = None

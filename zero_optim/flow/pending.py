@@ -8,29 +8,18 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.traffic import Waitable
-from zero_optim.compat.streams import (
-    Event,
-    Stream,
-    current_stream,
-    record_use,
-    recorded_event,
-    wait_for_event,
-)
+from zero_optim.compat import streams
 
 
 @dataclass(slots=True)
 class Pending:
-    """Started collectives, with their tensors, on one device, until somebody waits.
-
-    The first stream waits for them and calls ``then``; other streams wait for the first. Only one thread may
-    wait at a time.
-    """
+    """Started collectives on one device: the first stream that waits calls ``then``; others wait for it."""
 
     works: Sequence[Waitable]
     tensors: list[Tensor]
     then: Callable[[], None]
     is_unclaimed: bool = field(default=True, init=False)
-    _behind: tuple[torch.device, Event, Stream | None] | None = field(default=None, init=False)
+    _behind: tuple[torch.device, streams.Event, object] | None = field(default=None, init=False)
 
     def wait(self) -> bool:
         """Let the current stream, or on the CPU the caller, wait; True if no stream must wait any more."""
@@ -41,11 +30,11 @@ class Pending:
         for work in works:
             work.wait()
         self.then()
-        self.then = _nothing  # and let go of what it keeps
+        self.then = lambda: None  # and let go of what it keeps
         device = tensors[0].device
-        record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
-        event = recorded_event(device)
-        self._behind = None if event is None else (device, event, current_stream(device))
+        streams.record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
+        event = streams.recorded_event(device)
+        self._behind = None if event is None else (device, event, streams.current_stream(device))
         return event is None
 
     def _wait_behind(self) -> bool:
@@ -54,8 +43,8 @@ class Pending:
         device, event, first = self._behind
         if event.query():
             self._behind = None
-        elif current_stream(device) != first:
-            wait_for_event(device, event)
+        elif streams.current_stream(device) != first:
+            streams.wait_for_event(device, event)
         return self._behind is None
 
 
@@ -69,7 +58,3 @@ class Then:
     def wait(self) -> None:
         """Wait for all."""
         self.then([work.wait() for work in self.works])
-
-
-def _nothing() -> None:
-    pass

@@ -2,17 +2,12 @@
 
 A recipe is a `Schedule`. `Schedule.at` runs what it has for a moment; three places call it: a full bucket
 (`ddp/reducer/backward_pass.py`), steps during the backward pass (`iteration/overlap.py`) and units
-(`ddp/full/in_use.py`). Gathers of ``step()`` and their waits read the row themselves (`shard/sharding.py`,
-`Gathers.schedules_of` in `shard/gathers.py`). So a new recipe is a row here, and a choice of it: by the
-bucket, or in these places. A row of another form is refused below: full buckets are reduced, ``step()`` steps
-at last. `picture` draws the schedules for docs/design.md.
+(`ddp/full/in_use.py`). `Sharding` and `Gathers` read the row themselves.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import zip_longest
-from textwrap import wrap
 from types import MappingProxyType
 from typing import ParamSpec
 
@@ -53,17 +48,13 @@ _USES = Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One recipe; ValueError if it would read what has not come, or leave something out.
-
-    ``parameters`` and ``gradients`` tell what a rank holds of them between steps.
-    """
+    """One recipe, and what a rank holds between steps; ValueError if something is left out."""
 
     moments: Mapping[Moment, tuple[Operation, ...]]
     parameters: Placement = Placement.WHOLE
     gradients: Placement = Placement.WHOLE
 
     def __post_init__(self) -> None:
-        """Check that buckets are reduced, stepped, gathered and waited for in this order."""
         object.__setattr__(self, "moments", MappingProxyType(dict(self.moments)))
         if Operation.REDUCE not in self[Moment.BUCKET_FULL] or Operation.STEP not in self[Moment.STEP]:
             raise ValueError(f"expected full buckets to be reduced, and stepped in step() at last: {self}")
@@ -89,10 +80,7 @@ class Schedule:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Run the operations at a moment, in order, each with the same arguments.
-
-        KeyError if the caller lacks one of them: a row never stays undone.
-        """
+        """Run the operations at a moment, in order; KeyError if the caller lacks one."""
         for operation in self[moment]:
             operations[operation](*args, **kwargs)
 
@@ -100,7 +88,6 @@ class Schedule:
         return [moment for moment in Moment if operation in self[moment]]
 
     def _waits_behind(self, moment: Moment) -> bool:
-        """Whether a gather is waited for before a forward pass reads its rows."""
         in_backward = {Moment.AFTER_BACKWARD} if moment is Moment.BUCKET_REDUCED else set()
         return not in_backward.union({moment, Moment.BEFORE_FORWARD}).isdisjoint(self._with(Operation.WAIT))
 
@@ -111,10 +98,6 @@ class Schedule:
             for moment, operations in self.moments.items()
         }
         return replace(self, moments={**moments, Moment.BEFORE_FORWARD: (Operation.WAIT,)})
-
-    def kept_after_forward(self) -> "Schedule":
-        """Return the recipe in which parameters stay whole from the forward to the backward pass."""
-        return replace(self, moments={**self.moments, Moment.AFTER_FORWARD: ()})
 
     def to_owners(self) -> "Schedule":
         """Return the recipe in which gradients are reduced to their owners alone."""
@@ -150,22 +133,8 @@ ZERO3 = Schedule(
     parameters=Placement.ROW,
     gradients=Placement.ROW,
 )
-ZERO3_KEPT = ZERO3.kept_after_forward()  # reshard_after_forward=False
+# reshard_after_forward=False: parameters stay whole from the forward to the backward pass
+ZERO3_KEPT = replace(ZERO3, moments={**ZERO3.moments, Moment.AFTER_FORWARD: ()})
 RECIPES = MappingProxyType(
     {"ZeRO-1": ZERO1, "gather_lazily": LAZY, "zero_step": OVERLAP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 )
-
-
-def picture(recipes: Mapping[str, Schedule] = RECIPES) -> str:
-    """Draw recipes as a table with a row for each, and a column for each moment."""
-    rows = [["recipe", *(moment.value for moment in Moment)]]
-    for name, schedule in recipes.items():
-        rows.append([name, *(", ".join(each.value for each in schedule[moment]) for moment in Moment)])
-    widths = [max(12, *(len(row[at]) for row in rows[1:])) for at in range(len(rows[0]))]
-    lines: list[str] = []
-    for row in rows:
-        cells = [wrap(text, width) for text, width in zip(row, widths, strict=True)]
-        lines += ["  ".join(map(str.ljust, parts, widths)) for parts in zip_longest(*cells, fillvalue="")]
-        if row is rows[0]:
-            lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)

@@ -1,10 +1,8 @@
 """Calls that change parameters: prepare, step own rows, gather even after an error; all ranks call.
 
-A rank whose step raises gathers all the same, and its stamp tells the others. They have stepped; on the CPU
-they raise as the gathers end, with that rank's number and message, which `failure_of_others` exchanges: a
-`RemoteRankError`, or an error of the same class if that is a usual one, such as ValueError. On an
-accelerator, or with lazy gathers, they raise in a later call: Note [When stamps are read] in
-`zero_optim.health.stamps`.
+A rank whose step raises gathers all the same, and its stamp tells the others. On the CPU they raise as the
+gathers end, with that rank's number and message: a `RemoteRankError`, or an error of the same class if that
+is a usual one. On an accelerator, or with lazy gathers, they raise in a later call.
 """
 
 import weakref
@@ -47,7 +45,7 @@ class Calls:
     def make(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
         """Prepare, change this rank's parameters in ``work``, then gather, and wait as the schedules say.
 
-        ``name``: of the call, such as ``step()``. ``at_end`` runs before the gather, also after an error.
+        ``at_end`` runs before the gather, also after an error.
         """
         self._core.check_attached()
         with self.telling_replicas(), self.whatever_happens(name, self._gather):

@@ -24,10 +24,7 @@ from zero_optim.step.join import Status, exchange, ranks_that
 
 
 class Iteration:
-    """Steps what a rank owns, then gathers. All ranks call its methods together.
-
-    ``calls``: calls that change parameters; ``joins``: the optimizer's side of ``Join``.
-    """
+    """Steps what a rank owns, then gathers. All ranks call its methods together."""
 
     def __init__(self, core: Core) -> None:
         self.calls = Calls(core)
@@ -65,11 +62,7 @@ class Iteration:
     def _evaluate(
         self, closure: Callable[[], float] | None
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
-        """Evaluate the model before a step; all ranks call.
-
-        Returns the loss; the closure if the class's own step evaluates it; and inside ``Join`` its error,
-        which the next exchange sends.
-        """
+        """Return the loss, the closure if the class's own step evaluates it, its error inside ``Join``."""
         if closure is None:
             return None, None, None
         core, in_join = self._core, self.joins.under_way
@@ -86,10 +79,7 @@ class Iteration:
             return None, None, error
 
     def _is_skipped(self, optimizer: Optimizer, scaler: object, failure: Exception | None) -> bool:
-        """Return whether the ranks skip a step; if not, unscale and lend gradients; all ranks call.
-
-        Communicates only with a scaler, or inside ``Join``: one collective of a byte; the CPU waits.
-        """
+        """Return whether the ranks skip a step; if not, unscale and lend gradients; all ranks call."""
         core, in_join, scaling = self._core, self.joins.under_way, None
         if failure is None:
             try:
@@ -113,11 +103,7 @@ class Iteration:
     # ------------------------------------------------------------------ during the backward pass
 
     def overlap(self) -> Overlap:
-        """Return the `Overlap` for hooks of `zero_optim.hooks`.
-
-        All ranks call; the first call makes process groups. Raises on every rank if a class cannot step in
-        parts.
-        """
+        """Return the `Overlap` for hooks; all ranks call. Raises on all if a class cannot step in parts."""
         if self._overlap is None:
             with failing_together(self._core.group):
                 self._core.owned.local.check_parts()
@@ -135,7 +121,6 @@ class Iteration:
             self._overlap.wait_for_steps()
 
     def _finish_overlapped(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
-        """Finish a step begun during the backward pass; False if none was."""
         if self._overlap is None:
             return False
         if not self.has_begun:
@@ -205,11 +190,7 @@ class Iteration:
             sharding.gather_all()
 
     def hears_scaler(self) -> bool:
-        """Return whether a ``GradScaler`` shall call ``step()`` after an infinity too.
-
-        True inside ``Join`` and after a step of the backward pass, which raises. Otherwise it counts the
-        call: Note [What a count cannot tell] in `zero_optim.health.stamps`.
-        """
+        """Whether a ``GradScaler`` calls ``step()`` after an infinity: Note [What a count cannot tell]."""
         if self.joins.under_way or self.has_begun:
             return True
         stamps = self._core.sharding.gathers.stamps
@@ -218,11 +199,7 @@ class Iteration:
         return False
 
     def agree_on_infinity(self, found_inf: Tensor) -> None:
-        """Set the scalers' ``found_inf`` if any rank saw an infinity in sharded gradients; all ranks call.
-
-        One collective of 4 bytes; the CPU waits. ``found_inf``: 0-d or of one element, above zero on a rank
-        with an infinity; afterwards on all ranks.
-        """
+        """Set the scalers' ``found_inf`` if any rank saw an infinity; all ranks call; the CPU waits."""
         group = self._core.group
         with group.doing("GradScaler.unscale_()"):
             if group.size > 1:

@@ -28,7 +28,7 @@ class ShadowHook(JoinHook):
         self._shadow = shadow
 
     def main_hook(self) -> None:
-        """Shadow one iteration, while some rank is still active."""
+        """Shadow one iteration."""
         self._shadow()
 
 
@@ -41,7 +41,7 @@ class Joins(Joinable):
         self._is_announced = False  # Join knows that this rank is active in this iteration
 
     def let_go(self) -> None:
-        """Begin anew, as for a new group: PyTorch leaves the configuration as the last Join set it."""
+        """Begin anew: PyTorch leaves the configuration as the last Join set it."""
         Joins.__init__(self, self._core)
 
     @property
@@ -65,11 +65,7 @@ class Joins(Joinable):
         return self._core.group.process_group
 
     def announce(self, *, steps: bool) -> None:
-        """Report to ``Join``, once in each iteration, that this rank still has inputs.
-
-        Communicates only inside ``Join``, if this is its first object. ``steps``: the call ends the
-        iteration; a norm may be taken before.
-        """
+        """Report to ``Join``, once an iteration, that this rank has inputs; ``steps``: the iteration ends."""
         if not self._is_announced:
             Join.notify_join_context(self)
         self._is_announced = self.under_way and not steps
@@ -112,11 +108,7 @@ class Joins(Joinable):
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Use other ranks' gradients in the body, on a joined rank; no communication.
-
-        Afterwards new gradients are dropped. The others are zeroed in place, as they may be views of DDP's:
-        they were zeros before, or are old, and the loop drops them before it uses them.
-        """
+        """Use other ranks' gradients in the body, on a joined rank; no communication."""
         params = self._core.params
         before = {param for param in params if param.grad is not None}
         try:
@@ -125,6 +117,6 @@ class Joins(Joinable):
             with torch.no_grad():
                 for param in params:
                     if param.grad is not None and param in before:
-                        param.grad.zero_()
+                        param.grad.zero_()  # perhaps a view of DDP's; it was zero, or the loop drops it
                     else:
                         param.grad = None

@@ -1,12 +1,8 @@
-"""The overlapped step: steps buckets while the backward pass still runs.
+"""The overlapped step: a comm hook steps a bucket once its gradients are reduced, and starts its gather.
 
-`Overlap.step` steps and gathers. On gloo with CPU parameters the thread "zero_step" calls it, bucket by
-bucket; elsewhere the thread of the backward pass, in the next bucket's hook: Note [A thread or none] in
-`zero_optim.hooks.passes`.
-
-Note [Overlap is no mode]
-    A comm hook steps a bucket once its gradients are reduced and starts its gather; ``step()`` steps the
-    rest. The optimizer's owners and buckets never change, so DDP may rebuild its buckets at any time.
+On gloo with CPU parameters the thread "zero_step" calls `Overlap.step`, bucket by bucket; elsewhere the
+thread of the backward pass, in the next bucket's hook: Note [A thread or none] in `zero_optim.hooks.passes`.
+``step()`` steps the rest. The optimizer's owners and buckets never change, so DDP may rebuild its buckets.
 """
 
 import math
@@ -33,20 +29,15 @@ from zero_optim.state.core import Core
 
 @dataclass(slots=True, eq=False)
 class OverlappedStep:
-    """One step during a backward pass, from its first bucket to ``step()`` or the next pass.
+    """One step during a backward pass, from its first bucket to ``step()`` or the next pass."""
 
-    ``num_passes``: since ``step()``, this one included. ``lends``: ``step()`` lends joined ranks gradients.
-    ``stepped``: parameters stepped by any owner. ``seen``: parameter, identity and version of each gradient
-    at the end of the pass. ``earlier``: the previous step's error, raised when this pass ends.
-    """
-
-    num_passes: int
-    lends: bool
+    num_passes: int  # since ``step()``, this one included
+    lends: bool  # ``step()`` lends joined ranks gradients
     in_backward: bool = True
     has_failed: bool = False
-    stepped: dict[Tensor, None] = field(default_factory=dict)
-    seen: list[tuple[Tensor, int, int]] = field(default_factory=list)
-    earlier: Exception | None = None
+    stepped: dict[Tensor, None] = field(default_factory=dict)  # by any owner
+    seen: list[tuple[Tensor, int, int]] = field(default_factory=list)  # identity and version of gradients
+    earlier: Exception | None = None  # the previous step's error, raised when this pass ends
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """Record the pass's end; if ``is_final``, ``step()`` refuses later changes of gradients."""
@@ -96,19 +87,13 @@ class OverlappedStep:
 
 
 class Overlap:
-    """Steps bucket by bucket during the backward pass, and starts each bucket's gather.
-
-    All ranks construct it, which takes process groups (``lanes``), and call its methods in one order, one
-    thread at a time. ``takes_thread``: Note [A thread or none] in `zero_optim.hooks.passes`. ``current``: the
-    unfinished step. ``under_way``: buckets of DDP that the thread steps, or the next hook, on a stream of
-    ``streams``.
-    """
+    """Steps buckets during the backward pass, and gathers them; all ranks make its calls in one order."""
 
     def __init__(self, core: Core, calls: Calls, joins: Joins) -> None:
         self.group = core.group
         self.takes_thread = may_run_beside(core.group, core.sharding.pieces)
         self.lanes = self.new_lanes()
-        self.current: OverlappedStep | None = None
+        self.current: OverlappedStep | None = None  # not finished
         self.streams = StreamBeside()
         worker = Worker("zero_step") if self.takes_thread else None
         self.under_way = Flow(1 if worker is None else math.inf, streams=self.streams, thread=worker)
@@ -124,10 +109,7 @@ class Overlap:
         return lanes_beside(group) if self.takes_thread else Lease.of(group)
 
     def let_go(self, *, waits: bool) -> bool:
-        """Release the process groups; return whether only some parameters were stepped.
-
-        With ``waits`` it first waits for steps on another thread or stream, and ignores their failures.
-        """
+        """Release the process groups, after steps if it ``waits``; return whether only some were stepped."""
         try:
             if waits:
                 self.wait_for_steps()
@@ -151,12 +133,7 @@ class Overlap:
     # ------------------------------------------------------------------ during the backward pass
 
     def begin(self, *, joined: bool) -> None:
-        """Begin a step, on the thread of the backward pass: Note [Moving parameters] in `shard.bucket`.
-
-        Communicates only inside ``Join``; there the CPU waits. ``joined``: this rank has no inputs left, and
-        gets the others' options. Raises if the last backward pass broke off, or if a loop stops calling
-        ``step()``.
-        """
+        """Begin a step: Note [Moving parameters] in `shard.bucket`. Raises if the last pass broke off."""
         core, lends = self.core, self._joins.under_way
         core.group.phase.traffic.count_step()
         lane, has_begun = self.lanes.groups[0], False
@@ -208,15 +185,11 @@ class Overlap:
 
     def step(
         self,
-        gradients: Mapping[Tensor, Tensor | None],
-        failure: BaseException | None = None,
-        moment: Moment = Moment.BUCKET_REDUCED,
+        gradients: Mapping[Tensor, Tensor | None],  # None leaves a parameter alone
+        failure: BaseException | None = None,  # of this rank so far
+        moment: Moment = Moment.BUCKET_REDUCED,  # of `OVERLAP`
     ) -> None:
-        """Step some parameters, and gather their buckets, as `OVERLAP` says for a moment; all ranks call.
-
-        ``gradients``: parameter -> reduced gradient, or None to leave it alone. ``failure``: this rank's
-        error so far, which other ranks receive.
-        """
+        """Step parameters that have a gradient, gather all buckets of them; others receive the failure."""
         sharding, owned, current = self.core.sharding, self.core.owned, self.current
         buckets, errors = sharding.buckets_of(gradients), [] if failure is None else [failure]
 
@@ -275,10 +248,7 @@ class Overlap:
     # ------------------------------------------------------------------ in step()
 
     def finish(self, late: str, *, joined: bool) -> None:
-        """Step what the backward pass did not reach; all ranks call.
-
-        ``late`` names a call that came too late, which is refused.
-        """
+        """Step what the backward pass did not reach; all ranks call. ``late``: a call that came too late."""
         sharding = self.core.sharding
         self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
         lane = self.lanes.groups[0].during("agree")

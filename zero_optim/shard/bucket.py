@@ -1,13 +1,11 @@
 """A bucket of parameters and its flat tensor; here every rank has the parameters whole. No communication.
 
-Parameters lie in the flat tensor if possible (`InFlat`); else each gather copies through a temporary one.
-
 Note [Moving parameters]
-    Moving a parameter gives it another storage; another thread or stream would then read released memory. So
-    replaced parameters move only in `step` and in comm hooks, which the backward pass itself calls. That pass
-    finds the same values: autograd saves a leaf as the tensor object, and a view by its old storage. If a
-    class replaces ``param.data`` in its own step, a gather moves the parameter on that thread and stream; the
-    backward pass must not read it then.
+    A moved parameter gets another storage; another thread or stream would then read released memory. So
+    parameters whose ``data`` was replaced move only in `step` and in comm hooks, which the backward pass
+    itself calls. Autograd saves a leaf as the tensor object and a view by its old storage, so that pass finds
+    the same values. If a class replaces ``param.data`` in its own step, a gather moves the parameter on that
+    thread and stream; the backward pass must not read it then.
 """
 
 import itertools
@@ -60,7 +58,7 @@ class InFlat:
         return [index for index, (address, former) in enumerate(pairs) if address != former]
 
     def places(self, indices: Iterable[int]) -> list[tuple[int, int]]:
-        """Return the first address of each place, and that behind it."""
+        """Return the first address of each parameter, and the address behind it."""
         return [
             (self._addresses[index], self._addresses[index] + self._views[index].nbytes) for index in indices
         ]
@@ -117,13 +115,7 @@ def copy_out(params: Iterable[Tensor], places: Sequence[tuple[int, int]]) -> Non
 
 
 class Bucket:
-    """Parameters that are sent in one flat tensor, 1-D, with a row for each owner; whole on every rank.
-
-    ``schedule`` says what happens to it when, and what a rank holds between steps; of a `RowBucket` it holds
-    its own row. ``as_views`` moves the parameters into the flat tensor, with dense strides; those in memory
-    of other processes, or on devices without DLPack, stay where they are, and those with ids in ``shared``.
-    Ranks may differ in this.
-    """
+    """Parameters that are sent in one 1-D flat tensor, with a row for each owner; whole on every rank."""
 
     schedule: Schedule = ZERO1
 
@@ -134,8 +126,8 @@ class Bucket:
         rank: int,
         label: str = "",
         *,
-        as_views: bool = True,
-        shared: Collection[int] = (),
+        as_views: bool = True,  # moves the parameters into the flat tensor if they can be; ranks may differ
+        shared: Collection[int] = (),  # ids of those that stay where they are
     ) -> None:
         self.params = params
         self.layout, self._numel = layout, layout.numel
@@ -190,20 +182,14 @@ class Bucket:
         return self._in_flat.places(moved) if self._in_flat is not None and moved else []
 
     def refresh(self) -> None:
-        """Take over the user's changes; RuntimeError if a dtype, device or shape changed.
-
-        See Note [Moving parameters].
-        """
+        """Take over the user's changes; RuntimeError if a dtype, device or shape changed."""
         # Those that did not move fit: most steps compare addresses only.
         moved = range(len(self.params)) if self._in_flat is None else self._in_flat.take_in_moved()
         for index in moved:
             self.forms[index].check(self.params[index])
 
     def fill(self) -> Tensor:
-        """Return the flat tensor with this rank's current row.
-
-        Never raises, since other ranks wait; `refresh` reports a parameter that does not fit.
-        """
+        """Return the flat tensor with this rank's current row. Never raises, as other ranks wait."""
         if self._in_flat is not None:
             self._in_flat.take_in_moved()
             return self._in_flat.flat

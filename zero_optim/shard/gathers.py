@@ -1,27 +1,20 @@
 """Gathers: the owners broadcast their rows of each bucket to all ranks.
 
 A plain ``step()`` comes here by `Calls.make` and `Sharding.gather`, after the local step, also if that
-raised. Every rank starts the broadcasts of every owner's rows, in the order of buckets;
-`RankGroup.broadcast_rows` sends them. ``step()`` waits for them; with lazy gathers modules do.
-
-Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
+raised. Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
 
 Note [A lane an owner]
     A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
     With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s instead
     of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 2 MiB lanes gain
-    nothing (10.2 instead of 10.7 ms for 1.5 MiB), and cost threads and file descriptors; the first larger
-    gather of several owners creates them. An overlapped step has its own, as its thread gathers in another
-    order. Other backends have one communicator a device: Note [Rows at once] in
-    `zero_optim.comm.collectives`.
-
-Note [What gained nothing]
-    Merging an owner's small rows; gathering a bucket while the next is stepped (1.00 to 1.04 of the time,
-    AdamW, 13.8 M parameters). Limiting the *number* of pending gathers cost time (300 instead of 240 ms with
-    four small buckets between two large ones), so only memory is limited.
+    nothing, and cost threads and file descriptors; the first larger gather of several owners creates them.
+    An overlapped step has its own, as its thread gathers in another order. Other backends have one
+    communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`. Merged rows, gathers during
+    the step and a limit of the *number* of pending gathers gained nothing.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -35,6 +28,7 @@ from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
 from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Stamps
+from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
 from zero_optim.shard.bucket import Bucket
 
 # The flat tensors of pending gathers take at most the memory of this many largest buckets.
@@ -52,15 +46,11 @@ StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor
 def start_gather(
     lanes: Sequence[RankGroup],
     bucket: Bucket,
-    send: Send | None = None,
+    send: Send | None = None,  # writes a stamp
     start_rows: StartRows | None = None,
-    changed: Collection[Tensor] | None = None,
+    changed: Collection[Tensor] | None = None,  # parameters that change for autograd; None for all
 ) -> Pending:
-    """Start the gather of one bucket: a broadcast for each owner, in one launch where the backend can.
-
-    Owner r uses lane r modulo their number. ``send`` writes a stamp. Nothing may write to the parameters
-    before ``wait()``. For autograd the other parameters than those that ``changed`` stay as they are.
-    """
+    """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
     flat = bucket.fill()
     take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
     works = (start_rows or start_broadcasts)(lanes, bucket.rows(flat), bucket.label)
@@ -86,16 +76,12 @@ def start_broadcasts(
 
 
 class Gathers:
-    """One optimizer's gathers and their stamps (None in a group of one).
-
-    A step leaves gathers of buckets ``under_way`` if modules wait for them: ``readers`` are the parameters of
-    such models.
-    """
+    """One optimizer's gathers and their stamps (None in a group of one)."""
 
     def __init__(self, stamps: Stamps | None = None) -> None:
-        self.under_way = Flow()
+        self.under_way = Flow()  # what a step left, as modules wait for it
         self.stamps = stamps
-        self.readers: list[frozenset[Tensor]] = []
+        self.readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner]; the same on every rank
 
     def __reduce__(self) -> "tuple[type[Gathers], tuple[Stamps | None]]":
@@ -115,7 +101,7 @@ class Gathers:
             self.under_way.abandon()
 
     def check_failures(self) -> None:
-        """Raise if a rank is known to have failed in the last call; see `Stamps.check_failures`."""
+        """Raise if a rank is known to have failed in the last call."""
         if self.stamps is not None:
             self.stamps.check_failures()
 
@@ -127,10 +113,7 @@ class Gathers:
         return [LAZY if read.issuperset(bucket.params) else bucket.schedule for bucket in buckets]
 
     def gather(self, group: RankGroup, buckets: Sequence[Bucket], *, in_step: bool) -> None:
-        """Gather buckets; ``in_step`` sends stamps, and waits only where the schedule says so.
-
-        As many run at once as memory allows, so an owner of short rows need not wait for the others.
-        """
+        """Gather buckets, as many at once as memory allows; ``in_step`` sends stamps, follows schedules."""
         send = self.stamps.send if in_step and self.stamps is not None else None
         awaited = Flow(NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0))
         if self._lanes is None and _gains_by_lanes(group, buckets):
@@ -153,7 +136,7 @@ class Gathers:
 
 def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
     """Whether lanes make a gather faster; the same on every rank."""
-    if group.size == 1 or sum(bucket.nbytes for bucket in buckets) < LANES_FROM_NBYTES:
+    if group.size == 1:
         return False
     sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
     if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
@@ -163,3 +146,29 @@ def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
 
 def _may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
     return group.transport(bucket.device).lets_threads and group.shared_memory(bucket.device) is None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitGathers:
+    """Starts the gathers of units, among all ranks of an optimizer."""
+
+    group: RankGroup
+    lanes: Lease  # for gathers alone
+    marks: UnitMarks
+
+    def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
+        """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
+        lanes = [lane.during("gather") for lane in self.lanes.groups]
+        mark = self.marks.mark_of(bucket.params[0], purpose)
+        if self.group.transport(bucket.device).waits_on_host:
+            send = None if stamps is None else stamps.send
+            return start_gather(lanes, bucket, send, partial(self.marks.start_rows, mark))
+        return start_gather(lanes, bucket, partial(self.marks.send, mark, stamps))
+
+    def check(self) -> None:
+        """Raise RankMismatchError if ranks gather different buckets: Note [Marks of units]."""
+        self.marks.check()
+
+    def abandon(self) -> None:
+        """Give up the lanes, on which ranks started different gathers."""
+        self.lanes.abandon()

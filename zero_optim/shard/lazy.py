@@ -1,7 +1,6 @@
 """Lazy gathers: each module waits for its own parameters in its forward pass."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +16,8 @@ if TYPE_CHECKING:
 class LazyGather:
     """Forward hooks that make each module wait for the gathers of its own parameters.
 
-    Some modules read a child's parameters without calling it (``nn.MultiheadAttention``). So the first
-    forward pass waits for everything and records calls; later the nearest called ancestor waits. A pass
-    without gradients always waits for everything, as PyTorch's Transformer layers then skip calls.
+    Some modules read a child's parameters without calling it. So the first forward pass waits for everything;
+    later the nearest ancestor that was called then waits. Passes without gradients wait for everything.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
@@ -31,7 +29,7 @@ class LazyGather:
         self._needs: dict[nn.Module, list[Tensor]] | None = None
         self._handles: list[RemovableHandle] = [model.register_forward_hook(self._after_forward)]
         for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(_ForwardWait(self, module), prepend=True))
+            self._handles.append(module.register_forward_pre_hook(self.wait_for, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
         sharding.gathers.readers.append(self._params)
@@ -48,8 +46,9 @@ class LazyGather:
         """Wait for all gathers; also a state-dict hook, hence the arguments."""
         self._under_way.wait()
 
-    def wait_for(self, module: nn.Module) -> None:
-        """Wait for the parameters that a module's forward pass needs."""
+    @eager
+    def wait_for(self, module: nn.Module, *_: object) -> None:
+        """Wait for the parameters that a module's forward pass needs; a forward pre-hook."""
         if self._needs is None:
             self._called.add(module)
         if not self._under_way:
@@ -70,24 +69,10 @@ class LazyGather:
             self._assign(self._root, self._root, self._needs)
 
     def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
-        """Assign parameters of a module and its children to the called module that waits for them."""
         caller = module if module in self._called else caller
         needs[caller].extend(module.parameters(recurse=False))
         for child in module.children():
             self._assign(child, caller, needs)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ForwardWait:
-    """A forward pre-hook."""
-
-    gather: LazyGather
-    module: nn.Module
-
-    @eager
-    def __call__(self, *_: object) -> None:
-        """Wait for the module's parameters."""
-        self.gather.wait_for(self.module)
 
 
 def check_reader(model: object, params: Iterable[Tensor]) -> None:
@@ -110,5 +95,6 @@ def wait_for_gathers(model: nn.Module) -> None:
     """Wait for all gathers that a model's forward pass would wait for."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, _ForwardWait):
-                hook.gather.wait()
+            gather = getattr(hook, "__self__", None)
+            if isinstance(gather, LazyGather):
+                gather.wait()

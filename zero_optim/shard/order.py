@@ -1,7 +1,4 @@
-"""A check, by values, that ranks have unnamed parameters of equal shape in one order.
-
-It needs equal initial values on all ranks, and distinct ones (not zeros).
-"""
+"""A check, by distinct initial values, that ranks have unnamed parameters of equal shape in one order."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -23,10 +20,7 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only values distinguish: indices by kind, and some values of each.
-
-    ``sizes``: of the values in bytes.
-    """
+    """Unnamed parameters that only values distinguish: indices by kind, and some values of each."""
 
     kinds: list[list[int]]
     sizes: list[int]
@@ -82,7 +76,6 @@ def digests(memories: Sequence[Tensor]) -> list[bytes]:
 
 
 def _packed(tensors: Sequence[Tensor], nbytes: int) -> bytes:
-    """Copy tensors on any devices to the CPU, as bytes."""
     packed = torch.empty(nbytes, dtype=torch.uint8)
     pack(tensors, packed)
     return packed.numpy().tobytes()

@@ -3,13 +3,8 @@
 Note [A storage for each parameter]
     Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
     storage. So each parameter has its own, exactly its slice of the flat tensor, made by DLPack in bytes, as
-    it lacks some dtypes. Autograd cannot see a gather change it; `Bucket.receive` tells it. The storage
-    cannot be resized. A parameter moved to shared memory gets other memory, and gathers copy it. On CUDA its
-    ``record_stream`` does nothing, and it can hardly be sent to a process.
-
-Note [Memory that is touched late]
-    Padding is zeroed, as it is sent. Zeroing the whole flat tensor would make it resident beside the
-    parameters that move in.
+    it lacks some dtypes. `Bucket.receive` tells autograd of a gather. The storage cannot be resized, and on
+    CUDA its ``record_stream`` does nothing. A parameter moved to shared memory gets other memory.
 """
 
 import math
@@ -87,7 +82,7 @@ def can_be_views(params: Sequence[Tensor]) -> bool:
 
 
 def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
-    """Zero the padding of a whole flat tensor, or of the row that begins at ``start``."""
+    """Zero the padding, which is sent, of a flat tensor or its row at ``start``; leave the rest."""
     at, stop = start, start + flat.numel()
     for row in layout.rows:
         for extent in row.extents if start <= row.start and row.stop <= stop else ():
@@ -125,10 +120,7 @@ class FreedParams:
         self._versions = [param._version for param in self._params]
 
     def was_written(self) -> bool:
-        """Whether a parameter was written to since `note_versions`; a write to ``.data`` is reported once.
-
-        Writes to ``.data``, which change no version, are not seen on an asynchronous device.
-        """
+        """Whether a parameter was written to since `note_versions`; on accelerators not if by ``.data``."""
         # Some writes in place do not notice that the elements have one place in memory.
         if self._versions != [param._version for param in self._params]:
             return True

@@ -1,7 +1,5 @@
 """The registration of a model's units, an attribute of their parameters, which lead the optimizer to it.
 
-The attribute also makes ``pickle`` and ``copy`` of a freed parameter raise.
-
 Note [An optimizer that comes later]
     Before the optimizer is built, one that never steps holds the rows. The real constructor plans owners for
     its own class and reuses buckets whose plan did not change. Others are gathered one by one, in the owners'
@@ -31,22 +29,17 @@ _NAME = "_zero_optim_claim"  # of the attribute
 
 
 class Registration:
-    """One model's units: where their rows are stored, buckets by unit, and the ranks that hold the rows.
-
-    ``group`` is None before an optimizer holds them, ``everyone`` without a mesh. If ``is_open``, a later
-    optimizer may take over; ``taken_over`` is called with it. Other models have an empty one.
-    """
+    """One model's units: where rows are stored, buckets by unit, who holds the rows. Other models: empty."""
 
     def __init__(self, num_units: int = 0, taken_over: Callable[[Any], None] | None = None) -> None:
         self.store = Store()
         self.buckets: list[list[RowBucket]] = [[] for _ in range(num_units)]
-        self.group: RankGroup | None = None
-        self.everyone: RankGroup | None = None
-        self.is_open = False
+        self.group: RankGroup | None = None  # of an optimizer that holds the rows
+        self.everyone: RankGroup | None = None  # of a mesh
+        self.is_open = False  # a later optimizer may take over
         self._taken_over = taken_over
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled with a parameter."""
         raise RuntimeError(
             "a parameter of a fully sharded model cannot be pickled: no rank holds it. Save "
             "model.state_dict(), or use zero_optim.checkpoint.save"
@@ -87,8 +80,6 @@ class Registration:
         for bucket in buckets:
             assert isinstance(bucket, RowBucket)  # of `store`
             self.buckets[self.params[bucket.params[0]]].append(bucket)
-
-    # ------------------------------------------------------------------ an optimizer that comes later
 
     def check(self, params: Sequence[Tensor], group: RankGroup) -> None:
         """Raise if an optimizer with these parameters and ranks cannot take the units over."""
@@ -150,10 +141,7 @@ class Registration:
     def hand_over(
         self, buckets: Sequence[RowBucket], group: RankGroup, params: Sequence[Tensor]
     ) -> Callable[[Any], None] | None:
-        """Move the units to other buckets; return the callback for the new optimizer. All ranks call.
-
-        Parameters that the optimizer lacks become whole for good, which communicates.
-        """
+        """Move the units to other buckets; return the new optimizer's callback. All call; communicates."""
         was_open, self.is_open = self.is_open, False
         if was_open:
             self._make_whole(set(self.params).difference(params), group)

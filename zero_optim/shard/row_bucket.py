@@ -1,27 +1,18 @@
 """A bucket of which each rank keeps its own row; its parameters are *whole* in use, else *freed*.
 
-No communication. `fill` gives a unit's flat tensor its memory again (`zero_optim.shard.unit_memory`). Units
-run the rows `ZERO3` and `ZERO3_KEPT` of the schedule.
+No communication. Units run the rows `ZERO3` and `ZERO3_KEPT` of the schedule.
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, without the second gather's values. So
-    one storage stays, and its memory comes and goes.
-    PyTorch does not check reads of an emptied storage. So a freed parameter shows one expanded NaN (zero for
-    dtypes without), and a write in place raises. `receive` changes the version only after a step or load.
-
-Note [Views that somebody keeps]
-    While the parameters are freed, a user's view has no memory: operators raise or read address 0. Storage
-    references do not tell these views from autograd's, which `zero_optim.ddp.full.saved_reads` guards.
+    one storage stays, and its memory comes and goes. PyTorch does not check reads of an emptied storage. So a
+    freed parameter shows one expanded NaN (zero for dtypes without), and a write in place raises. While
+    parameters are freed a user's view has no memory: operators raise or read address 0.
 
 Note [Kept in one dtype, computed with in another]
     The row keeps the original dtype; owners round it into the flat tensor. Freed parameters have the compute
     dtype too: a change would lose autograd's node that accumulates the gradient. Writes to whole parameters
     count as for masters (Note [Masters and their parameters] in `zero_optim.step.leaves`).
-
-Note [Freed one by one]
-    `take_in` copies this rank's rows out of one parameter at a time, and `let_go` releases its memory, so a
-    new bucket needs no second copy of its unit.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -60,7 +51,6 @@ class Uncopied:
     __slots__ = ()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled."""
         raise RuntimeError(
             "a fully sharded model and its optimizer cannot be copied or pickled: no rank holds the "
             "parameters. Save model.state_dict(), or use zero_optim.checkpoint.save. For averages, as "
@@ -84,13 +74,7 @@ class KeptRows(NamedTuple):
 
 
 class RowBucket(Uncopied, Bucket):
-    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty.
-
-    The 1-D flat tensor and whole parameters may have another ``dtype`` than the row. A row that is all of it,
-    in ordinary memory and in its dtype, is the flat tensor itself, which is never freed then. ``gathers`` are
-    under way. ``is_left``: state dicts show the parameters as they are. While ``num_pins`` users need them
-    whole, nothing may change them. ``span``: of the row in the flat tensor.
-    """
+    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty."""
 
     schedule = ZERO3
 
@@ -101,7 +85,7 @@ class RowBucket(Uncopied, Bucket):
         rank: int,
         label: str = "",
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,  # of the flat tensor and whole parameters
         storage: RowStorage | None = None,
     ) -> None:
         super().__init__(params, layout, rank, label, as_views=False)
@@ -115,19 +99,16 @@ class RowBucket(Uncopied, Bucket):
         self.span = rows[0] if rows else slice(0, 0)
         self._flat_row = self._flat[self.span]
         self._memory.free()
+        # A row that is all of it, in ordinary memory and in its dtype, is the flat tensor, which stays then.
         is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
         self._stays = is_all and not self._storage.on_host and self.dtype == row_dtype
         self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
         self._has_row = False  # it gets memory at its first use
         self._freed = FreedParams(params, self.dtype, self.device)
-        self.is_whole = self.is_left = self._has_changed = False
-        self.gathers = Flow()
-        self.num_pins = 0
-
-    @property
-    def nbytes_of_row(self) -> int:
-        """Bytes of this rank's row with padding, also before it has memory."""
-        return self._flat_row.numel() * self.row.element_size()
+        self.is_whole = self._has_changed = False
+        self.is_left = False  # state dicts show the parameters as they are
+        self.gathers = Flow()  # under way
+        self.num_pins = 0  # users that need the parameters whole: nothing may change them
 
     @property
     def nbytes_live(self) -> int:
@@ -159,7 +140,6 @@ class RowBucket(Uncopied, Bucket):
     # ------------------------------------------------------------------ the row
 
     def _make_row(self) -> None:
-        """Allocate the row if needed; padding is zeroed."""
         if self._has_row:
             return
         self._has_row = True
@@ -262,10 +242,7 @@ class RowBucket(Uncopied, Bucket):
 
     @torch.no_grad()
     def take_written(self) -> None:
-        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed.
-
-        Where the row has another dtype, elements that equal the rounded row stay as they are.
-        """
+        """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed."""
         assert self.is_whole
         for param, form, view in zip(self.params, self.forms, self._views, strict=True):
             if param.numel() and param.data_ptr() != view.data_ptr():

@@ -2,9 +2,8 @@
 
 Note [Kept on the host]
     With ``offload="cpu"`` what a rank owns lies in pinned host memory, and the optimizer steps on the CPU,
-    which waits for copies only where rows (`Leaves.rows`, `RowBucket.places`) or gradients
-    (`PartialGradient.piece`) are read. A device cannot add to host memory, so an earlier gradient returns to
-    it, and the sum goes back.
+    which waits for copies only where rows or gradients are read. A device cannot add to host memory, so an
+    earlier gradient returns to it, and the sum goes back.
 """
 
 from collections.abc import Iterable, Iterator

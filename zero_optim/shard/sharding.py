@@ -1,7 +1,4 @@
-"""The owners of parameters, and an optimizer's buckets.
-
-`Sharding.plan`, `gather` and `gather_all` communicate; all ranks call them.
-"""
+"""The owners of parameters, and an optimizer's buckets."""
 
 import math
 import sys
@@ -64,11 +61,7 @@ class _PiecesOf(dict[Tensor, Pieces]):
 
 
 class Sharding:
-    """The owners and buckets of an optimizer's parameters.
-
-    ``gathers`` outlive a sharding, as modules wait for them. Ranks may differ in ``own_options``. `buckets`
-    have one order on all ranks: Note [Order of gathers] in `plan.plan`.
-    """
+    """The owners of parameters, and buckets in one order on all ranks: Note [Order of gathers]."""
 
     def __init__(
         self,
@@ -107,11 +100,10 @@ class Sharding:
         about: Sequence[str],
         why_whole: WhyWhole | None,
     ) -> Plan:
-        """Return the plan of new groups, equal on all ranks, which all call; `add` applies it.
+        """Return the plan of new groups, equal on all ranks, which all call; `add` applies it. Communicates.
 
-        ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model. Raises
-        on every rank: TypeError or ValueError for unshardable parameters, RankMismatchError for unequal
-        arguments.
+        ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model.
+        TypeError or ValueError for unshardable parameters, RankMismatchError for unequal arguments.
         """
         new, store = groups[before:], self._maker.store
         reasons: Sequence[str | None] = []
@@ -167,7 +159,7 @@ class Sharding:
         return replace(plan, whole_because=tuple(whole_because))
 
     def let_go(self, *, waits: bool) -> None:
-        """Release the process group after the gathers; see `Gathers.let_go`."""
+        """Release the process group after the gathers."""
         self.gathers.let_go(waits=waits)
         self._group = self._group.let_go()
 
@@ -221,16 +213,12 @@ class Sharding:
 
     @eager
     def refresh(self) -> None:
-        """Wait for gathers, then take over the user's changes: `Bucket.refresh`.
-
-        For `step` and comm hooks only: Note [Moving parameters] in `bucket`. RuntimeError, after refreshing
-        the rest, if a parameter no longer fits.
-        """
+        """Wait for gathers, then take over the user's changes: Note [Moving parameters] in `bucket`."""
         self.under_way.wait()
         self.take_over()
 
     def take_over(self) -> None:
-        """Like `refresh`, without waiting."""
+        """Take over the user's changes; RuntimeError, after all others, if a parameter no longer fits."""
         failure: Exception | None = None
         written = [place for bucket in self.buckets for place in bucket.written()]
         for bucket in self.buckets if written else ():
@@ -256,10 +244,9 @@ class Sharding:
 
     @eager
     def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:
-        """Gather the parameters that a call changed; all ranks call.
+        """Gather the parameters that a call changed; all ranks call. Raises also another rank's failure.
 
-        Skips buckets that never trained, unless ``frozen_too``; a bucket must start training on all ranks.
-        RankMismatchError if calls or options differ; another rank's failure is raised too.
+        Skips buckets that never trained, unless ``frozen_too``; one must start to train on all ranks.
         """
         active = self.active()
         if active != self._active:
@@ -290,10 +277,7 @@ class Sharding:
 
     @eager
     def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Check stamps as `Stamps.compare`; all ranks call.
-
-        ``with_last`` includes the last call, unless the CPU would wait for a device.
-        """
+        """Check stamps; ``with_last`` also the last call's, if the CPU need not wait for a device."""
         if self.gathers.stamps is not None:
             if with_last:
                 self.under_way.wait()

@@ -3,12 +3,11 @@
 Note [Every rank is heard]
     Each row has space for a stamp, except one within a single parameter. A rank without such a row that
     trains gets space behind one bucket's rows, and broadcasts these 32 bytes beside the owners; on gloo an
-    all-gather would take more messages. Most plans need no extra space.
+    all-gather would take more messages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -24,10 +23,7 @@ from zero_optim.shard.row_storage import HostStorage, RowStorage
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """The parameters of which ranks keep rows, and where these are stored.
-
-    Of ``params``, those with one number become whole together.
-    """
+    """The parameters of which ranks keep rows, with their units' numbers, and where rows are stored."""
 
     params: dict[Tensor, int] = field(default_factory=dict)
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
@@ -64,7 +60,8 @@ class BucketMaker:
             if first not in store.params:
                 continue
             bucket = there.get(first)
-            if bucket is None or bucket.layout != layout or not _are_same(bucket.params, members):
+            ids = list(map(id, members))
+            if bucket is None or bucket.layout != layout or list(map(id, bucket.params)) != ids:
                 dtype = store.compute_dtypes.get(first)
                 bucket = RowBucket(members, layout, group.rank, dtype=dtype, storage=store.rows)
             rows[first] = bucket
@@ -83,18 +80,12 @@ class BucketMaker:
         buckets: list[Bucket] = []
         for planned, layout, label in zip(plan.buckets, layouts, labels, strict=True):
             members = [params[index] for index in planned.params]
-            bucket = rows.get(members[0])
+            bucket: Bucket | None = rows.get(members[0])
             if bucket is None:
-                new = Bucket(members, layout, group.rank, as_views=self._as_views, shared=shared)
-                buckets.append(new)
-            else:
-                buckets.append(bucket)
-            buckets[-1].label = label
+                bucket = Bucket(members, layout, group.rank, as_views=self._as_views, shared=shared)
+            bucket.label = label
+            buckets.append(bucket)
         return buckets
-
-
-def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def layouts_with_rooms(
@@ -102,14 +93,10 @@ def layouts_with_rooms(
     params: Sequence[Tensor],
     size: int,
     units: Mapping[Tensor, int],
-    compute_dtypes: Mapping[Tensor, torch.dtype],
-    heard: set[int],
+    compute_dtypes: Mapping[Tensor, torch.dtype],  # of parameters that travel in a narrower dtype
+    heard: set[int],  # ranks with space in a bucket that is gathered after each step
 ) -> list[Layout]:
-    """Return the plan's layouts with header space, by bucket; the same on every rank.
-
-    ``compute_dtypes``: parameters that travel in a narrower dtype. ``heard``: ranks with space in a bucket
-    gathered after each step, extended by this plan's.
-    """
+    """Return the plan's layouts with header space; extends the ranks with space in a trained bucket."""
     firsts = [params[bucket.params[0]] for bucket in plan.buckets]
     layouts = [bucket.layout for bucket in plan.buckets]
     if size == 1:

@@ -3,11 +3,9 @@
 Note [Storages that are resized]
     Pages that moved from a freed unit to the next one (mremap) took the same peak, so storages are resized.
     Two ranks, a GPT of 53 MiB, MiB with moved pages and with resized storages: 163 and 163 (resharded), 175
-    and 175 (kept) after `return_freed_memory`; 186 and 202, 214 and 201 where glibc keeps freed blocks. Units
-    of 1 to 64 MiB: within 2 % after the call; else 1.09 to 1.34 times the plan with either.
-
-    New pages are zeroed. After the call an iteration takes 387 instead of 260 ms for it, with huge pages
-    277, so these are asked for (kept: 302 and 271, with them 302). Without the call there is no difference.
+    and 175 (kept) after `return_freed_memory`; 186 and 202, 214 and 201 where glibc keeps freed blocks. New
+    pages are zeroed: after the call an iteration takes 387 instead of 260 ms, with huge pages 277, so these
+    are asked for.
 """
 
 import torch
