@@ -22,7 +22,7 @@ from zero_optim.compat.threads import start_thread
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.peers import Directory, in_threads
 from zero_optim.health.verdicts import Verdicts
-from zero_optim.hooks import allreduce_hook
+from zero_optim.hooks.allreduce import mean_hook
 
 BESIDE = """
 import sys
@@ -106,7 +106,7 @@ def test_what_finds_no_thread_is_done_without(monkeypatch: pytest.MonkeyPatch) -
 
 def reduce_with_a_hook_without_threads() -> str:
     model = DistributedDataParallel(nn.Linear(600, 600))
-    model.register_comm_hook(None, allreduce_hook)
+    model.register_comm_hook(None, mean_hook)
     assert share_host_memory()
     store = default_store()
 
