@@ -108,10 +108,7 @@ class Place(NamedTuple):
 
 
 def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup) -> list[Place]:
-    """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank.
-
-    Owners have their rows of a parameter, but all of a view of it in another form.
-    """
+    """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank."""
     params = objects.optimizer.pieces() if objects.optimizer is not None else {}
     of_memory = {param.data_ptr(): (param, pieces) for param, pieces in params.items() if param.numel()}
     chosen: dict[str, Pieces] = {}

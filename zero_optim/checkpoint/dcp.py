@@ -1,8 +1,7 @@
 """Adapters for ``torch.distributed.checkpoint`` (DCP), whose planners decide which rank writes what.
 
-`Writer` and `Reader` use our files: PyTorch's own storage has a pickle, which can run code when it is read.
-`OptimizerState` shows a sharded optimizer. The state of a cut parameter is saved as one tensor, of which each
-owner writes its rows: DCP asks an object which part of a whole it holds, by dunder methods.
+`Writer` and `Reader` use our files: PyTorch's own storage has a pickle, which can run code. The state of a
+cut parameter is saved as one tensor, of which each owner writes its rows, by DCP's dunder methods.
 """
 
 import io
@@ -62,10 +61,7 @@ class _Storage:
 
 
 class Writer(_Storage, StorageWriter):
-    """Writes a checkpoint into a folder of its own, for ``dcp.save(…, storage_writer=Writer(path))``.
-
-    Each rank writes one data file. The coordinator's manifest completes or replaces the checkpoint there.
-    """
+    """Writes or replaces a checkpoint, for ``dcp.save(…, storage_writer=Writer(path))``; one file a rank."""
 
     def _open(self, path: str | os.PathLike[str]) -> None:
         self._folder = folders.own_folder(path)
@@ -114,8 +110,7 @@ class Writer(_Storage, StorageWriter):
 class Reader(_Storage, StorageReader):
     """Reads a checkpoint, for ``dcp.load(…, storage_reader=Reader(path), planner=SafeLoadPlanner())``.
 
-    Everything that is read is compared with its checksum. CheckpointError if the checkpoint is incomplete or
-    damaged, also from the methods that read.
+    CheckpointError if it is incomplete, or a checksum is wrong, also from the methods that read.
     """
 
     def _open(self, path: str | os.PathLike[str]) -> None:
@@ -223,10 +218,7 @@ class OptimizerState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state; all ranks call. The model loads the parameters.
-
-        StateMismatchError on every rank, if any loaded it without `SafeLoadPlanner`.
-        """
+        """Load the state; all ranks call. StateMismatchError if any was without `SafeLoadPlanner`."""
         with failing_together(self._optimizer.ranks):
             if not isinstance(state_dict, Owned) or not state_dict.planned:
                 raise StateMismatchError(

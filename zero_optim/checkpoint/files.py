@@ -1,16 +1,14 @@
 """Reads regular files only, writes files that are complete or absent, and locks folders. No communication.
 
-Other users of a folder may have left anything there: a FIFO, on which reading waits, a link to a device
-without an end, or a link at the path of a new file.
+Other users of a folder may have left anything there: a FIFO, on which reading waits, or a link.
 
 Note [Locks]
     The file is locked with ``flock``, which ends with the process. The holder removes the file before it
     releases the lock, so a process that has locked a file checks that it is still the one in the folder. The
-    file names its holder. Of two jobs the one that began later refuses, and the other waits for its save: a
-    job may have been started again while the old one lives.
-
-    Some file systems have no locks (Lustre without ``flock``, NFS with ``nolock``). There the last save
-    counts: files have names that no other save uses, and a save removes only files that it replaced.
+    file names its holder. Of two jobs the one that began later refuses, and the other waits: a job may have
+    been started again while the old one lives. Some file systems have no locks (Lustre without ``flock``, NFS
+    with ``nolock``). There the last save counts: files have names that no other save uses, and a save removes
+    only files that it replaced.
 """
 
 import errno
@@ -185,10 +183,7 @@ def _holder(descriptor: int) -> tuple[int, str]:
 
 
 class FolderLock:
-    """The right to write into a checkpoint's folder, which is made if it does not exist: Note [Locks].
-
-    CheckpointError if another save holds it. ``keeps_out`` is False if the file system has no locks.
-    """
+    """The right to write into a checkpoint's folder, made if absent: Note [Locks]. Else CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -135,11 +135,7 @@ def _names_in(objects: Objects, optimizer: ZeroRedundancyOptimizer, about: Json)
 
 
 class RankInput:
-    """What one rank has read of a checkpoint that fits; ValueError if state has a wrong shape.
-
-    ``places`` are tensors of the model to load into, ``rest`` is extra state of its modules. ``state`` and
-    ``options`` are the optimizer's, ``sections`` all other values.
-    """
+    """What one rank has read of a checkpoint that fits: model, its extra state, optimizer, other sections."""
 
     def __init__(
         self,
@@ -240,10 +236,7 @@ def _dtype_of(state: dict[str, Any], about: list[Any] | None) -> torch.dtype | N
 
 
 def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype) -> dict[str, Any]:
-    """Cast tensors of the dtype that was stepped to the one that is, as ``load_state_dict`` does.
-
-    A class that keeps state in another dtype than its parameters does so here too.
-    """
+    """Cast tensors of the dtype that was stepped to the one that is, as ``load_state_dict`` does."""
     if saved in (None, wanted) or not wanted.is_floating_point:
         return state
     kept = {key: value for key, value in state.items() if key in ("step", MASTER, EMA)}

@@ -42,10 +42,7 @@ def resolved(path: object) -> Path:
 
 
 def own_folder(path: object) -> Path:
-    """Return a checkpoint's own folder, absolute; ValueError if the path does not end in a name.
-
-    "" may be a variable that was never set.
-    """
+    """Return a checkpoint's own folder, absolute; ValueError if the path does not end in a name."""
     folder = resolved(path)
     if Path(str(path)).name in ("", ".."):
         raise ValueError(
@@ -56,11 +53,10 @@ def own_folder(path: object) -> Path:
 
 
 def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
-    """Find the newest complete checkpoint: ``path`` itself, or a folder directly in it. No communication.
+    """Find the newest complete checkpoint: ``path``, or a folder directly in it; else None.
 
-    Returns its folder, None if there is none. Skips incomplete and damaged checkpoints. The newest has the
-    highest number: each save takes one more than those next to it. Every byte of the newest is compared with
-    its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path`` cannot be listed.
+    The newest has the highest number: each save takes one more than those next to it. Every byte is compared
+    with its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path`` cannot be listed.
     """
     for folder in reversed(_complete_ones(_with_inner(Path(path)))):
         with suppress(CheckpointError):
@@ -100,7 +96,7 @@ def complete(
     *,
     alone: bool = False,
 ) -> None:
-    """Write the manifest, read it back, and remove what it replaces; on one rank, which holds the lock.
+    """Write the manifest, read it back, and remove what it replaces; on the rank that holds the lock.
 
     If ``alone``, nobody else can write to the folder, so unfinished files are those of a killed save.
     """

@@ -1,9 +1,4 @@
-"""Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast.
-
-The plan of the optimizer that loads decides, not that of the one that saved: `places_of` for values of
-parameters, `RankInput` of `zero_optim.checkpoint.fitting` for state. `CheckpointReader` reads these rows,
-wherever they lie.
-"""
+"""Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast."""
 
 import os
 from collections.abc import Iterator
@@ -99,7 +94,7 @@ class Peek:
 
 
 def peek(path: str | os.PathLike[str]) -> Peek:
-    """Read ``extra`` and the model's shapes, in one process. Does not communicate, and reads little.
+    """Read ``extra`` and the model's shapes of a checkpoint of `save`, in one process; reads little.
 
     CheckpointError if it is incomplete or damaged, StateMismatchError if it was not written by `save`.
     """

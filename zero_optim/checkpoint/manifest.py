@@ -48,10 +48,7 @@ def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor's elements, in row-major order, in one run of bytes of a data file.
-
-    Offsets and sizes are empty if the value is not a tensor.
-    """
+    """A box of a tensor's elements, row-major, in one run of bytes of a file; no offsets if no tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -31,10 +31,7 @@ class Members:
 
     @classmethod
     def of(cls, model: object, optimizer: object, process_group: object, timeout: object) -> "Members":
-        """Take a process group, else that of the optimizer with its replicas, else the default group.
-
-        Wrong types are refused later, on all ranks.
-        """
+        """Take a process group, else the optimizer's with its replicas, else the default; unchecked."""
         sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
         mesh = sharded.core.mesh if sharded is not None else None
         if mesh is not None and process_group in (None, mesh.everyone.process_group):

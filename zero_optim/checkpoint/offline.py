@@ -1,7 +1,4 @@
-"""Checkpoints without a cluster: in one process, and never more than one tensor in memory.
-
-Tensors are mapped from files: the system reads their pages when they are used, and may drop them.
-"""
+"""Checkpoints without a cluster: in one process, with one tensor in memory, the others mapped from files."""
 
 import math
 import re
@@ -65,9 +62,9 @@ def _check_output(source: Path, out: Path) -> None:
 def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     """Write the optimizer's whole state, in the format of ``torch.optim``, or the weights, to one file.
 
-    ``out`` ends in ``.pt`` for ``torch.load``, in ``.safetensors`` for weights; a link is replaced.
-    CheckpointError if the checkpoint is damaged or ``out`` cannot be written, StateMismatchError if it has no
-    optimizer or model, ValueError if ``out`` is in the checkpoint or is no regular file.
+    ``out`` ends in ``.pt``, or ``.safetensors`` for weights; a link is replaced. CheckpointError if the
+    checkpoint is damaged or ``out`` cannot be written, StateMismatchError if it lacks the section, ValueError
+    for a wrong ``out``.
     """
     _check_output(source, out)
     if (out.is_symlink() or out.exists()) and not out.is_file():
@@ -145,13 +142,11 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
 def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> None:
     """Write a checkpoint in the format of another library, for which ``out`` must not exist yet.
 
-    The source is a checkpoint of `save`, of ``dcp.save`` or of DeepSpeed, or a file of ``torch.save`` with a
-    state dict of an optimizer, of a model, or sections such as "model" and "optimizer". ``to`` is "torch", a
-    file with state by index, "torch-names", with state by name, or "dcp", a folder of FSDP2 and others.
-    ``names`` are those of the optimizer's parameters, if the source lacks them.
-
-    CheckpointError if the source is incomplete or damaged, or ``out`` cannot be written; StateMismatchError
-    if the format cannot carry all of it; ValueError if ``out`` exists, or the source is no state dict.
+    The source is a checkpoint of `save`, of ``dcp.save`` or of DeepSpeed, or a file of ``torch.save``. ``to``
+    is "torch", a file with state by index, "torch-names", by name, or "dcp", a folder of FSDP2 and others.
+    ``names`` are those of the optimizer's parameters, if the source lacks them. CheckpointError if the source
+    is damaged or ``out`` cannot be written; StateMismatchError if the format cannot carry all of it;
+    ValueError if ``out`` exists.
     """
     if to not in FORMATS:
         raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")
@@ -195,12 +190,7 @@ def _check_kinds(source: Source, refused: set[str]) -> None:
 
 
 def reshard(source: Path, out: Path, world_size: int, names: Sequence[str] | None = None) -> None:
-    """Write a checkpoint as that many ranks without cuts would have written it.
-
-    The source is a checkpoint, or what `convert` reads. CheckpointError if it is incomplete or damaged, or
-    ``out`` cannot be written; ValueError if ``world_size`` is below 1, the file is no state dict, or ``out``
-    is refused.
-    """
+    """Write a checkpoint, or what `convert` reads, as that many ranks without cuts would have written it."""
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
     own_folder(out)
@@ -278,10 +268,7 @@ def _write(source: Source, owner_of: Callable[[str], int], out: Path) -> tuple[d
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """Read all of a checkpoint, compare every byte with its checksum, and describe it in plain values.
-
-    Sizes are in bytes; ``reason`` says why it is not ``complete``. CheckpointError without a folder.
-    """
+    """Compare every byte of a checkpoint with its checksum, and describe it, with a reason if incomplete."""
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
     manifest, reason, sections = Manifest(0, 0, {}, {}, {}, {}, {}), "", dict[str, dict[str, Any]]()

@@ -3,13 +3,11 @@
 Note [Protocol of a save]
     1. Rank 0 locks the folder. Every rank writes a data file with a name of this save, and flushes it. If a
        rank fails until then, each rank removes its own file, which no manifest can name yet.
-    2. Every rank tells rank 0 what its file holds. From now on rank 0 alone removes files. A rank that hears
-       of a death or a timeout cannot know whether the manifest is in place, so it leaves its file.
+    2. Every rank tells rank 0 what its file holds. From now on rank 0 alone removes files: a rank that hears
+       of a death or a timeout cannot know whether the manifest is in place.
     3. Rank 0 checks that all files are there in full length, and renames the manifest over the old one.
-    4. Rank 0 reads the checkpoint back. Then it removes the files of the checkpoint that was replaced.
-
-    If rank 0 fails, it removes all files of the save, unless a manifest is there that names them or cannot be
-    read. If rank 0 dies, the next save into the folder removes them.
+    4. Rank 0 reads the checkpoint back. Then it removes the files of the checkpoint that was replaced. If it
+       fails, it removes all files of the save that no manifest names; if it dies, the next save does.
 """
 
 import atexit
@@ -106,13 +104,10 @@ def save_async(  # noqa: PLR0913 - keyword-only
 ) -> "PendingSave":
     """Save a checkpoint in the background; all ranks call, with the arguments of `save`.
 
-    Returns when this rank's part is copied into CPU memory, until it is written; from an accelerator by way
-    of some 32 MiB of pinned memory, which PyTorch keeps. Only one save runs at a time: the next one waits for
-    it, and raises its error if nobody has waited for it.
-
-    Returns:
-        The running save. Wait for it before the process group is destroyed. An error that nobody has waited
-        for is logged when the process ends.
+    Returns when this rank's part is copied into CPU memory; from an accelerator by way of some 32 MiB of
+    pinned memory, which PyTorch keeps. Only one save runs at a time: the next one waits for it, and raises
+    its error if nobody has waited for it. Wait for the save before the process group is destroyed. An error
+    that nobody has waited for is logged when the process ends.
 
     Raises:
         RankMismatchError, TypeError, ValueError: as `save` does.

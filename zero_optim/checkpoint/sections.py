@@ -1,8 +1,4 @@
-"""What any checkpoint holds, ours or of another library: packed values, and tensors that are read one by one.
-
-Other libraries keep nested dicts: a model's state dict, an optimizer's, and more. `source_of` packs such
-sections as `save` does, `sections_of` unpacks them.
-"""
+"""What any checkpoint holds, ours or of another library: packed values, and tensors read one by one."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -111,10 +107,7 @@ def source_of(
     names: Sequence[str] | None = None,  # of the optimizer's parameters, in its order
     placeholders: Placeholders | None = None,
 ) -> Source:
-    """Pack what another library saved: a model's state dict, an optimizer's, or sections with both and more.
-
-    Sections of other names become ``extra``. ValueError if there is neither a model nor an optimizer.
-    """
+    """Pack another library's state dict or sections, unknown ones as ``extra``; ValueError if neither."""
     content, parts = RankContent(), _parts(sections)
     if isinstance(parts.get(MODEL), Mapping):
         content.add(MODEL, dict(parts.pop(MODEL)))
@@ -163,10 +156,7 @@ def _alias(name: Any) -> Any:  # noqa: ANN401 - a key of any dict
 
 
 def _nested(optimizer: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Undo ``flatten_optimizer_state_dict`` of PyTorch: ``state.NAME.KEY`` and ``param_groups.NAME.OPTION``.
-
-    Parameters with equal options make a group, as the file does not say more.
-    """
+    """Undo ``flatten_optimizer_state_dict`` of PyTorch; parameters with equal options make a group."""
     options = dict[str, dict[str, Any]]()
     for key, value in optimizer.items():
         if isinstance(key, str) and key.startswith("param_groups."):
@@ -226,11 +216,7 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
 
 
 def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_name: bool) -> dict[str, Any]:
-    """Unpack all sections; ``get`` returns the tensor of a key with given strides.
-
-    The optimizer's state is by index, as ``torch.optim`` has it, or by parameter name; StateMismatchError
-    if it has no names.
-    """
+    """Unpack all sections with the tensors of ``get``; StateMismatchError by name without names."""
     sections, random = dict[str, Any](), dict[str, Any]()
     if MODEL in values:
         sections[MODEL] = {name: unpack(part, get) for name, part in model_parts(values).items()}

@@ -43,10 +43,7 @@ def _mapped(
 
 
 def pack(key: str, value: object) -> tuple[Json, dict[str, Tensor]]:
-    """Split a nested value into JSON and tensors by key, with one key for tensors of the same memory.
-
-    TypeError if something in it is neither a tensor nor plain.
-    """
+    """Split a nested value into JSON and tensors by key, one for the same memory; TypeError if not plain."""
     skeleton, tensors = encode(value, key)
     source, key_at, parts = iter(tensors), dict[_Path, str](), dict[str, Tensor]()
 

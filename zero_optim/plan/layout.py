@@ -58,7 +58,7 @@ class Layout:
     """The rows of one bucket; ValueError with the place if they are inconsistent.
 
     Extents hold every element once, inside their rows, which adjoin by rising rank. A parameter's extents
-    adjoin, at most one for a rank. A row has at most one header space.
+    adjoin, at most one for a rank.
     """
 
     numels: tuple[int, ...]

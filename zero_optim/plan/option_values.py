@@ -1,8 +1,4 @@
-"""Group options as plain values, which ranks compare at each step.
-
-Numbers within a relative 1e-6 are equal. Of accelerator tensors, large or trained ones, and other objects
-only the type counts.
-"""
+"""Group options as plain values, which ranks compare at each step; numbers within 1e-6 are equal."""
 
 import hashlib
 import math

@@ -1,7 +1,4 @@
-"""Greedy balanced assignment of owners, and of parameters to buckets. Pure arithmetic, no torch.
-
-Each rank computes it, so nothing depends on hashing, floating-point order or the rank.
-"""
+"""Greedy balanced assignment of owners, and of parameters to buckets, equal on every rank. No torch."""
 
 import heapq
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,10 +9,9 @@ def assign_owners(
 ) -> list[list[int]]:
     """Return an owner for every item, so that the ranks' total costs are nearly equal.
 
-    A later group changes no earlier owner. In a group the costliest item goes first, to the least loaded rank
-    (longest-processing-time rule, Graham, "Bounds on multiprocessing timing anomalies", 1969). For one group
-    the fullest rank holds at most 4/3 of the best possible. Ties go to the lower index or rank. ``loads`` are
-    what ranks own already. ValueError unless costs are finite and >= 0.
+    In each group the costliest item goes first, to the least loaded rank (Graham, "Bounds on multiprocessing
+    timing anomalies", 1969): for one group the fullest rank holds at most 4/3 of the best possible. Ties go
+    to the lower index.
     """
     if num_ranks < 1:
         raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")
@@ -48,8 +44,8 @@ class RankLoads:
     def assign(self, costs: Sequence[float], nbytes: Sequence[int] | None = None) -> list[int]:
         """Return an owner for each item, and add the costs to the loads.
 
-        The costliest goes first, to the least loaded rank. With ``nbytes`` of a bucket's parameters the
-        largest goes first, to the rank with the fewest bytes of the bucket, then the least load.
+        The costliest goes first, to the least load; with ``nbytes`` the largest, to the fewest bytes, then
+        the least load.
         """
         for index, cost in enumerate(costs):
             if not 0 <= cost < float("inf"):
@@ -89,11 +85,11 @@ def assign_buckets(
     *,
     overflow: bool = False,
 ) -> list[list[int]]:
-    """Fill buckets with neighbouring parameters of equal key; return the parameter indices of each.
+    """Fill buckets with neighbouring parameters of equal key, by default last first; return the indices.
 
     ``cap_nbytes`` limits buckets of several parameters; a list has caps for the first, second, … bucket of a
-    key. ``order`` is by default the last first. ``overflow`` includes the parameter that reaches the cap, as
-    PyTorch's reducer does. Incomplete buckets come last. ValueError for a cap below 1.
+    key. ``overflow`` includes the parameter that reaches the cap, as PyTorch's reducer does. Incomplete
+    buckets come last.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:

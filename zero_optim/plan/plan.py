@@ -76,9 +76,8 @@ def make_plan(
 ) -> Plan:
     """Plan buckets, owners and cuts. No communication.
 
-    ``loads``: costs that ranks own already. ``bears_cuts``: which parameters may be cut; None balances only
-    the model. A bucket never mixes ``units``, and ``cap_nbytes`` does not limit theirs. ``used``: compute
-    dtypes, equal in a bucket, for the alignment.
+    ``bears_cuts``: which parameters may be cut; None balances only the model. A bucket never mixes ``units``,
+    which ``cap_nbytes`` does not limit. ``used``: compute dtypes, equal in a bucket, for the alignment.
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts

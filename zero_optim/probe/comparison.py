@@ -2,11 +2,10 @@
 
 Note [Idle entries]
     A class may write down what it has: the elements of a group, a step count in the state of the first
-    parameter, a rate, a cache. Then trials end with other entries, though parameters are equal. Such an entry
-    is idle if the first trial gives the same bits when it gets the entry of the other before every step; a
-    number also when it is beyond any size, as it may be compared with one. One number in two types is tried
-    in the other type. A class with idle entries is tried for more steps, and saved and resumed in parts.
-    Ranks do not compare idle entries of groups, and save those of rank 0.
+    parameter, a cache. Then trials end with other entries, though parameters are equal. Such an entry is idle
+    if the first trial gives the same bits when it gets the entry of the other before every step; a number
+    also when it is beyond any size, as it may be compared with one. Such a class is tried for more steps, and
+    saved and resumed in parts. Ranks do not compare idle entries of groups, and save those of rank 0.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,10 +28,7 @@ _ENLARGED = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of a group, or of a parameter's state, that differs at the end of two trials.
-
-    ``number``: of the group, or index of the parameter. Values that are missing are `_ABSENT`.
-    """
+    """An entry of a group, or of the state of parameter ``number``, that differs at the end of two trials."""
 
     in_state: bool
     number: int
@@ -65,10 +61,7 @@ class Entry:
 
 
 def difference(record: TrialRecord, variant: Variant, *, with_state: bool = True) -> str | None:
-    """Repeat a trial with its recorded gradients; return what differs, or None.
-
-    Entries may differ that have no influence: Note [Idle entries].
-    """
+    """Repeat a trial with its recorded gradients; return what differs but idle entries, or None."""
     try:
         run = record.begin(variant)
         entries = []
@@ -169,10 +162,7 @@ def _number(value: object) -> float | None:
 
 
 def same(whole: Any, *pieces: Any, shape: torch.Size | None = None) -> bool:  # noqa: ANN401
-    """Compare a value with one or several others bit for bit; skip objects of other kinds.
-
-    Of several, tensors of this ``shape`` are the pieces of ``whole``; other values are equal in all of them.
-    """
+    """Compare a value bit for bit with others; several tensors of this ``shape`` are pieces of ``whole``."""
     if isinstance(whole, Tensor):
         is_cut = len(pieces) > 1 and whole.shape == shape
         if is_cut and wraps_tensors(whole):

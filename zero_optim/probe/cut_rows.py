@@ -1,11 +1,10 @@
 """Probes whether ranks may share the rows of parameters. No communication.
 
 Note [Rows that are cut]
-    Classes of torchao and bitsandbytes keep state in blocks of 256 elements, from 4,096 on, so whether they
-    support a cut depends on the parameter and the row. So a plan's very cuts are tried, in as many steps as
-    rounded state needs to reach the parameter. A smaller weight stands for a large one: its pieces are
-    shorter by multiples of `_BLOCK`, with at least `_ENOUGH` elements unless the real one has fewer.
-    `why_not_cut` shows larger blocks.
+    Classes of torchao and bitsandbytes keep state in blocks of 256 elements, from 4,096 on, so a plan's very
+    cuts are tried, in as many steps as rounded state needs to reach the parameter. A smaller weight stands
+    for a large one: its pieces are shorter by multiples of `_BLOCK`, with at least `_ENOUGH` elements unless
+    the real one has fewer. `why_not_cut` shows larger blocks.
 """
 
 import math
@@ -61,13 +60,10 @@ def why_not_cut(
     groups: Sequence[Mapping[str, Any]] = (),
     dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Return why ranks cannot share the rows of parameters; None if they can.
+    """Return why ranks cannot share the rows of parameters; None if they can. Takes 5 to 40 ms; cached.
 
-    Rows stepped as parameters must have the bits of the whole, and so must their state: an entry has the
-    parameter's shape and is cut with it, or is equal for all rows. Zero numbers are also tried with another
-    value, as options may change. `why_rows_not_cut` tries a plan's very rows.
-
-    Takes 5 to 40 ms beyond `probe`; cached. ``dtype``: of what is stepped on the CPU, else float32:
+    Rows stepped as parameters must have the bits of the whole, and so must their state. Zero numbers are also
+    tried with another value, as options may change. ``dtype``: of what is stepped on the CPU, else float32:
     accelerators' kernels compute elements alike wherever a tensor ends, as ``make gpu`` tests.
     """
     if dtype.itemsize < (8 if dtype.is_complex else 4):  # too few elements show it for a trial to rely on
@@ -155,11 +151,7 @@ def why_rows_not_cut(
     group: Mapping[str, Any],
     cut: CutRows,
 ) -> str | None:
-    """Return why ranks cannot share rows of a parameter; None if they can. See Note [Rows that are cut].
-
-    For cuts that `why_not_cut` allows. Takes some ms for each kind of pieces, 10 ms for parameters of 2^18
-    elements; cached. ``group``: the options of the parameter's group.
-    """
+    """Return why ranks cannot share a plan's very rows: Note [Rows that are cut]; cached."""
     subject = OptimizerUnderTest.of(optimizer_class, options, [group])
     for shape, sizes in like_rows(cut.shape, cut.ends):
         reason = _try_rows(subject, cut.dtype, shape, sizes)
@@ -169,10 +161,7 @@ def why_rows_not_cut(
 
 
 def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int, ...]]]:
-    """Return stand-ins for a parameter's pieces: shapes, and each piece's rows.
-
-    A small parameter stands for itself. Each piece of a large one is tried between its neighbours.
-    """
+    """Return stand-ins for a parameter's pieces, each beside its neighbours: shapes, and rows of each."""
     bounds = (0, *ends, shape[0])
     if math.prod(shape) <= _SMALL:
         return [(tuple(shape), tuple(stop - start for start, stop in pairwise(bounds)))]

@@ -2,10 +2,9 @@
 
 Note [Gradients that trigger]
     Some optimizers couple parameters only under a condition. So gradients meet all known ones: a huge
-    constant gradient (SWATS switches a group to SGD when two estimates agree), a norm above any clipping
-    threshold, gradients orthogonal to the weights (AdamP and SGDP project), tiny, zero and missing ones,
-    changing signs, zero weights (LARS does not scale them), and more steps than RAdam's warm-up and Ranger's
-    look-ahead need.
+    constant gradient (SWATS switches to SGD when two estimates agree), a norm above any clipping threshold,
+    gradients orthogonal to the weights (AdamP and SGDP project), tiny, zero and missing ones, changing signs,
+    zero weights (LARS does not scale them), and more steps than RAdam's warm-up and Ranger's look-ahead need.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""Probes what an optimizer class tolerates. No communication.
-
-Sharding must not change the algorithm. So `probe` runs the class on small tensors (`trials`) and allows only
-what gives equal bits.
-"""
+"""Probes what an optimizer class tolerates: runs it on small tensors and allows what gives equal bits."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -69,12 +65,11 @@ def probe(
     options: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> Traits:
-    """Probe a class with some options: 10 to 40 ms, or seconds if it has idle entries; cached.
+    """Probe a class with some options: 10 to 40 ms, or seconds with idle entries; cached. No side effects.
 
-    No side effects or random numbers. Ranks with equal arguments get equal answers. ``optimizer_class``: a
-    class or a function that builds an optimizer from groups and ``options``. Tensors are copied to the CPU,
-    ``lr=0`` becomes a small rate, and ``capturable``, ``fused``, ``differentiable`` are off if the CPU lacks
-    them. ``groups``: each group's own options.
+    Equal arguments give equal answers. Tensors are copied to the CPU, ``lr=0`` becomes a small rate, and
+    ``capturable``, ``fused``, ``differentiable`` are off if the CPU lacks them. ``groups``: each group's own
+    options.
     """
     return trial_of(OptimizerUnderTest.of(optimizer_class, options, groups)).traits
 
@@ -85,9 +80,8 @@ def state_entries(
     num_dims: int,
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, bool]:
-    """Return whether each state entry of parameters with so many dimensions has their shape.
+    """Return whether each state entry of parameters with so many dimensions has their shape; or nothing.
 
-    Steps a temporary optimizer for two sizes, with each group's options. Empty if the class cannot be tried.
     A vector is long only if the size makes a difference: Shampoo squares the length, which takes a minute.
     """
     if not 0 < num_dims <= len(_SIZES):
@@ -119,10 +113,7 @@ def why_dtypes_couple(
     groups: Sequence[Mapping[str, Any]],
     dtypes: Collection[torch.dtype],
 ) -> str | None:
-    """Return why a group cannot have parameters of several dtypes; None if it can.
-
-    Adafactor of PyTorch, say, takes its ``eps`` from the dtype of a step's first parameter. Cached.
-    """
+    """Return why a group cannot mix dtypes, or None: Adafactor takes ``eps`` from its first parameter."""
     subject = OptimizerUnderTest.of(optimizer_class, options, groups)
     return _try_dtypes(subject, tuple(sorted(dtypes, key=str)))
 

@@ -2,10 +2,9 @@
 
 Note [Beside the state]
     A class with a ``state_dict`` of its own may add entries beside ``state`` and ``param_groups``, such as
-    the step of a warm-up. They travel as a global entry of the state, `BESIDE`, and its ``load_state_dict``
-    gets them back. A trial shows whether that is all it needs: an optimizer built anew, which loads the raw
-    state, the groups and these entries, must go on with equal bits, and the entries must not depend on the
-    parameters that a rank owns.
+    the step of a warm-up. They travel as a global entry of the state, `BESIDE`. A trial shows whether that is
+    all it needs: an optimizer built anew, which loads them, must go on with equal bits, and they must not
+    depend on the parameters that a rank owns.
 """
 
 from collections.abc import Mapping

@@ -116,8 +116,8 @@ class OptimizerUnderTest:
         """Replace numbers that hide arithmetic; return the changes as text too. None if there are none.
 
         Adding nothing, or a multiple by a power of two, rounds nothing. So zeros change, and fractions and
-        rates that are powers of two. The class's defaults count too. ``shape``: a parameter that it takes;
-        ``names``: the numbers that may change (None: all).
+        rates that are powers of two, of the class's defaults too. ``names``: the numbers that may change
+        (None: all).
         """
         own = [from_hashable(group) for group in self.groups]
         changes: set[str] = set()

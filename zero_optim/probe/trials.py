@@ -1,8 +1,4 @@
-"""Trial runs of an optimizer class on a few small tensors.
-
-The first trial steps all parameters together and records gradients and results. A `Variant` of it deals them
-out otherwise (alone, in parts, cut into pieces), and must give the same bits.
-"""
+"""Trial runs of an optimizer class on a few small tensors: one together, and variants with its bits."""
 
 import random
 import warnings

@@ -33,11 +33,7 @@ def build(
     options: ShardingOptions,
     read_by: torch.nn.Module | None,
 ) -> tuple[Core, Callback | None]:
-    """Plan, agree on the plan with the other ranks, and build; all ranks call.
-
-    ``default`` is for groups without their own class. Forward passes of the model ``read_by``, if any, wait
-    for gathers instead of steps. Returns the parts, and a callback for the optimizer, if any.
-    """
+    """Plan, agree on the plan, and build; all ranks call. Returns the parts, and a callback or None."""
     inputs = PlanInputs(options)
     together = registration_in(params).failing_together
     with together():

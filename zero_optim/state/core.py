@@ -1,11 +1,9 @@
 """The parts of an optimizer: owners, this rank's state, and the user's view of it.
 
-Nothing here communicates, but `check_unreduced` in rare cases.
-
 Note [Whole state]
-    Before any step, every rank knows the whole state, as the class's constructor makes it. Frameworks ask for
-    a state dict then. After a step or a load, each rank knows only its own part, and `consolidate` brings a
-    snapshot of the whole to some ranks, valid until the next step, load or added group.
+    Before any step every rank knows the whole state, as the class's constructor makes it; frameworks ask
+    then. After a step or a load each rank knows its own part, and `consolidate` brings a snapshot of the
+    whole to some ranks, valid until the next step, load or added group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -43,13 +41,9 @@ from zero_optim.step.unreduced import UnreducedParams, check_unreduced
 
 
 class Snapshot:
-    """This rank's whole state, if current, and its age: Note [Whole state].
+    """This rank's whole state, if current (Note [Whole state]), and its age: steps, loads, equal everywhere.
 
-    Attributes:
-        untouched: nothing has changed the state since the optimizer was built.
-        age: the number of changes since: steps, loads and the like, equal on all ranks.
-        steps: calls of step() on this rank, also skipped ones.
-        is_torn: a step broke off half way.
+    ``steps`` counts also skipped ones, on this rank; ``is_torn``: a step broke off half way.
     """
 
     def __init__(self, age: int = 0, steps: int = 0) -> None:

@@ -21,10 +21,7 @@ from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
-    """Return the whole state by parameter: Note [Whole state] in `zero_optim.state.core`.
-
-    NotConsolidatedError if this rank lacks it. No communication.
-    """
+    """Return the whole state by parameter; NotConsolidatedError if this rank lacks it. No communication."""
     params = core.params
     if core.snapshot.untouched:
         return core.owned.local.initial_state(core.groups)
@@ -64,10 +61,7 @@ def load(
     src: int | None,
     run_hooks: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Load a whole state dict from every rank, or from ``src`` alone; all ranks call.
-
-    ``run_hooks`` returns the dict to load.
-    """
+    """Load a whole state dict, after ``run_hooks``, from every rank or from ``src`` alone; all ranks call."""
     group = core.group
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
     params, pieces = core.params, core.piece_list()

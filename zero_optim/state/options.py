@@ -174,10 +174,7 @@ class GroupOptions:
         cut_rows: Callable[[Tensor, Pieces], CutRows],
         pieces: Sequence[Pieces],
     ) -> list[str | None]:
-        """Return for each parameter why ranks cannot share its rows as planned, or None.
-
-        ``before``: of the groups before the new ones, which may share an optimizer.
-        """
+        """Return why each parameter cannot be cut as planned, or None; ``before``: earlier groups."""
         pieces_of = iter(pieces)
         cuts = [[cut_rows(param, next(pieces_of)) for param in group["params"]] for group in groups]
         reasons = why_not_cut([*before, *self.specs], cuts, is_tried=not self.options.assume_separable)

@@ -7,11 +7,9 @@ Note [Detached]
 Note [Rebinding is building anew]
     `rebind` goes the way of the constructor: plan, agree, build, load this rank's state as from a checkpoint.
     So it gives the bits of a run that was saved, and loaded by so many ranks. If a check raises, the
-    optimizer is detached as before.
-
-Note [Who holds the state]
-    A rank whose optimizer was never stepped or loaded is new, and its state does not count. All others must
-    hold state of one age, and together every row once: a row with two holders comes from two runs.
+    optimizer is detached as before. A rank that was never stepped or loaded is new, and its state does not
+    count. All others must hold state of one age, and together every row once: a row with two holders comes
+    from two runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,8 +82,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
 def shard_parameters(core: Core, store: Store) -> list[Bucket]:
     """Plan anew, with empty buckets of rows for a store's parameters; all ranks call, with all values.
 
-    If it raises, on every rank, nothing has changed. Returns the former buckets, in whose memory parameters
-    lie until `RowBucket.take_in`.
+    Returns the former buckets, in whose memory parameters lie until `RowBucket.take_in`.
     """
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
@@ -114,10 +111,7 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """A rank's report of its state to a new group; see `Snapshot`.
-
-    ``options`` describe each group's, ``pieces`` are its rows as [parameter, start, stop].
-    """
+    """A rank's report of its state; ``options`` by group, ``pieces`` as [parameter, start, stop]."""
 
     age: int
     is_torn: bool
@@ -129,10 +123,7 @@ class _Holding:
 
 @dataclass(frozen=True, slots=True)
 class _Holders:
-    """Who holds the state of a new group; ``pieces`` are each parameter's, by holder.
-
-    If it ``shares``, the ``first`` holder sends options and global entries to the others.
-    """
+    """Who holds the state; if it ``shares``, the ``first`` sends options and global entries to the others."""
 
     first: int
     age: int
@@ -142,10 +133,7 @@ class _Holders:
 
 
 def _find_holders(core: Core, group: RankGroup, own: Held) -> _Holders | None:
-    """Find who holds the state: Note [Who holds the state]; None if all ranks are new. All ranks call.
-
-    LostStateError or RankMismatchError on every rank, unless the ranks hold one whole state.
-    """
+    """Find who holds the state, None if all ranks are new; raises on every rank unless it is one state."""
     pieces, snapshot = [core.sharding.piece_here(param) for param in core.params], core.snapshot
     rows = [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None]
     options, has_everywhere = core.describe_options(), bool(own.everywhere)

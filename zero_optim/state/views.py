@@ -1,14 +1,10 @@
 """Attributes that other code expects of PyTorch's ``ZeroRedundancyOptimizer`` or of any optimizer.
 
-Some trainers write each rank's own state to a file. They read it from the local optimizer, ``optim``, and
-find parameter indices by private attributes of PyTorch's class.
-
 Note [Steps that are none]
     `torch.distributed.checkpoint.state_dict` fills an empty ``state`` by a step with every rate and gradient
     zero. A rank that owns nothing would step alone, and wait for ever. Only the call stack tells this call:
-    told by its rates, gradients and mode, real steps of a warm-up or of a class without a rate were left out,
-    ranks disagreed, and DCP's own call was missed where a subclass wraps ``step``. The stack is looked at on
-    ranks without state alone, once DCP is imported.
+    real steps of a warm-up or of a class without a rate look alike. It is looked at on ranks without state,
+    once DCP is imported.
 """
 
 import inspect
@@ -71,10 +67,7 @@ class OptimizerView:
 
 
 class LocalView:
-    """A local optimizer over leaves whose state is also indexed by the model's parameters.
-
-    All else, ``isinstance`` included, is that of the optimizer.
-    """
+    """An optimizer over leaves, ``isinstance`` included, with state indexed by the model's parameters."""
 
     def __init__(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
         vars(self).update(_optimizer=optimizer, state=state)

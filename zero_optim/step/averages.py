@@ -13,11 +13,10 @@ EMA = "zero_optim.ema"  # no class has an entry of that name
 
 
 class WeightAverage:
-    """An exponential moving average of this rank's parameters, updated at every step.
+    """An exponential moving average of this rank's owned rows or masters, updated at every step.
 
-    ``average = decay * average + (1 - decay) * parameter``, from the value at construction: Polyak and
-    Juditsky, "Acceleration of stochastic approximation by averaging", 1992. ``averages``: parameter ->
-    average of its owned rows or master, in the leaf's dtype. A ``decay`` of None keeps none.
+    ``average = decay * average + (1 - decay) * parameter``: Polyak and Juditsky, "Acceleration of stochastic
+    approximation by averaging", 1992. A ``decay`` of None keeps none.
     """
 
     def __init__(self, decay: float | None, leaves: Leaves) -> None:

@@ -17,12 +17,7 @@ from zero_optim.step.spec import OptimizerSpec
 
 
 class BuiltOptimizer:
-    """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order.
-
-    TypeError if the spec builds no optimizer, ValueError if sharding would change the algorithm. ``traits``
-    is None if not probed; ``first_options``: each group's options without the class's defaults; ``defaults``:
-    the class's, as plain values.
-    """
+    """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order."""
 
     def __init__(
         self,
@@ -98,10 +93,7 @@ class BuiltOptimizer:
         return frozenset(name for name, is_shaped in self.state_entries(num_dims).items() if is_shaped)
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
-        """Raise ValueError if the class cannot step cut parameters under the present options.
-
-        Probes again only if options differ in kind from the last step's.
-        """
+        """Raise ValueError if options that changed in kind since the last step allow no cuts."""
         for number, own in zip(self.numbers, self.optimizer.param_groups, strict=True):
             group = groups[number]
             changed = changed_in_kind(own, group)

@@ -1,16 +1,13 @@
 """The global gradient norm, equal on all ranks, and clipping by it.
 
-Owners take the norms (for a cut whole gradient, the owner of its first rows), and all ranks combine them in
-one order. The bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one dtype and
-device; with sharded gradients the last bits may differ.
+Owners take the norms (for a cut whole gradient, the owner of its first rows); all ranks combine them in one
+order. Whole gradients of one dtype and device give the bits of ``torch.nn.utils.clip_grad_norm_``.
 
 Note [One gather, one wait]
     A rank sends a fixed length: an error byte, a digest of its arguments, then a byte (has a gradient) and a
-    float64 (norm) for each parameter of the fullest rank. Only an error causes more messages.
-
-    On an accelerator norms exist after the backward pass. If the group also has a CPU backend
-    (``cpu:gloo,cuda:nccl``), it sends the bytes, and norms stay on the device: no wait. With NCCL alone one
-    message has all, and the CPU waits once: later it would step with arguments that differ. With gloo alone
+    float64 (norm) for each parameter of the fullest rank. Only an error causes more messages. On an
+    accelerator with a CPU backend too (``cpu:gloo,cuda:nccl``) that sends the bytes, norms stay on the
+    device, and nothing waits. With NCCL alone one message has all, and the CPU waits once. With gloo alone
     the CPU sends the norms.
 """
 
@@ -97,12 +94,7 @@ def clip_together(
     pieces: Sequence[Pieces],
     arguments: ClipArguments,
 ) -> Tensor:
-    """Clip the gradients by their global norm, and return the norm before that.
-
-    All ranks call, with parameters in the same order; one small collective or two. Raises on every rank
-    RankMismatchError, TypeError or ValueError for arguments that differ or are wrong, and RuntimeError for a
-    non-finite norm with ``error_if_nonfinite``.
-    """
+    """Clip by the global norm, and return it; all ranks call. One collective or two; errors on every rank."""
     rows = list(map(rows_here, params))
     norm = _global_norm(group.during("clip"), params, rows, pieces, arguments)
     if arguments.error_if_nonfinite and not bool(norm.isfinite()):
@@ -136,11 +128,7 @@ def _global_norm(
     pieces: Sequence[Pieces],
     arguments: ClipArguments,
 ) -> Tensor:
-    """Compute the norm of all gradients as one vector; all ranks call. ``rows``: those here.
-
-    Returns a 0-d tensor in the gradients' dtype, on the first parameter's device; zero on the CPU without
-    gradients, as PyTorch does.
-    """
+    """Return the norm of all gradients, 0-d in their dtype; ``rows`` are those here; all ranks call."""
     device = params[0].device
     owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
     for index, owners in enumerate(pieces):

@@ -1,10 +1,9 @@
 """A few elements of gradients, by which ranks notice that nobody averaged them.
 
 Note [Gradients that nobody averaged]
-    PyTorch's DDP does not say which gradients it reduced; those that it did are equal on all ranks. So each
-    step reads an element of two gradients, in the next step of the next two, and the stamp's digest tells
-    whether ranks read the same. Reading takes some 5 µs. On an accelerator a step compares what the step
-    before it has read.
+    PyTorch's DDP does not say which gradients it reduced; those are equal on all ranks. So each step reads an
+    element of the next two gradients (some 5 µs), and the stamp's digest tells whether ranks read the same.
+    On an accelerator a step compares what the step before it has read.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,10 +8,7 @@ from zero_optim.step.partial import PartialGradient
 
 
 def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
-    """Return a piece's rows of a tensor with the parameter's shape; the tensor itself if that is all.
-
-    A view, of a dense tensor: sparse gradients of cut parameters are refused.
-    """
+    """View a piece's rows of a dense tensor with the parameter's shape; the tensor itself if that is all."""
     return tensor if is_whole(piece, tensor.shape) else tensor[piece.start : piece.stop]
 
 

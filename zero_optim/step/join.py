@@ -1,10 +1,8 @@
 """Uneven inputs: a rank without data still steps what it owns while others train.
 
-A joined rank computes no gradients, and DDP gives it no reduced ones. So an active rank sends it the
-gradients of the rows it owns, and the options. The bits are those of the active ranks with an unsharded
-optimizer. The joined rank keeps these gradients for one step only.
-
-Ranks exchange status bytes before a step inside ``Join``, and before one with scaled gradients.
+An active rank sends a joined one the gradients of the rows it owns, for one step, and the options. The bits
+are those of the active ranks unsharded. Ranks exchange status bytes before a step inside ``Join`` or with
+scaled gradients.
 """
 
 from collections.abc import Sequence
@@ -39,10 +37,9 @@ class Status(IntFlag):
 def exchange(
     group: RankGroup, status: Status, *, found_inf: Tensor | None = None, failure: Exception | None = None
 ) -> list[Status]:
-    """Exchange status bytes and return them by rank; all ranks call; one collective of a byte.
+    """Exchange status bytes, with `Status.INFINITE` from ``found_inf``; all ranks call; the CPU waits.
 
-    The CPU waits, also for the work before ``found_inf``, which sets `Status.INFINITE` if not zero. Raises
-    any rank's failure on every rank, and RuntimeError if active ranks are in different calls.
+    Raises any rank's failure on every rank, and RuntimeError if active ranks are in different calls.
     """
     status |= Status.NOTHING if failure is None else Status.FAILED
     mine = to_device(bytes_to_tensor(bytes([status])), group.device)
@@ -81,9 +78,7 @@ def lend_gradients(
 ) -> Any:  # noqa: ANN401 - what the lender gave
     """Send joined ranks the gradients of the rows they own, and the options; all ranks call each step.
 
-    The lowest active rank sends to each joined one, whose gradients and options are overwritten.
-    ``statuses``: of all ranks. ``beside``: more plain values and tensors of the lender, returned on joined
-    ranks; else None.
+    The lowest active rank sends. Returns on joined ranks what it gave as ``beside``, else None.
     """
     have_joined = ranks_that(statuses, Status.JOINED)
     if not have_joined or len(have_joined) == group.size:

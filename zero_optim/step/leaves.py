@@ -1,17 +1,15 @@
-"""Leaves: the tensors that local optimizers step for parameters, perhaps master copies.
-
-In state dicts a master copy is the entry `MASTER` of the parameter's state.
+"""Leaves: the tensors that local optimizers step for parameters, perhaps master copies (entry `MASTER`).
 
 Note [Masters and their parameters]
-    A stale master must not undo a checkpoint loaded into the model. No version counter sees every write, so
-    a master takes over each element that differs from its rounded master. Others keep theirs: else a mask or
-    clamp after each step would round the whole tensor. A NaN is always taken over, which changes nothing.
+    A stale master must not undo a checkpoint loaded into the model. No version counter sees every write, so a
+    master takes over each element that differs from its rounded master, and NaN. Others keep theirs: else a
+    mask or clamp after each step would round the whole tensor.
 
 Note [Leaves of cut parameters]
     The leaf of a cut parameter without a master views the owned rows only while a class uses it: users,
     buckets or copies may give the parameter other memory, and expect the old to be freed. `Leaves.let_go`
-    points it at one expanded NaN: shapes stay readable, in-place arithmetic raises. After a step
-    `Leaves.put_back` copies values to the parameter if the class gave the leaf other memory.
+    points it at one expanded NaN: shapes stay readable, in-place arithmetic raises. `Leaves.put_back` copies
+    values to the parameter if the class gave the leaf other memory.
 """
 
 import math
@@ -40,9 +38,8 @@ MASTER = "zero_optim.master"  # no class has an entry of that name
 class Leaves:
     """The leaf of each owned parameter: the parameter, a view of its owned rows, or a master copy.
 
-    ``masters``: parameter -> master copy, for floats narrower than ``master_dtype``. ``separate``: parameter
-    -> leaf other than itself. ``kept``: parameter of ``apart`` -> owned rows outside of it, on the host with
-    a ``home``.
+    ``masters`` and ``separate``: parameter -> leaf other than itself, masters only or all. ``kept``:
+    parameter of ``apart`` -> owned rows outside of it, on the host with a ``home``.
     """
 
     def __init__(
@@ -192,10 +189,7 @@ class Leaves:
 
     @torch.no_grad()
     def take_in(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
-        """Set separate leaves' gradients and the values changed from outside; no wait for a device.
-
-        ``gradients``: parameter -> owned rows of the gradient, or None; by default every parameter's own.
-        """
+        """Set separate leaves' gradients, by default the parameters', and values changed outside; no wait."""
         for param, leaf in self._some(gradients).items():
             if param in self.masters:
                 _follow(self.rows(param), leaf)
@@ -229,10 +223,7 @@ class Leaves:
         return every if params is None else {param: every[param] for param in params if param in every}
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """Return the masters in loaded entries; StateMismatchError if one does not fit.
-
-        Rows kept in a dtype wider than the parameter's take a master's values.
-        """
+        """Return the masters in loaded entries, for wide rows too; StateMismatchError if one does not fit."""
         wide = {param: rows for param, rows in self.kept.items() if rows.dtype != param.dtype}
         return entries_named(MASTER, {**wide, **self.masters}, entries)
 
@@ -265,9 +256,7 @@ def _follow(param: Tensor, master: Tensor) -> None:
 def entries_named(
     name: str, held: Mapping[Tensor, Tensor], entries: Mapping[Tensor, dict[str, Any]]
 ) -> dict[Tensor, Tensor]:
-    """Return each parameter's entry ``name``, if any, as a plain tensor like the one in ``held``.
-
-    StateMismatchError if an entry is not dense or has another shape.
+    """Return each parameter's entry as a plain tensor like the ``held`` one; StateMismatchError for misfits.
     """
     values = {}
     for param, own in held.items():

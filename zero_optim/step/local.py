@@ -1,9 +1,7 @@
 """The local optimizer: the user's classes over the leaves of this rank.
 
-A group with its own ``optimizer_class`` has its own optimizer; all other groups share the default one.
-
-The public groups have all parameters and the true options. Each step copies them to the local groups and
-back: schedulers write to the public groups, schedule-free classes to their own.
+Each step copies the public groups' options to the local groups and back: schedulers write to the public ones,
+schedule-free classes to their own.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,12 +28,10 @@ _ABSENT = object()
 
 
 class LocalOptimizer:
-    """The user's optimizers over one rank's leaves. No communication.
+    """The user's optimizers over one rank's leaves: one for each ``optimizer_class``, one for other groups.
 
-    Every public group, with its spec in ``specs``, has a local one, even if this rank owns none of it; it
-    receives the class's defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no
-    optimizer, and if it ``saves`` state and that of a class cannot be saved; ValueError if sharding would
-    change a class, unless ``assume_separable``.
+    Every public group has a local one, even if this rank owns none of it. TypeError for a spec that builds no
+    optimizer, or state that cannot be saved if it ``saves``; ValueError if sharding would change a class.
     """
 
     def __init__(
@@ -132,10 +128,7 @@ class LocalOptimizer:
         return [answer for _, traits in self.traits() if traits is not None for answer in traits.answers()]
 
     def combine(self, answers: Iterable[bool]) -> None:
-        """Keep the probe results that hold on every rank.
-
-        Probes may differ between processors; decisions from them, such as the gathered buckets, must not.
-        """
+        """Keep the probe results that hold on every rank: processors may differ, decisions must not."""
         rest = iter(answers)
         for built in self._built:
             if built.traits is not None:
@@ -333,10 +326,7 @@ class LocalOptimizer:
         return next((number for number, of in enumerate(members) if any(leaf is each for each in of)), 0)
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
-        """Return the state of fresh optimizers over all of ``groups`` before a step.
-
-        Most classes have none; Adagrad allocates it for every parameter.
-        """
+        """Return the state of fresh optimizers over all of ``groups``; most classes have none."""
         everything = {param: param for param in params_of(groups)}
         state: dict[Any, Any] = {}
         for built in self._built:
@@ -347,11 +337,7 @@ class LocalOptimizer:
         return {**state, BESIDE: beside} if beside else state
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
-        """Replace the state through the classes' ``load_state_dict``, which fills gaps of old state dicts.
-
-        ``state``: leaf -> entries, whose tensors are not copied, and global entries. ``exact`` keeps dtypes
-        that the class would cast.
-        """
+        """Replace the state, by leaf, through the classes' ``load_state_dict``; ``exact`` keeps dtypes."""
         for built in self._built:
             built.load(groups, state, exact=exact)
         self._fill_in(groups)

@@ -1,10 +1,9 @@
 """`PartialGradient`: ``param.grad`` on a rank without the whole reduced gradient.
 
 Note [Partial gradients]
-    On a rank that is no owner ``param.grad`` must not be None, which means "unused" to optimizers,
-    ``GradScaler`` and users, nor a tensor with a wrong norm. So it is a tensor without memory that holds the
-    owned rows, if any. In-place elementwise operators work on those; others raise. A gradient that is None
-    after a backward pass is None on every rank.
+    ``param.grad`` must not be None, which means "unused" to optimizers, ``GradScaler`` and users (and does
+    here, on every rank), nor a tensor with a wrong norm. So it is a tensor without memory that holds the
+    owned rows, if any. In-place elementwise operators work on those; others raise.
 
 Note [Infinities in sharded gradients]
     ``GradScaler`` checks with one operator for each device and dtype. One rank may have the infinity, and all
@@ -50,12 +49,8 @@ class PartialGradient(Tensor):
     """A reduced gradient of which this rank holds some rows, or none. It does not communicate.
 
     In-place elementwise operators work on these rows: ``zero_``, ``mul_`` and ``div_`` by a number,
-    ``clamp_``, those of ``GradScaler``. Others raise. ``zero_grad()`` drops it, even with
-    ``set_to_none=False``.
-
-    ``dtype``: of the rows; may be wider than the parameter's, which autograd sees. ``comes``: waits until
-    rows are on the host; None if they are with the parameter. ``agree``: see Note [Infinities in sharded
-    gradients].
+    ``clamp_``, those of ``GradScaler``. Others raise. ``zero_grad()`` drops it. ``dtype``, of the rows, may
+    be wider than the parameter's.
     """
 
     @staticmethod
@@ -206,10 +201,7 @@ def _run_on_rows(
 
 
 class OwnedGradient(Tensor):
-    """A whole gradient on its only owner, plain again when the optimizer steps.
-
-    See Note [Infinities in sharded gradients].
-    """
+    """A whole gradient on its only owner, until a step: Note [Infinities in sharded gradients]."""
 
     agree: Agree
     has_any: ClassVar[bool] = False  # whether this process has made one, as most have not

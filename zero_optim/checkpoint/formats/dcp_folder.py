@@ -1,8 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint`` (DCP), as FSDP2 saves: read and written without a group.
-
-PyTorch's own storage keeps all tensors until a file is complete, and unpickles what it reads. Here one tensor
-is in memory, and no code runs.
-"""
+"""Folders of ``torch.distributed.checkpoint`` (DCP): one tensor in memory, no code run, no group."""
 
 import io
 import math
