@@ -170,9 +170,6 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
     }
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
     """Map the first bytes of a file. Changes do not reach the file."""
     storage: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
@@ -294,10 +291,8 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 def _is_one_run(entry: Entry) -> bool:
     """Whether a tensor's chunks are blocks of rows in one run of a file."""
-    if len(entry.chunks) == 1:
-        return True
     row, rest = 0, entry.shape[1:]
-    for chunk in entry.chunks:
+    for chunk in entry.chunks if len(entry.chunks) > 1 else ():
         if chunk.offsets != (row, *[0] * len(rest)) or chunk.sizes[1:] != rest:
             return False
         row += chunk.sizes[0]

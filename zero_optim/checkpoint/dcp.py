@@ -33,8 +33,6 @@ from zero_optim.plan.groups import options_of
 from zero_optim.plan.pieces import Piece
 from zero_optim.state.moving import CutState
 
-# ---------------------------------------------------------------------- our files
-
 
 class _Storage:
     """What `Writer` and `Reader` do in the same way; ``_open`` takes the path of a checkpoint."""
@@ -213,7 +211,7 @@ class OptimizerState:
             state["state"][name_of[key]] = entries
         groups = zip(optimizer.param_groups, names.groups, strict=True)
         state["options"] = {
-            name: options_of(group) for group, members in groups for name in members if name in owned
+            name: options_of(group) for group, some in groups for name in some if name in owned
         }
         return state
 
@@ -318,11 +316,8 @@ class RowsToSave(Tensor):
         chunk = _chunk(self._box)
         about = meta.TensorProperties.create_from_tensor(self.as_subclass(Tensor))
         data = planning.TensorWriteData(chunk, about, torch.Size(self._box.shape))
-        return [
-            planning.WriteItem(
-                meta.MetadataIndex(fqn, chunk.offsets), planning.WriteItemType.SHARD, tensor_data=data
-            )
-        ]
+        index = meta.MetadataIndex(fqn, chunk.offsets)
+        return [planning.WriteItem(index, planning.WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[meta.ChunkStorageMetadata]:
         """Say to DCP which part it is."""

@@ -36,13 +36,13 @@ _OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def open_regular(path: Path) -> FileIO:
     """Open a regular file to read, also through a link, without waiting; OSError for anything else."""
     _check_regular(path.stat(), path)  # before it is opened, since opening a device may have effects
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
-        _check_regular(os.fstat(descriptor), path)
+        _check_regular(os.fstat(file.fileno()), path)
     except OSError:
-        os.close(descriptor)
+        file.close()
         raise
-    return FileIO(descriptor, "rb")
+    return file
 
 
 def _check_regular(status: os.stat_result, path: Path) -> None:
@@ -59,18 +59,16 @@ def within(folder: Path, name: str) -> Path:
 
 def is_own_file(path: Path) -> bool:
     """Whether there is a regular file, not a link to one."""
-    try:
+    with suppress(OSError):
         return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+    return False
 
 
 def is_dir(path: Path) -> bool:
     """Whether there is a folder that can be seen."""
-    try:
+    with suppress(OSError):  # no permission to read it
         return path.is_dir()
-    except OSError:  # no permission to read it
-        return False
+    return False
 
 
 def sync_folder(folder: Path) -> None:

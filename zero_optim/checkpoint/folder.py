@@ -78,9 +78,6 @@ def _complete_ones(folders: Iterable[Path]) -> list[Path]:
     return sorted(age, key=age.__getitem__)
 
 
-# ---------------------------------------------------------------------- ending a save
-
-
 def new_token() -> str:
     """Return a random name for a save, so that its files have names of their own."""
     return secrets.token_hex(6)
@@ -109,21 +106,15 @@ def complete(
     software = {"zero_optim": __version__, "torch": str(torch.__version__)}
     entries, number = entries_of(written), next_number(folder)
     manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
-    replaced = _files_in(folder)
+    replaced = set[str]()
+    with suppress(CheckpointError):  # its manifest is missing or damaged
+        replaced = set(manifests.parse(folder).files)
     manifests.commit(folder, manifest)
     named = manifests.read(folder).files  # of another save, if the file system has no locks
     for child in folder.iterdir():
         stray = child.name in replaced or (alone and (_is_data(child) or _PART.fullmatch(child.name)))
         if stray and child.name not in named and is_own_file(child):
             child.unlink(missing_ok=True)
-
-
-def _files_in(folder: Path) -> set[str]:
-    """Name the data files of a checkpoint; none if its manifest is missing or damaged."""
-    try:
-        return set(manifests.parse(folder).files)
-    except CheckpointError:
-        return set()
 
 
 def next_number(folder: Path) -> int:
@@ -142,9 +133,6 @@ def discard(folder: Path, token: str, *ranks: int) -> None:
         if not any(name.startswith(f"data-{token}-") for name in names):
             for rank in ranks:
                 (folder / data_name(token, rank)).unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------- removing old checkpoints
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -173,7 +161,6 @@ def _family(name: str) -> str:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """List the files of `save` in a folder, finished or not, without its lock."""
     return [
         child
         for child in folder.iterdir()

@@ -28,7 +28,6 @@ from zero_optim.checkpoint.manifest import VERSION, DataFile, Manifest, blamed_o
 from zero_optim.checkpoint.sections import (
     Source,
     mapping,
-    of_checkpoint,
     of_file,
     of_reader,
     placeholders_of,
@@ -46,7 +45,6 @@ _SUBCLASSES = {"sparse", "subclass", "wrapper"}
 
 
 def _check_output(source: Path, out: Path) -> None:
-    """Refuse an output that is the source, or is in it, also through links."""
     if not source.exists():
         return  # reading it raises the error
     for place in {out.resolve(), out.parent.resolve() / out.name}:
@@ -54,9 +52,6 @@ def _check_output(source: Path, out: Path) -> None:
             if folder.exists() and folder.samefile(source):
                 what = "the source itself" if folder == place else f"inside the source {source}"
                 raise ValueError(f"{out} is {what}, which it would damage: name another place")
-
-
-# ---------------------------------------------------------------------- to one file
 
 
 def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
@@ -119,7 +114,6 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
 
 
 def _open(path: Path, names: Sequence[str] | None = None) -> Source:
-    """Open a checkpoint of any kind, by what lies at its path."""
     if path.is_file():
         return of_file(path, names)
     if (path / ".metadata").exists():
@@ -136,7 +130,12 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
         raise ValueError(
             f"names go with a file or a folder of another library, and {path} is a checkpoint of this one"
         )
-    return of_checkpoint(path)
+    reader = CheckpointReader(path.absolute())
+    if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
+        raise StateMismatchError(
+            f"{path} was written by dcp.save: only what checkpoint.save wrote can be resharded"
+        )
+    return of_reader(reader)
 
 
 def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> None:
@@ -215,12 +214,10 @@ def _owners(source: Source, world_size: int) -> Callable[[str], int]:
         if slash and key.startswith(STATE + "/"):
             costs[unquote(name)] += box.nbytes
     costs.update({name: float(math.prod(shape)) for name, (_, shape) in about["params"].items()})
-    owners = assign_owners(
-        [[costs[name] for name in group["names"]] for group in about["groups"]], world_size
-    )
-    of_name: dict[str, int] = {}
-    for group, ranks in zip(about["groups"], owners, strict=True):
-        of_name.update(zip(group["names"], ranks, strict=True))
+    groups, of_name = [group["names"] for group in about["groups"]], dict[str, int]()
+    owners = assign_owners([[costs[name] for name in names] for names in groups], world_size)
+    for names, ranks in zip(groups, owners, strict=True):
+        of_name.update(zip(names, ranks, strict=True))
 
     def owner_by_name(key: str) -> int | None:
         section = next((each for each in (STATE, MODEL) if key.startswith(each + "/")), None)
@@ -262,9 +259,6 @@ def _write(source: Source, owner_of: Callable[[str], int], out: Path) -> tuple[d
         discard(out, token, *boxes)
         raise
     return files, written
-
-
-# ---------------------------------------------------------------------- what a checkpoint holds
 
 
 def inspect(folder: Path) -> dict[str, Any]:

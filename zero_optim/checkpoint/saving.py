@@ -58,8 +58,8 @@ def save(  # noqa: PLR0913 - keyword-only
     """Save a checkpoint; all ranks call, with the same arguments.
 
     Each rank writes the state and the parameters that it owns, and its random state. If a save fails or is
-    killed, ``path`` holds what it held before. Keys are parameter names, taken from ``model``, or from the
-    optimizer if it was built from named parameters.
+    killed, ``path`` holds what it held before. Keys are parameter names, of ``model``, or as the optimizer
+    was given them.
 
     Args:
         path: the checkpoint's own folder, by name, on a file system that all ranks share. An existing
@@ -69,21 +69,16 @@ def save(  # noqa: PLR0913 - keyword-only
         scheduler: of learning rates, or anything with a ``state_dict()``, equal on every rank.
         scaler: likewise, such as ``torch.amp.GradScaler``.
         extra: nested plain values and tensors, equal on every rank, such as the step.
-        keep: number of checkpoints to keep, this one included: older ones in the same parent folder are
-            removed if their names differ only in the number at their end ("step-5", "step-10"). None removes
-            none.
-        process_group: the ranks that save; None for the optimizer's, with all replicas of its mesh, of which
-            the first writes, or without an optimizer the default group.
-        timeout: seconds that a wait for another rank, which may be writing, may take; None for the process
-            group's.
+        keep: number of checkpoints to keep, with this one: older ones in the same folder are removed if their
+            names differ only in the number at their end ("step-5", "step-10"). None removes none.
+        process_group: the ranks that save; None for the optimizer's, with all replicas, or the default group.
+        timeout: seconds that a wait for another rank may take; None for the process group's.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write: a full disk, a read-only folder, another
-            save to the same folder. Also if an earlier `save_async`, which is waited for, has failed and
-            nobody has seen its error.
+        CheckpointError: on every rank, if any could not write (a full disk, another save to the folder), or
+            an earlier `save_async` failed and nobody has seen its error.
         RankMismatchError: the arguments differ between ranks.
-        TypeError, ValueError: on every rank, if on any rank an argument is wrong, or a value neither a tensor
-            nor plain.
+        TypeError, ValueError: on every rank, if an argument is wrong, or a value neither tensor nor plain.
     """
     objects = model, optimizer, scheduler, scaler
     with _agreed("save()", path, objects, extra, keep, process_group, timeout) as agreed:
@@ -234,8 +229,6 @@ def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Save:
-    """What this rank writes, and where."""
-
     members: Members
     folder: Path
     part: RankContent

@@ -71,19 +71,6 @@ class Placeholders:
         return self._readers[id(tensor)][1]() if tensor.is_meta else tensor
 
 
-# ---------------------------------------------------------------------- from a checkpoint of any kind
-
-
-def of_checkpoint(folder: Path) -> Source:
-    """Open one of `save`."""
-    reader = CheckpointReader(folder.absolute())
-    if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
-        raise StateMismatchError(
-            f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
-        )
-    return of_reader(reader)
-
-
 def of_reader(reader: CheckpointReader) -> Source:
     """Take a checkpoint of `save` that is open."""
     boxes = {key: box_of(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
@@ -197,9 +184,8 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
             own, named = [positional(number, place) for place in range(len(keys))], False
         known.update(zip(keys, own, strict=True))
         groups.append((own, {k: v for k, v in group.items() if k not in PARAM_KEYS}))
-    twice = [
-        name for name, count in Counter(chain.from_iterable(own for own, _ in groups)).items() if count > 1
-    ]
+    every = Counter(chain.from_iterable(own for own, _ in groups))
+    twice = [name for name, count in every.items() if count > 1]
     if twice:
         raise ValueError(f"several of the optimizer's parameters have the name {twice[0]}")
     packed = content.packed_groups(groups)

@@ -29,7 +29,6 @@ def wrap_parts(
 
 
 def _parts(module: nn.Module, params: set[Tensor]) -> list[nn.Module]:
-    """List the outermost modules inside of one that train these parameters and no others."""
     parts = []
     for child in module.children():
         trained = {param for param in child.parameters() if param.requires_grad}

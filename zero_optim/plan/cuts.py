@@ -11,7 +11,6 @@ Note [Even twice]
     whose parameters may be cut gets equal rows, assigned last to the least loaded ranks.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,11 +131,6 @@ def _choose(
 def min_row_nbytes(nbytes: int) -> int:
     """Return the minimum bytes of a cut row in a plan."""
     return max(MIN_ROW_NBYTES, nbytes // MAX_ROWS)
-
-
-def cut_step(numel: int, num_rows: int, alignment: int) -> int:
-    """Return the elements between possible cuts: whole rows, aligned."""
-    return math.lcm(numel // num_rows, alignment)
 
 
 def _even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:

@@ -39,8 +39,6 @@ def describe_hook(hook: object, state: object) -> list[str]:
 
 
 class _Describer:
-    """One walk through a value; it stops at cycles."""
-
     def __init__(self, bound: bool) -> None:
         self._bound = bound
         self._open: list[object] = []
@@ -89,8 +87,6 @@ class _Describer:
             return f"{kind}{{{', '.join(sorted(map(self.describe, value)))}}}"
         inside = ", ".join(map(self.describe, value))
         return f"{kind}[{inside}]" if isinstance(value, list) else f"{kind}({inside})"
-
-    # ------------------------------------------------------------------ functions and classes
 
     def _partial(self, value: "functools.partial[Any]") -> str:
         arguments = [*map(self._bound_value, value.args)]

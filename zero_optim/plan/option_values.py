@@ -39,7 +39,11 @@ def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a
         except (TypeError, ValueError, RuntimeError):  # other ranks wait: nothing may raise here
             return _kind_of(value)
     if isinstance(value, Tensor):
-        return _plain_tensor(value)
+        is_read = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+        is_here = value.device.type == "cpu" and not is_asynchronous(value.device)
+        if is_read and is_here and value.numel() <= _READ_NUMEL:
+            return plain(value.tolist())
+        return f"{_kind_of(value)} of {tuple(value.shape)}"
     if isinstance(value, list | tuple) and len(value) <= _READ_NUMEL and depth < _DEPTH:
         return [plain(item, depth + 1) for item in value]
     if isinstance(value, Mapping) and len(value) <= _READ_NUMEL and depth < _DEPTH:
@@ -52,14 +56,6 @@ def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a
 
 def _kind_of(value: object) -> str:
     return f"a {type(value).__qualname__}"
-
-
-def _plain_tensor(value: Tensor) -> Plain:
-    is_read = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
-    is_here = value.device.type == "cpu" and not is_asynchronous(value.device)
-    if is_read and is_here and value.numel() <= _READ_NUMEL:
-        return plain(value.tolist())
-    return f"{_kind_of(value)} of {tuple(value.shape)}"
 
 
 def changeable(options: Mapping[str, object]) -> dict[str, Plain]:

@@ -6,6 +6,7 @@ Note [Order of gathers]
     each layer.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from zero_optim.plan.cuts import Planned, choose_rows, cut_step
+from zero_optim.plan.cuts import Planned, choose_rows
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.partition import assign_buckets
@@ -122,12 +123,13 @@ def alignment_of(param: Tensor) -> int:
 
 
 def _cut_step(param: Tensor, alignment: int) -> int:
+    """Return the elements between possible cuts, whole rows at aligned addresses; 0 for none."""
     numel = param.numel()
     if param.dim() == 0 or param.shape[0] < 2 or numel == 0:
         return 0
     if dense_strides(param)[0] != numel // param.shape[0]:
         return 0  # dimension 0 is not outermost, so a row is no contiguous memory
-    step = cut_step(numel, param.shape[0], alignment)
+    step = math.lcm(numel // param.shape[0], alignment)
     return step if step < numel else 0
 
 
@@ -152,10 +154,8 @@ def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
 
 def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
     """Describe each parameter's owners; if only they differ, cost functions do."""
-    return [
-        f"{name} {owned_by_text(pieces)}"
-        for name, pieces in zip(param_names(groups), plan.pieces, strict=True)
-    ]
+    named = zip(param_names(groups), plan.pieces, strict=True)
+    return [f"{name} {owned_by_text(pieces)}" for name, pieces in named]
 
 
 def describe_costs(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:

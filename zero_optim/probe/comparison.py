@@ -87,10 +87,8 @@ def _first_difference(
         for index in run.leaves:
             got, expected = run.bits(index), record.values[step + 1][index]
             if got != expected:
-                a, b = (
-                    torch.frombuffer(bytearray(bits), dtype=record.feed.dtype_of(index)).double().numpy()
-                    for bits in (got, expected)
-                )
+                dtype, both = record.feed.dtype_of(index), map(bytearray, (got, expected))
+                a, b = (torch.frombuffer(bits, dtype=dtype).double().numpy() for bits in both)
                 with np.errstate(all="ignore"):
                     apart = np.nanmax(np.abs(a - b) / np.maximum(np.abs(b), 1e-30), initial=0.0)
                 return (
@@ -116,7 +114,6 @@ def state_difference(record: TrialRecord, run: TrialRun, entries: Sequence[Entry
 
 
 def _different_entries(record: TrialRecord, run: TrialRun, *, with_state: bool) -> list[Entry]:
-    """List the entries of groups that differ, and the numbers in the state of parameters."""
     entries = []
     both = zip(record.run.optimizer.param_groups, run.optimizer.param_groups, strict=True)
     for number, (mine, other) in enumerate(both):
@@ -147,7 +144,6 @@ def _why_used(record: TrialRecord, entries: Sequence[Entry]) -> str | None:
 
 
 def _apart(mine: object, other: object, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any, Any]]:
-    """Iterate over the values in nested dicts that differ, with their keys."""
     if isinstance(mine, dict) and isinstance(other, dict):
         for key in [*mine, *(key for key in other if key not in mine)]:
             yield from _apart(mine.get(key, _ABSENT), other.get(key, _ABSENT), (*keys, key))
@@ -193,7 +189,6 @@ def _same_values(a: object, b: object) -> bool:
 
 
 def _same_tensors(a: Tensor, b: Tensor) -> bool:
-    """Compare values, dtype and shape bit for bit; tensor subclasses by their inner tensors."""
     if wraps_tensors(a) or wraps_tensors(b):
         return type(a) is type(b) and a.shape == b.shape and same(_inside(a), _inside(b))
     return to_hashable(a.to_dense() if a.is_sparse else a) == to_hashable(b.to_dense() if b.is_sparse else b)

@@ -142,9 +142,6 @@ def _why_not_joined(whole: TrialRecord, variant: Variant) -> str | None:
     return difference(whole, variant)
 
 
-# ---------------------------------------------------------------------- the rows of a plan
-
-
 def why_rows_not_cut(
     optimizer_class: Callable[..., Optimizer],
     options: Mapping[str, Any],

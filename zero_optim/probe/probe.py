@@ -248,9 +248,6 @@ def _moves_frozen(trial: TrialRecord) -> bool:
     return False
 
 
-# ---------------------------------------------------------------------- classes that accept no feed
-
-
 def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
     def begun(feed: Feed) -> TrialRun:
         return start(subject, feed, feed.starts(feed.noise()), TOGETHER)

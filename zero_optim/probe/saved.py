@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zero_optim.comm.encoding import Nested, allow_objects, decode, encode, holds_objects
+from zero_optim.comm.encoding import allow_objects, decode, encode, holds_objects
 from zero_optim.errors import message_of
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.probe.comparison import same
@@ -62,18 +62,14 @@ def why_not_saved(trial: TrialRecord) -> str | None:
     except Exception:  # noqa: BLE001 - the user's class may raise anything
         return NEVER
     is_plain = not (has_own_dict(optimizer) or has_objects or trial.idle | trial.retyped)
-    if is_plain and not _keeps_attributes(trial):
-        return None
+    if is_plain:  # unless steps change attributes of the optimizer, in which it may keep state
+        held = [vars(run.optimizer) for run in (trial.begin(), trial.run)]
+        if same(*({key: each[key] for key in each if key not in _SAVED} for each in held)):
+            return None
     try:
         return _why_not_resumed(trial)
     except Exception as error:  # noqa: BLE001
         return f"loaded into a new one, it raises {first_line_of(error)}"
-
-
-def _keeps_attributes(trial: TrialRecord) -> bool:
-    """Whether steps change attributes of the optimizer, in which it may keep state."""
-    built, stepped = (vars(run.optimizer) for run in (trial.begin(), trial.run))
-    return not same(*({key: each[key] for key in each if key not in _SAVED} for each in (built, stepped)))
 
 
 def _check_plain(optimizer: Optimizer) -> bool:
@@ -83,11 +79,6 @@ def _check_plain(optimizer: Optimizer) -> bool:
     allow_objects(parts)
     encode(parts, "its state")
     return holds_objects(parts)
-
-
-def _sent(value: Nested) -> Nested:
-    skeleton, tensors = encode(value, "its state")
-    return decode(skeleton, iter([tensor.clone() for tensor in tensors]))
 
 
 def _why_not_resumed(trial: TrialRecord) -> str | None:
@@ -117,7 +108,8 @@ def _why_not_resumed(trial: TrialRecord) -> str | None:
 def _load(run: TrialRun, saved: TrialRun, state: Mapping[Any, Any]) -> None:
     """Load state by parameter and global entries, and what else a run saves, as they are sent."""
     groups = [options_of(group) for group in saved.optimizer.param_groups]
-    state, groups, beside = _sent([dict(state), groups, beside_of(saved.optimizer)])
+    skeleton, tensors = encode([dict(state), groups, beside_of(saved.optimizer)], "its state")
+    state, groups, beside = decode(skeleton, iter([tensor.clone() for tensor in tensors]))
     place = {index: leaf for index, (leaf,) in run.leaves.items()}
     of_leaves = {place.get(key, key): entries for key, entries in state.items() if entries != {}}
     load_packed(run.optimizer, of_leaves, groups, beside)

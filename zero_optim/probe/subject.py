@@ -143,7 +143,9 @@ class OptimizerUnderTest:
 
     def candidates(self) -> "tuple[OptimizerUnderTest, ...]":
         """Return it, and the same without implementation options, which the CPU may lack."""
-        options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
+        every = map(from_hashable, (self.options, *self.groups))
+        off = ({k: False if k in _SWITCHES and v else v for k, v in each.items()} for each in every)
+        options, *groups = map(to_hashable, off)
         plain = replace(self, options=options, groups=tuple(groups))
         return (self,) if plain == self else (self, plain)
 
@@ -173,11 +175,6 @@ def _distinct(groups: Iterable[object]) -> tuple[object, ...]:
             if group not in distinct:
                 distinct.append(group)
         return tuple(distinct)
-
-
-def _without_switches(held: object) -> object:
-    options = from_hashable(held)
-    return to_hashable({key: False if key in _SWITCHES and options[key] else options[key] for key in options})
 
 
 def _awake(options: Mapping[str, Any]) -> ParamGroup:

@@ -78,15 +78,9 @@ def build(
 
 def new_sharding(inputs: PlanInputs, group: RankGroup, gathers: Gathers | None = None) -> Sharding:
     """Make the owners and buckets, still empty."""
-    options = inputs.options
-    return Sharding(
-        group,
-        options.parameters_as_bucket_view,
-        options.bucket_cap_mb,
-        gathers,
-        options.own_options,
-        store=inputs.store,
-    )
+    of = inputs.options
+    as_view, cap_mb, own_options = of.parameters_as_bucket_view, of.bucket_cap_mb, of.own_options
+    return Sharding(group, as_view, cap_mb, gathers, own_options, store=inputs.store)
 
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:

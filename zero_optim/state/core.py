@@ -27,7 +27,6 @@ from zero_optim.plan.groups import (
 )
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
-from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.moving import CutState, Held, RowMap
@@ -146,11 +145,10 @@ class Core:
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse group options with which a class cannot step cut parameters; may try the class."""
         if self.sharding.has_cuts:
-            self.owned.local.check_cuts(groups, self._cuts_of)
-
-    def _cuts_of(self, group: ParamGroup) -> list[CutRows]:
-        cut = filter(self.sharding.is_cut, group["params"])
-        return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
+            pieces, cut_rows, is_cut = self.sharding.pieces, self.owned.leaves.cut_rows, self.sharding.is_cut
+            self.owned.local.check_cuts(
+                groups, lambda group: [cut_rows(p, pieces[p]) for p in filter(is_cut, group["params"])]
+            )
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
         """Raise ValueError if parameters with sparse gradients are cut."""
@@ -230,8 +228,6 @@ class Core:
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""
         return [list(bucket.params) for bucket in self.sharding.buckets]
-
-    # ------------------------------------------------------------------ what this rank owns
 
     def own_params(self) -> list[Tensor]:
         """List the parameters of which this rank owns rows, in order."""

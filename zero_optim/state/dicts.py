@@ -45,12 +45,8 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
             agreed.items += [f"to={describe(to)}", f"groups of {sizes} parameters"]
         targets = check_targets(to, group.size)
         wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
-        whole = move(
-            group,
-            core.row_map(core.piece_list(), wanted),
-            Held(held.state, {}, held.everywhere),
-            copy_with=copied_to_cpu,
-        )
+        held = Held(held.state, {}, held.everywhere)
+        whole = move(group, core.row_map(core.piece_list(), wanted), held, copy_with=copied_to_cpu)
         if group.rank in targets:
             core.snapshot.hold({**whole.state, **whole.everywhere})
 
@@ -111,9 +107,6 @@ def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[s
         groups = core.with_options(options)
         core.check_cuts(groups)
     core.take_over(state, groups, exact=True)
-
-
-# ---------------------------------------------------------------------- checks
 
 
 def check_targets(to: object, num_ranks: int) -> list[int]:

@@ -116,9 +116,7 @@ class Joined:
             self._num_rows[key] += num_rows
             if rows.stride() == tuple(strides) == dense_strides(rows):
                 return rows
-        apart = torch.empty_strided(
-            rows.shape, strides, dtype=dtype
-        )  # of rows that are not one run of memory
+        apart = torch.empty_strided(rows.shape, strides, dtype=dtype)  # rows are not one run of memory
         self._apart.append((rows, apart))
         return apart
 
@@ -154,9 +152,6 @@ class Joined:
                 )
             merged[index][name] = whole
         return merged
-
-
-# ---------------------------------------------------------------------- maps and transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,9 +221,7 @@ class RowMap:
 
     def joined_on(self, rank: int) -> Joined:
         """Return what joins the holders' rows of cut parameters on a rank."""
-        own = {
-            index: piece for index, some in enumerate(self.wanted) for piece in some if piece.owner == rank
-        }
+        own = {index: piece for index, some in enumerate(self.wanted) if (piece := piece_of(some, rank))}
         pieces: dict[int, list[Piece]] = {}
         for holder, moves, takers in self.parcels:
             for index, start, stop in moves if rank in takers else ():

@@ -161,11 +161,9 @@ class GroupOptions:
 
     def local_over(self, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         """Build the groups' classes over this rank's leaves."""
-        specs = [each.spec for each in self.specs]
-        options = self.options
-        return LocalOptimizer(
-            self.default, groups, specs, leaf_of, options.assume_separable, not options.allow_unsaved
-        )
+        specs, is_untried = [each.spec for each in self.specs], self.options.assume_separable
+        saves = not self.options.allow_unsaved
+        return LocalOptimizer(self.default, groups, specs, leaf_of, is_untried, saves)
 
     def why_whole(
         self,

@@ -13,7 +13,7 @@ Note [Rebinding is building anew]
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -106,21 +106,6 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
     return former
 
 
-# ---------------------------------------------------------------------- who holds the state
-
-
-@dataclass(frozen=True, slots=True)
-class _Holding:
-    """A rank's report of its state; ``options`` by group, ``pieces`` as [parameter, start, stop]."""
-
-    age: int
-    is_torn: bool
-    options: list[str]
-    has_everywhere: bool
-    pieces: list[list[int]]
-    steps: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Holders:
     """Who holds the state; if it ``shares``, the ``first`` sends options and global entries to the others."""
@@ -136,40 +121,41 @@ def _find_holders(core: Core, group: RankGroup, own: Held) -> _Holders | None:
     """Find who holds the state, None if all ranks are new; raises on every rank unless it is one state."""
     pieces, snapshot = [core.sharding.piece_here(param) for param in core.params], core.snapshot
     rows = [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None]
-    options, has_everywhere = core.describe_options(), bool(own.everywhere)
-    mine = _Holding(snapshot.age, snapshot.is_torn, options, has_everywhere, rows, snapshot.steps)
-    everyone = [_Holding(**each) for each in group.all_gather_json(asdict(mine))]
-    torn = [rank for rank, each in enumerate(everyone) if each.is_torn]
+    mine = {"age": snapshot.age, "is_torn": snapshot.is_torn, "steps": snapshot.steps, "rows": rows}
+    mine |= {"options": core.describe_options(), "has_everywhere": bool(own.everywhere)}
+    everyone = group.all_gather_json(mine)
+    torn = [rank for rank, each in enumerate(everyone) if each["is_torn"]]
     if torn:
         raise LostStateError(
             f"a step broke off on {ranks_text(torn)}: some parameters there have taken it, others have not. "
             f"{_GO_BACK}"
         )
-    holders = {rank: each for rank, each in enumerate(everyone) if each.age > 0}
+    holders = {rank: each for rank, each in enumerate(everyone) if each["age"] > 0}
     if not holders:
         return None
-    ages = ranks_by_value({rank: each.age for rank, each in holders.items()})
+    ages = ranks_by_value({rank: each["age"] for rank, each in holders.items()})
     if len(ages) > 1:
         moments = "; ".join(f"{ranks_text(ranks)} after {age} steps or loads" for age, ranks in ages.items())
         raise RankMismatchError(f"ranks hold state of different moments: {moments}. {_GO_BACK}")
     first = min(holders)
     for rank, each in holders.items():
-        for one, other in zip(holders[first].options, each.options, strict=True):
+        for one, other in zip(holders[first]["options"], each["options"], strict=True):
             if one != other:
                 raise RankMismatchError(
                     f"ranks disagree about the options of the optimizer: rank {first} has {one}; "
                     f"rank {rank} has {other}"
                 )
-    shares = len(holders) < group.size or any(each.has_everywhere for each in holders.values())
-    steps = max(each.steps for each in holders.values())
-    return _Holders(first, holders[first].age, steps, _pieces_of(core, holders), shares)
+    shares = len(holders) < group.size or any(each["has_everywhere"] for each in holders.values())
+    steps = max(each["steps"] for each in holders.values())
+    held = _pieces_of(core, {rank: each["rows"] for rank, each in holders.items()})
+    return _Holders(first, holders[first]["age"], steps, held, shares)
 
 
-def _pieces_of(core: Core, holders: Mapping[int, _Holding]) -> list[Pieces]:
-    """List each parameter's pieces by holder; raises unless each row has one."""
+def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Pieces]:
+    """List each parameter's pieces by holder of [parameter, start, stop]; raises unless each row has one."""
     of_param: list[list[Piece]] = [[] for _ in core.params]
-    for rank, each in holders.items():
-        for index, *rows in each.pieces:
+    for rank, of_rank in holders.items():
+        for index, *rows in of_rank:
             of_param[index].append(Piece(rank, *rows))
     lost = []
     for name, param, some in zip(param_names(core.groups), core.params, of_param, strict=True):
@@ -190,9 +176,6 @@ def _pieces_of(core: Core, holders: Mapping[int, _Holding]) -> list[Pieces]:
             f"that owned it is not a member. {_GO_BACK}"
         )
     return list(map(tuple, of_param))
-
-
-# ---------------------------------------------------------------------- planning and building anew
 
 
 def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
@@ -263,7 +246,6 @@ def _planned(
 def _built(
     core: Core, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
 ) -> OwnedState:
-    """Build the new owned state; all ranks call. The plan is not added yet."""
     params, (leaves, average) = core.params, new_leaves(core.inputs)
     cut = {param: each for param, each in zip(params, plan.pieces, strict=True) if len(each) > 1}
 

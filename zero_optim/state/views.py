@@ -31,20 +31,16 @@ NOT_FOR_OURS = (
 
 def is_no_step(core: Core) -> bool:
     """Whether ``step()`` is called to create state alone: Note [Steps that are none]."""
-    if torch.compiler.is_compiling() or any(core.owned.local.states) or not _is_called_by_dcp():
+    if torch.compiler.is_compiling() or any(core.owned.local.states) or _DCP not in sys.modules:
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") != _DCP:
         return False
     if core.snapshot.untouched and not core.owned.local.initial_state(core.groups):
         core.snapshot.drop(is_new=True)  # so that state_dict() raises and returns no empty state
     return True
-
-
-def _is_called_by_dcp() -> bool:
-    frame = inspect.currentframe() if _DCP in sys.modules else None
-    while frame is not None:
-        if frame.f_code.co_name == "_init_optim_state":
-            return bool(frame.f_globals.get("__name__") == _DCP)
-        frame = frame.f_back
-    return False
 
 
 class Asked:

@@ -50,9 +50,8 @@ class WeightAverage:
         """Move all averages, or some, towards their parameters."""
         if self._decay is None:
             return
-        averaged = [
-            param for param in (self.averages if params is None else params) if param in self.averages
-        ]
+        chosen = self.averages if params is None else params
+        averaged = [param for param in chosen if param in self.averages]
         if averaged:
             self._has_moved = True
             values = [self._leaves.value(param) for param in averaged]

@@ -40,7 +40,6 @@ class BuiltOptimizer:
         self._check_leaves(leaves, steps_parts=steps_parts)
 
     def _check_leaves(self, leaves: list[set[int]], *, steps_parts: bool) -> None:
-        """Check that the class steps the last groups' leaves, and probe it."""
         first = len(self.numbers) - len(leaves)
         if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(
@@ -100,7 +99,7 @@ class BuiltOptimizer:
             if not changed:
                 continue
             options, cuts = options_of(group), cuts_of(group)
-            key = (_kinds(options), tuple(cuts))
+            key = frozenset((key, kind_of(key, value)) for key, value in options.items()), tuple(cuts)
             if key not in self._answers:
                 self._answers[key] = self.spec.why_not_cut([options], options, cuts, is_tried=self._is_tried)
             reason = next((reason for reason in self._answers[key] if reason is not None), None)
@@ -170,10 +169,6 @@ class BuiltOptimizer:
         if exact:
             held: dict[Any, Any] = self.optimizer.state
             held.update({key: _as_saved(held[key], state[key]) for key in held if key in state})
-
-
-def _kinds(options: ParamGroup) -> object:
-    return frozenset((key, kind_of(key, value)) for key, value in options.items())
 
 
 def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:

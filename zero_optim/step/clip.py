@@ -116,8 +116,6 @@ def clip_together(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Holder:
-    """A stand-in for a parameter, with this rank's gradient or rows."""
-
     grad: Tensor
 
 
@@ -167,10 +165,10 @@ def _global_norm(
 def _total(
     measured: Sequence[tuple[Tensor, list[int]]], values: Tensor, order: float, goes_to: torch.device | None
 ) -> Tensor:
-    """Combine ``values``, for each measured parameter those at its indices."""
     if not measured:
         return torch.tensor(0.0)
-    dtypes = [_norm_dtype(param) for param, _ in measured]
+    held = [p.grad.dtype if isinstance(p.grad, PartialGradient) else p.dtype for p, _ in measured]
+    dtypes = [dtype.to_real() if dtype.is_complex else dtype for dtype in held]
     places = torch.tensor([place for _, of_param in measured for place in of_param])
     norms = values.flatten()[to_device(places, values.device) if goes_to is None else places]
     if len(measured) < norms.numel():  # some are cut
@@ -241,8 +239,3 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
         return None
     device = next((device for device, _ in by_kind if is_asynchronous(device)), dense[0].device)
     return torch.stack([brought_to(by_index[index], device) for index in range(len(dense))])
-
-
-def _norm_dtype(param: Tensor) -> torch.dtype:
-    dtype = param.grad.dtype if isinstance(param.grad, PartialGradient) else param.dtype
-    return dtype.to_real() if dtype.is_complex else dtype

@@ -89,8 +89,13 @@ def lend_gradients(
         if group.rank == lender:
             options = {"options": [options_of(each) for each in groups], "beside": beside}
             for to in have_joined:
-                parcel = {"grads": _lent(to, params, pieces), **options}
-                parcels.append((to, *encode(parcel, "a gradient or option")))
+                taken = zip(params, (piece_of(of_param, to) for of_param in pieces), strict=True)
+                grads = {
+                    index: rows_of(param.grad, piece)
+                    for index, (param, piece) in enumerate(taken)
+                    if piece is not None and param.grad is not None
+                }
+                parcels.append((to, *encode({"grads": grads, **options}, "a gradient or option")))
     for to, skeleton, tensors in parcels:
         send_value(group, [to], skeleton, tensors)
     if group.rank in have_joined:
@@ -107,13 +112,3 @@ def lend_gradients(
             if piece is not None:
                 set_owned_gradient(param, piece, parcel["grads"].get(index))
         return parcel["beside"]
-
-
-def _lent(to: int, params: Sequence[Tensor], pieces: Sequence[Pieces]) -> dict[int, Tensor]:
-    """Return gradients for a joined rank by index."""
-    grads: dict[int, Tensor] = {}
-    for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
-        piece = piece_of(of_param, to)
-        if piece is not None and param.grad is not None:
-            grads[index] = rows_of(param.grad, piece)
-    return grads

@@ -84,9 +84,9 @@ class Leaves:
         return self._pieces.keys()
 
     @property
-    def has_apart(self) -> bool:
-        """Whether some parameters' rows are outside of them; equal on every rank."""
-        return len(self._apart) > 0
+    def takes_closures(self) -> bool:
+        """Whether a class's step may call a closure: masters and rows apart need gradients earlier."""
+        return not self.masters and not self._apart
 
     def leaf(self, param: Tensor) -> Tensor:
         """Return the leaf of an owned parameter."""
@@ -116,14 +116,11 @@ class Leaves:
             return dtype
         return kept
 
-    def tried_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype for probing cuts; float32 on accelerators."""
-        is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
-        return self.stepped_dtype(param) if is_on_cpu else torch.float32
-
     def cut_rows(self, param: Tensor, pieces: Pieces) -> CutRows:
-        """Return where a parameter is cut, for the probe."""
-        return CutRows(self.tried_dtype(param), tuple(param.shape), tuple(p.stop for p in pieces[:-1]))
+        """Return where a parameter is cut, for the probe; accelerators' are tried in float32."""
+        is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
+        dtype = self.stepped_dtype(param) if is_on_cpu else torch.float32
+        return CutRows(dtype, tuple(param.shape), tuple(p.stop for p in pieces[:-1]))
 
     def rows(self, param: Tensor) -> Tensor:
         """View the owned rows: the parameter itself unless cut or kept apart; autograd sees writes."""
@@ -166,14 +163,11 @@ class Leaves:
         for param, leaf in self._some(params).items():
             leaf.grad = None
             if param not in self.masters:
-                leaf.data = self._stand_in(leaf)
-
-    def _stand_in(self, leaf: Tensor) -> Tensor:
-        form = leaf.dtype, leaf.device
-        if form not in self._nothing:
-            value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
-            self._nothing[form] = torch.full((), value, dtype=leaf.dtype, device=leaf.device)
-        return self._nothing[form].expand(leaf.shape)
+                form = leaf.dtype, leaf.device
+                if form not in self._nothing:
+                    value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
+                    self._nothing[form] = torch.full((), value, dtype=leaf.dtype, device=leaf.device)
+                leaf.data = self._nothing[form].expand(leaf.shape)
 
     @torch.no_grad()
     def follow_values(self, params: Iterable[Tensor]) -> None:
@@ -256,8 +250,7 @@ def _follow(param: Tensor, master: Tensor) -> None:
 def entries_named(
     name: str, held: Mapping[Tensor, Tensor], entries: Mapping[Tensor, dict[str, Any]]
 ) -> dict[Tensor, Tensor]:
-    """Return each parameter's entry as a plain tensor like the ``held`` one; StateMismatchError for misfits.
-    """
+    """Return each parameter's entry as a plain tensor like the ``held`` one; StateMismatchError if unfit."""
     values = {}
     for param, own in held.items():
         saved = entries.get(param, {}).get(name)

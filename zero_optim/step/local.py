@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan.groups import (
-    PARAM_KEYS,
-    ParamGroup,
-    options_of,
-    params_of,
-)
+from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, options_of, params_of
 from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable, plain
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
@@ -57,7 +52,8 @@ class LocalOptimizer:
             if numbers:
                 self._build(spec, numbers, members)
         self._check_saves()
-        self._fill_in(groups)
+        for public, local in zip(groups, self._groups(), strict=True):
+            _fill_in(public, local)
 
     def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
         is_tried, steps_parts = self._is_tried, self._steps_parts
@@ -69,8 +65,6 @@ class LocalOptimizer:
         first = [{"params": group["params"], **of.options} for group, of in zip(groups, specs, strict=True)]
         of_groups = [each.spec for each in specs]
         return LocalOptimizer(self.default, first, of_groups, owned, not self._is_tried, self._saves)
-
-    # ------------------------------------------------------------------ classes
 
     def specs(self) -> list[GroupSpec]:
         """Return the spec of each group."""
@@ -165,8 +159,6 @@ class LocalOptimizer:
     def _shared(self) -> BuiltOptimizer | None:
         return next((built for built in self._built if built.spec is self.default), None)
 
-    # ------------------------------------------------------------------ cuts
-
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
         """Raise ValueError for options that allow no cuts."""
         for built in self._built:
@@ -232,7 +224,6 @@ class LocalOptimizer:
         return list(map(changeable, own))
 
     def _give_options(self, groups: list[ParamGroup], before: list[dict[str, Plain]]) -> None:
-        """Copy what the class wrote to the local groups to the public ones."""
         for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
             changed = _set_options(public, local)
             if before[number]:
@@ -304,10 +295,6 @@ class LocalOptimizer:
             numbered.update(zip(built.numbers, built.optimizer.param_groups, strict=True))
         return [numbered[number] for number in sorted(numbered)]
 
-    def _fill_in(self, groups: list[ParamGroup]) -> None:
-        for public, local in zip(groups, self._groups(), strict=True):
-            _fill_in(public, local)
-
     # ------------------------------------------------------------------ state
 
     @property
@@ -340,7 +327,8 @@ class LocalOptimizer:
         """Replace the state, by leaf, through the classes' ``load_state_dict``; ``exact`` keeps dtypes."""
         for built in self._built:
             built.load(groups, state, exact=exact)
-        self._fill_in(groups)
+        for public, local in zip(groups, self._groups(), strict=True):
+            _fill_in(public, local)
 
     def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
         """Return the argument of `restore` to undo a `load`; copies no tensor."""
@@ -370,7 +358,6 @@ def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
 
 
 def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
-    """Give ``target`` the options of ``source``; returns those that were other objects."""
     changed = [key for key in source if target.get(key, _ABSENT) is not source[key] and key not in PARAM_KEYS]
     for key in changed:
         target[key] = source[key]

@@ -48,19 +48,10 @@ class OwnedState:
         """Return the class's dict if it has all state, else a view; ``wait`` runs before a write to it."""
         states = self.local.states
         shown: MutableMapping[Any, Any] = states[0]
-        if not self._is_plain:
+        if len(states) > 1 or self.leaves.separate or self.average.averages:
             shown = OwnedStateView(states, self.local, self.leaves, self.average, wait)
         self.shown = shown
         return shown
-
-    @property
-    def _is_plain(self) -> bool:
-        return len(self.local.states) == 1 and not self.leaves.separate and not self.average.averages
-
-    @property
-    def takes_closures(self) -> bool:
-        """Whether the class's own step may call a closure: leaves apart need gradients earlier."""
-        return not self.leaves.masters and not self.leaves.has_apart
 
     def take_over_state(self, state: object) -> bool:
         """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again."""

@@ -178,18 +178,13 @@ def _run_on_rows(
     rows = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
     result = None
     for on_host in (False, True):
-        places = [
-            place for place, row in enumerate(rows) if row is not None and is_on_host(grads[place]) == on_host
-        ]
+        places = [n for n, row in enumerate(rows) if row is not None and is_on_host(grads[n]) == on_host]
         if not places:
             continue
         # A list argument has a number or 0-d tensor for each gradient.
-        args = [
-            [value[place] for place in places] if isinstance(value, list | tuple) else value
-            for value in beside
-        ]
+        args = [[arg[n] for n in places] if isinstance(arg, list | tuple) else arg for arg in beside]
         with _brought(func, args, on_host=on_host) as near:
-            some = [rows[place] for place in places]
+            some = [rows[n] for n in places]
             result = func(some if grads is first else some[0], *near, **kwargs)
     if name in ("zero_", "_foreach_zero_"):
         for grad in grads:

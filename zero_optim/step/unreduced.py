@@ -115,7 +115,6 @@ class UnreducedParams:
     def _without_reducer(
         self, reducers: Sequence[GradientReducer], params: Collection[Tensor]
     ) -> list[Tensor]:
-        """List the parameters that no reducer has."""
         known = (*_REDUCERS.values(), len(params))
         if known != self._known:
             reduced = {param for reducer in reducers for param in reducer.params}

@@ -23,9 +23,6 @@ from zero_optim.errors import StateMismatchError
 METADATA = ".metadata"
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def of_dcp(folder: Path, names: Sequence[str] | None = None) -> Source:
     """Open a folder that ``dcp.save`` wrote with its own storage."""
     values, places = dict[str, Any](), Placeholders()
@@ -68,7 +65,6 @@ def _tensor(folder: Path, metadata: meta.Metadata, key: str, entry: meta.TensorS
 
 
 def _nested(values: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
-    """Put values at their paths in a nested dict."""
     whole: dict[Any, Any] = {}
     for key, value in values.items():
         *parents, last = paths.get(key, (key,))
@@ -94,9 +90,6 @@ def _with_lists(value: Any) -> Any:  # noqa: ANN401 - nested dicts
             for key, part in inner["state"].items()
         }
     return inner
-
-
-# ---------------------------------------------------------------------- writing
 
 
 def write_dcp(sections: dict[str, Any], places: Placeholders, folder: Path) -> None:
