@@ -173,8 +173,7 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
 def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
     """Map the first bytes of a file. Changes do not reach the file."""
     storage: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
-    mapped: torch.UntypedStorage = storage
-    return mapped
+    return storage  # type: ignore[no-any-return]
 
 
 def tensor_in(
@@ -203,14 +202,6 @@ class CheckpointReader:
     def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
         """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
         self._check_header(chunk.file)
-        self._read(key, chunk, into)
-
-    def _check_header(self, name: str) -> None:
-        file = self._headers.pop(name, None)
-        if file is not None:
-            self._read("its header", Chunk((), (), name, 0, file.head_nbytes, file.head_crc32), None)
-
-    def _read(self, key: str, chunk: Chunk, into: memoryview | None) -> None:
         buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
         checksum, done = 0, 0
         with blamed_on(self.folder), open_regular(self.folder / chunk.file) as file:
@@ -226,6 +217,11 @@ class CheckpointReader:
         if done != chunk.nbytes or checksum != chunk.crc32:
             reason = "its checksum is wrong" if done == chunk.nbytes else "the file is too short"
             raise CheckpointError(f"the checkpoint {self.folder} is damaged: {key} in {chunk.file}: {reason}")
+
+    def _check_header(self, name: str) -> None:
+        file = self._headers.pop(name, None)
+        if file is not None:
+            self.read("its header", Chunk((), (), name, 0, file.head_nbytes, file.head_crc32))
 
     def check_all(self) -> None:
         """Compare every byte with its checksum."""

@@ -1,14 +1,11 @@
 """Reads regular files only, writes files that are complete or absent, and locks folders. No communication.
 
-Other users of a folder may have left anything there: a FIFO, on which reading waits, or a link.
-
 Note [Locks]
     The file is locked with ``flock``, which ends with the process. The holder removes the file before it
-    releases the lock, so a process that has locked a file checks that it is still the one in the folder. The
-    file names its holder. Of two jobs the one that began later refuses, and the other waits: a job may have
-    been started again while the old one lives. Some file systems have no locks (Lustre without ``flock``, NFS
-    with ``nolock``). There the last save counts: files have names that no other save uses, and a save removes
-    only files that it replaced.
+    releases the lock, so who has locked a file checks that it is still in the folder. The file names its
+    holder: of two jobs the one that began later refuses, as a job may have been started again while the old
+    one lives. Some file systems have no locks (Lustre without ``flock``, NFS with ``nolock``). There the last
+    save counts: files have names that no other save uses, and a save removes only files that it replaced.
 """
 
 import errno

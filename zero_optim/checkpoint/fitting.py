@@ -26,6 +26,7 @@ from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.strides import strides_of_rows
+from zero_optim.probe.comparison import same
 from zero_optim.probe.probe import state_entries
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
@@ -66,8 +67,7 @@ def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[str]:
         kind, body = parts[name]
         if kind == "tensor" and isinstance(present[name], Tensor):
             saved, here = reader.manifest.entries[body[0]].shape, tuple(present[name].shape)
-            if saved != here:
-                wrong.append(f"{name}: shape {saved} in the checkpoint, {here} here")
+            wrong += [f"{name}: shape {saved} in the checkpoint, {here} here"] if saved != here else []
     return wrong
 
 
@@ -232,11 +232,5 @@ def _agreed(
         options for names, options in saved if not names and not members
     ][:1]
     first = sources[0] if sources else {}
-    agreed = (k for k in first if all(k in other and _same(other[k], first[k]) for other in sources[1:]))
+    agreed = (k for k in first if all(k in other and same(other[k], first[k]) for other in sources[1:]))
     return {**own, **{key: first[key] for key in agreed}}
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return one == other

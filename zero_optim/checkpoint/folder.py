@@ -104,7 +104,12 @@ def complete(
                 "completes the checkpoint: the folder must be one that all ranks share"
             )
     software = {"zero_optim": __version__, "torch": str(torch.__version__)}
-    entries, number = entries_of(written), next_number(folder)
+    compared = {folder}  # the checkpoints that `latest` may compare with this one
+    for place in (folder.parent, folder):
+        with suppress(PermissionError):  # the parent of a folder that can be written may not be listed
+            compared.update(_with_inner(place))
+    number = min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
+    entries = entries_of(written)
     manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
     replaced = set[str]()
     with suppress(CheckpointError):  # its manifest is missing or damaged
@@ -115,15 +120,6 @@ def complete(
         stray = child.name in replaced or (alone and (_is_data(child) or _PART.fullmatch(child.name)))
         if stray and child.name not in named and is_own_file(child):
             child.unlink(missing_ok=True)
-
-
-def next_number(folder: Path) -> int:
-    """Return a number higher than those of all checkpoints that `latest` may compare with this folder's."""
-    compared = {folder}
-    for place in (folder.parent, folder):
-        with suppress(PermissionError):  # the parent of a folder that can be written may not be listed
-            compared.update(_with_inner(place))
-    return min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
 
 
 def discard(folder: Path, token: str, *ranks: int) -> None:

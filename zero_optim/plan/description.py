@@ -1,7 +1,7 @@
 """Texts that ranks compare, equal exactly if the described values count as equal.
 
 They have no address, hash, path or device number. Plain values, tensors and containers count by value, the
-user's functions by code and bound values, library code by name, others by type, global variables not at all.
+user's functions by code and bound values, library code by name, others by type.
 """
 
 import functools

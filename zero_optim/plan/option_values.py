@@ -112,7 +112,11 @@ class OptionValues:
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
         """Store all groups' options; the digest ignores ``left_out`` ones."""
-        if self._left_out == left_out and self._are_those(groups):
+        is_known = self._left_out == left_out and len(groups) == len(self._options) != 0
+        if is_known and all(  # the keys and the very values that were seen last
+            group.keys() == former.keys() and all(map(is_, group.values(), map(former.__getitem__, group)))
+            for group, former in zip(groups, self._options, strict=True)
+        ):
             return
         before = self._groups
         if len(groups) != len(before) or self._left_out != left_out:
@@ -126,13 +130,6 @@ class OptionValues:
         self.by_group = [{name: entry.plain for name, entry in group.items()} for group in self._groups]
         texts = ["\0".join([group[name].text for name in sorted(group)]) for group in self._groups]
         self.digest = hashlib.blake2b("\1".join(texts).encode(), digest_size=DIGEST_NBYTES).digest()
-
-    def _are_those(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether the groups have the keys and the very values that `follow` saw last."""
-        return len(groups) == len(self._options) != 0 and all(
-            group.keys() == former.keys() and all(map(is_, group.values(), map(former.__getitem__, group)))
-            for group, former in zip(groups, self._options, strict=True)
-        )
 
 
 def _entries_of(

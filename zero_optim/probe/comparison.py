@@ -1,11 +1,11 @@
 """Compares trials of an optimizer class bit for bit, and describes differences.
 
 Note [Idle entries]
-    A class may write down what it has: the elements of a group, a step count in the state of the first
-    parameter, a cache. Then trials end with other entries, though parameters are equal. Such an entry is idle
-    if the first trial gives the same bits when it gets the entry of the other before every step; a number
-    also when it is beyond any size, as it may be compared with one. Such a class is tried for more steps, and
-    saved and resumed in parts. Ranks do not compare idle entries of groups, and save those of rank 0.
+    A class may write down what it has: the elements of a group, a step count, a cache. Then trials end with
+    other entries, though parameters are equal. Such an entry is idle if the first trial gives the same bits
+    when it gets the entry of the other before every step; a number also when it is beyond any size. Such a
+    class is tried for more steps, and saved and resumed in parts. Ranks do not compare idle entries of
+    groups, and save those of rank 0.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.probe.comparison import difference
-from zero_optim.probe.feeds import Feed, Shape
-from zero_optim.probe.probe import LARGE, STEPS_OF_LARGE, trial_of
+from zero_optim.probe.feeds import LARGE, STEPS_OF_LARGE, Feed, Shape
+from zero_optim.probe.probe import trial_of
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.trials import (
     Cut,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.probe.comparison import difference, state_difference
-from zero_optim.probe.feeds import Feed
+from zero_optim.probe.feeds import LARGE, STEPS_OF_LARGE, Feed
 from zero_optim.probe.saved import why_not_saved
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.traits import NEEDS_CLOSURE, NEEDS_SECOND_ORDER, Traits
@@ -45,10 +45,6 @@ _FEEDS = (
     Feed(_MIXED, num_groups=1),
     Feed(_MATRICES, num_groups=1),
 )
-# Some classes factor or quantize state from some size on: 128 rows, or 4096 elements that fill blocks. What
-# they rounded shows from the second step on.
-LARGE = (256, 176)
-STEPS_OF_LARGE = 3
 # Of classes with idle entries, which may begin to count later.
 _MANY_STEPS = 64
 # Enough for the same, if several are stepped apart.

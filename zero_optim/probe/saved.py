@@ -1,10 +1,9 @@
 """Whether an optimizer class's state can be saved and resumed, by trial. No communication.
 
 Note [Beside the state]
-    A class with a ``state_dict`` of its own may add entries beside ``state`` and ``param_groups``, such as
-    the step of a warm-up. They travel as a global entry of the state, `BESIDE`. A trial shows whether that is
-    all it needs: an optimizer built anew, which loads them, must go on with equal bits, and they must not
-    depend on the parameters that a rank owns.
+    A class with a ``state_dict`` of its own may add entries beside ``state`` and ``param_groups``. They
+    travel as a global entry of the state, `BESIDE`. An optimizer built anew, which loads them, must go on
+    with equal bits, and they must not depend on the parameters that a rank owns.
 """
 
 from collections.abc import Mapping
@@ -16,10 +15,10 @@ from zero_optim.comm.encoding import allow_objects, decode, encode, holds_object
 from zero_optim.errors import message_of
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.probe.comparison import same
+from zero_optim.probe.feeds import LARGE
 from zero_optim.probe.trials import TrialRecord, TrialRun, Variant, first_line_of, record, recorded, start
 
 BESIDE = "beside the state"
-_LARGE = (256, 176)
 _SAVED = ("state", "param_groups", "defaults")
 NEVER = "its own state_dict() fails with this PyTorch"
 
@@ -54,7 +53,7 @@ def why_not_saved(trial: TrialRecord) -> str | None:
     optimizer = trial.run.optimizer
     try:
         has_objects = _check_plain(optimizer)
-        large = recorded(trial.subject, trial.feed.of_one(_LARGE, num_steps=2)) if has_objects else None
+        large = recorded(trial.subject, trial.feed.of_one(LARGE, num_steps=2)) if has_objects else None
         if large is not None:  # an object may hold others from some size on
             _check_plain(large.run.optimizer)
     except (TypeError, RecursionError) as error:

@@ -1,8 +1,4 @@
-"""What an optimizer class tolerates: the result of `probe`, and the error message.
-
-A new trait is a field here, in `answers` and `combined` too; a trial in `_traits` of
-`zero_optim.probe.probe`.
-"""
+"""What an optimizer class tolerates: the result of `probe`, and the error message."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

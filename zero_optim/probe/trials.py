@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from zero_optim.compat import private
 from zero_optim.errors import message_of
-from zero_optim.probe.feeds import ALIGNMENT_NBYTES, Feed, rows_apart
+from zero_optim.plan.plan import ALIGNMENT_NBYTES
+from zero_optim.probe.feeds import Feed, rows_apart
 from zero_optim.probe.subject import OptimizerUnderTest, bits, switch_mode
 
 Gradients: TypeAlias = Mapping[int, Tensor | None]

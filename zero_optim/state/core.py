@@ -153,15 +153,13 @@ class Core:
     def check_sparse(self, params: Iterable[Tensor]) -> None:
         """Raise ValueError if parameters with sparse gradients are cut."""
         cut = {param for param in params if len(self.sharding.pieces.get(param, ())) > 1}
-        everyone = [param for group in self.groups for param in group["params"]]
-        for name, param in zip(param_names(self.groups), everyone, strict=True):
-            if param not in cut:
-                continue
-            raise ValueError(
-                f"the gradient of {name} is sparse, and the parameter is cut: several ranks own rows of it. "
-                "Build the optimizer with cuts=False, or keep this group whole: "
-                '{"params": [...], "cuts": False}'
-            )
+        for name, param in zip(param_names(self.groups), self.params, strict=True) if cut else ():
+            if param in cut:
+                raise ValueError(
+                    f"the gradient of {name} is sparse, and the parameter is cut: several ranks own rows of "
+                    "it. Build the optimizer with cuts=False, or keep this group whole: "
+                    '{"params": [...], "cuts": False}'
+                )
 
     def check_gradients(self, params: Iterable[Tensor] | None = None) -> None:
         """Raise ValueError if cut parameters, by default all, have sparse gradients."""

@@ -5,11 +5,10 @@ Note [Detached]
     state and the options. Ranks are known by number only; calls that communicate raise.
 
 Note [Rebinding is building anew]
-    `rebind` goes the way of the constructor: plan, agree, build, load this rank's state as from a checkpoint.
-    So it gives the bits of a run that was saved, and loaded by so many ranks. If a check raises, the
-    optimizer is detached as before. A rank that was never stepped or loaded is new, and its state does not
-    count. All others must hold state of one age, and together every row once: a row with two holders comes
-    from two runs.
+    `rebind` plans, agrees, builds, and loads this rank's state as from a checkpoint, with the bits of a saved
+    and loaded run. If a check raises, the optimizer is detached as before. The state of a rank that was never
+    stepped or loaded does not count. All others hold state of one age, and every row once: one with two
+    holders is of two runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from zero_optim.comm.agreement import agree, check_flags, failing_together, rank
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
-from zero_optim.plan.groups import ParamGroup, options_of, param_names, short_names
+from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, short_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
@@ -170,10 +169,9 @@ def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Piece
         if not some or sum(piece.stop - piece.start for piece in some) < num_rows(param.shape):
             lost.append(name)
     if lost:
-        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
         raise LostStateError(
-            f"nobody in the new group holds the state of {', '.join(lost[:_MOST_NAMED])}{more}: the rank "
-            f"that owned it is not a member. {_GO_BACK}"
+            f"nobody in the new group holds the state of {names_text(lost, _MOST_NAMED)}: the rank that "
+            f"owned it is not a member. {_GO_BACK}"
         )
     return list(map(tuple, of_param))
 
@@ -193,7 +191,14 @@ def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
     holders = _find_holders(core, group, own) if keep_state else None
-    groups, everywhere = _shared_part(core, group, holders, own)
+    groups, everywhere = core.groups, dict[Any, Any]()
+    if holders is not None and holders.shares:  # the first holder's options, and global entries
+        shared, is_first = {}, group.rank == holders.first
+        if is_first:
+            shared = {"options": list(map(options_of, groups)), "everywhere": dict(own.everywhere)}
+        shared = sent_by(group, holders.first, shared, "the options")
+        groups = groups if is_first else core.with_options(shared["options"])
+        everywhere = shared["everywhere"]
     sharding, plan = _planned(core, group, groups, about)
     part = Held({})
     if holders is not None:
@@ -215,19 +220,6 @@ def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
         core.snapshot = Snapshot(holders.age, holders.steps)
     else:
         core.snapshot.steps = holders.steps
-
-
-def _shared_part(
-    core: Core, group: RankGroup, holders: _Holders | None, own: Held
-) -> tuple[list[ParamGroup], Mapping[Any, Any]]:
-    """Return the groups with the first holder's options, and global entries; all ranks call."""
-    if holders is None or not holders.shares:
-        return core.groups, {}
-    shared, is_first = {}, group.rank == holders.first
-    if is_first:
-        shared = {"options": list(map(options_of, core.groups)), "everywhere": dict(own.everywhere)}
-    shared = sent_by(group, holders.first, shared, "the options")
-    return core.groups if is_first else core.with_options(shared["options"]), shared["everywhere"]
 
 
 def _planned(

@@ -2,9 +2,8 @@
 
 Note [Steps that are none]
     `torch.distributed.checkpoint.state_dict` fills an empty ``state`` by a step with every rate and gradient
-    zero. A rank that owns nothing would step alone, and wait for ever. Only the call stack tells this call:
-    real steps of a warm-up or of a class without a rate look alike. It is looked at on ranks without state,
-    once DCP is imported.
+    zero. A rank that owns nothing would step alone, and wait for ever. Only the call stack tells this call
+    from a real one; it is looked at on ranks without state, once DCP is imported.
 """
 
 import inspect

@@ -2,10 +2,9 @@
 
 Note [Infinities]
     ``torch.amp.GradScaler`` leaves out ``step()`` by itself: all scalers see equal gradients, or are informed
-    (Note [Infinities in sharded gradients] in `zero_optim.step.partial`). Two cases are served here. Inside
-    ``Join`` other ranks must hear of a skipped step, so the optimizer declares that it handles scaling: the
-    scaler sets ``found_inf`` and ``grad_scale`` and always calls ``step()``. And some scalers pass
-    themselves.
+    (Note [Infinities in sharded gradients] in `zero_optim.step.partial`). But inside ``Join`` other ranks
+    must hear of a skipped step: there the scaler sets ``found_inf`` and ``grad_scale`` and calls ``step()``.
+    And some pass themselves.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,13 @@
 """The global gradient norm, equal on all ranks, and clipping by it.
 
-Owners take the norms (for a cut whole gradient, the owner of its first rows); all ranks combine them in one
-order. Whole gradients of one dtype and device give the bits of ``torch.nn.utils.clip_grad_norm_``.
+Owners take the norms (of a cut whole gradient, the first); all ranks combine them in one order. Whole
+gradients of one dtype and device give the bits of ``torch.nn.utils.clip_grad_norm_``.
 
 Note [One gather, one wait]
-    A rank sends a fixed length: an error byte, a digest of its arguments, then a byte (has a gradient) and a
-    float64 (norm) for each parameter of the fullest rank. Only an error causes more messages. On an
-    accelerator with a CPU backend too (``cpu:gloo,cuda:nccl``) that sends the bytes, norms stay on the
-    device, and nothing waits. With NCCL alone one message has all, and the CPU waits once. With gloo alone
-    the CPU sends the norms.
+    A rank sends an error byte, a digest of its arguments, then a byte (has a gradient) and a float64 (norm)
+    for each parameter of the fullest rank. Only an error causes more messages. If an accelerator has a CPU
+    backend too (``cpu:gloo,cuda:nccl``), that sends the bytes, norms stay on the device, and nothing waits.
+    With NCCL alone the CPU waits once.
 """
 
 import hashlib

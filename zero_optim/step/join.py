@@ -1,8 +1,7 @@
 """Uneven inputs: a rank without data still steps what it owns while others train.
 
-An active rank sends a joined one the gradients of the rows it owns, for one step, and the options. The bits
-are those of the active ranks unsharded. Ranks exchange status bytes before a step inside ``Join`` or with
-scaled gradients.
+An active rank sends a joined one, for one step, the options and the gradients of the rows it owns. Ranks
+exchange status bytes before a step inside ``Join`` or with scaled gradients.
 """
 
 from collections.abc import Sequence

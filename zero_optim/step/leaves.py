@@ -1,15 +1,15 @@
 """Leaves: the tensors that local optimizers step for parameters, perhaps master copies (entry `MASTER`).
 
 Note [Masters and their parameters]
-    A stale master must not undo a checkpoint loaded into the model. No version counter sees every write, so a
-    master takes over each element that differs from its rounded master, and NaN. Others keep theirs: else a
-    mask or clamp after each step would round the whole tensor.
+    A stale master must not undo a checkpoint loaded into the model, and no version counter sees every write.
+    So a master takes over each element that differs from its rounded value. Others stay: else a mask or clamp
+    after each step would round the whole tensor.
 
 Note [Leaves of cut parameters]
-    The leaf of a cut parameter without a master views the owned rows only while a class uses it: users,
-    buckets or copies may give the parameter other memory, and expect the old to be freed. `Leaves.let_go`
-    points it at one expanded NaN: shapes stay readable, in-place arithmetic raises. `Leaves.put_back` copies
-    values to the parameter if the class gave the leaf other memory.
+    The leaf of a cut parameter without a master views the owned rows only while a class uses it, as users,
+    buckets or copies may give the parameter other memory. `Leaves.let_go` points it at one expanded NaN:
+    shapes stay readable, in-place arithmetic raises. `Leaves.put_back` copies values if the class gave the
+    leaf other memory.
 """
 
 import math
@@ -137,13 +137,12 @@ class Leaves:
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
         """Return the owned rows of the gradient, on the device that steps them."""
-        grad, home = param.grad, self._home
-        if grad is None:
-            return None
-        rows = grad.piece if isinstance(grad, PartialGradient) else self.own_rows(param, grad)
-        if rows is None or home is None or param not in self._apart or is_on_host(grad):
+        grad, rows = param.grad, None
+        if grad is not None:
+            rows = grad.piece if isinstance(grad, PartialGradient) else self.own_rows(param, grad)
+        if rows is None or self._home is None or param not in self._apart or is_on_host(grad):
             return rows
-        return home.brought(rows)
+        return self._home.brought(rows)
 
     def drop(self, params: Iterable[Tensor]) -> None:
         """Forget parameters that could not be added."""

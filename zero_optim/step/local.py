@@ -1,8 +1,4 @@
-"""The local optimizer: the user's classes over the leaves of this rank.
-
-Each step copies the public groups' options to the local groups and back: schedulers write to the public ones,
-schedule-free classes to their own.
-"""
+"""The local optimizer: the user's classes over the leaves of this rank."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -63,8 +59,8 @@ class LocalOptimizer:
         """Build the same classes over other leaves from the original options; ``groups`` stay unchanged."""
         specs = self.specs()
         first = [{"params": group["params"], **of.options} for group, of in zip(groups, specs, strict=True)]
-        of_groups = [each.spec for each in specs]
-        return LocalOptimizer(self.default, first, of_groups, owned, not self._is_tried, self._saves)
+        of = [each.spec for each in specs]
+        return LocalOptimizer(self.default, first, of, owned, not self._is_tried, self._saves)
 
     def specs(self) -> list[GroupSpec]:
         """Return the spec of each group."""

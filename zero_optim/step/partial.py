@@ -1,14 +1,14 @@
 """`PartialGradient`: ``param.grad`` on a rank without the whole reduced gradient.
 
 Note [Partial gradients]
-    ``param.grad`` must not be None, which means "unused" to optimizers, ``GradScaler`` and users (and does
-    here, on every rank), nor a tensor with a wrong norm. So it is a tensor without memory that holds the
-    owned rows, if any. In-place elementwise operators work on those; others raise.
+    ``param.grad`` must be neither None, which means "unused" to optimizers and ``GradScaler``, nor a tensor
+    with a wrong norm. So it is a tensor without memory that holds the owned rows, if any. In-place
+    elementwise operators work on those; others raise.
 
 Note [Infinities in sharded gradients]
     ``GradScaler`` checks with one operator for each device and dtype. One rank may have the infinity, and all
-    must skip the step. So partial gradients answer that operator with a collective. A rank that owns every
-    gradient of a dtype as a whole must call it too: hence `OwnedGradient`.
+    must skip the step. So partial gradients answer that operator with a collective, and so does
+    `OwnedGradient` on a rank that owns every gradient of a dtype as a whole.
 """
 
 import copy

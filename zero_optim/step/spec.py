@@ -73,17 +73,6 @@ class GroupSpec:
     options: ParamGroup
 
 
-def why_not_cut(
-    groups: Sequence[GroupSpec], cuts: Sequence[Sequence[CutRows]], *, is_tried: bool
-) -> list[str | None]:
-    """Return why each parameter of the last groups cannot be cut, or None; ``cuts`` are by group."""
-    reasons: list[str | None] = []
-    for own, of_group in zip(groups[len(groups) - len(cuts) :], cuts, strict=True):
-        beside = [each.options for each in groups if each.spec is own.spec]
-        reasons += own.spec.why_not_cut(beside, own.options, of_group, is_tried=is_tried)
-    return reasons
-
-
 def _shown(value: object) -> str:
     if isinstance(value, Optimizer):
         name = type(value).__name__

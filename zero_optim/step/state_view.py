@@ -2,9 +2,9 @@
 
 Note [Writes to the state]
     Scripts clear, fill, move or replace ``optimizer.state``. If local optimizers step the parameters
-    themselves, it is the class's dict, else an `OwnedStateView` that writes to it under the leaf. Masters and
-    averages cannot be removed: clearing restarts them from the parameter's value. Setting a master sets the
-    parameter too, which would win at the next step (Note [Masters and their parameters] in `step.leaves`).
+    themselves, it is the class's dict, else an `OwnedStateView` that writes to it under the leaf. Clearing
+    restarts masters and averages from the parameter's value; setting a master sets the parameter, which would
+    win at the next step.
 """
 
 from collections import defaultdict
@@ -238,9 +238,9 @@ class OwnedStateView(_View):
 
     def pop(self, key: Any, default: Any = _NONE) -> Any:  # noqa: ANN401 - as above
         """Remove and return an item; copies the tensors that restart."""
-        if key not in self and default is not _NONE:
-            return default
         if key not in self:
+            if default is not _NONE:
+                return default
             raise KeyError(key)
         value = self[key]
         if isinstance(value, OwnedEntries):

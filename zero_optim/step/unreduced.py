@@ -1,9 +1,9 @@
 """Gradients that no backward pass has reduced: each rank would step its own.
 
 Note [Unreduced gradients]
-    A reducer knows which parameters have a gradient of a pass that it did not reduce; a parameter that no
-    reducer has, beside others that one has, is reduced by nobody. The user may average such gradients by
-    hand, so ``step()`` compares them between ranks. Without any it communicates nothing.
+    A reducer knows which gradients it did not reduce; a parameter that no reducer has is reduced by nobody.
+    The user may average such gradients by hand, so ``step()`` compares them between ranks; without any
+    nothing is sent.
 """
 
 from collections.abc import Collection, Mapping, Sequence
