@@ -1,8 +1,4 @@
-"""Adapters for ``torch.distributed.checkpoint`` (DCP), whose planners decide which rank writes what.
-
-`Writer` and `Reader` use our files: PyTorch's own storage has a pickle, which can run code. The state of a
-cut parameter is saved as one tensor, of which each owner writes its rows, by DCP's dunder methods.
-"""
+"""Adapters for ``torch.distributed.checkpoint`` (DCP), with our files: PyTorch's have a pickle."""
 
 import io
 import os

@@ -93,10 +93,7 @@ def complete(
     *,
     alone: bool = False,
 ) -> None:
-    """Write the manifest, read it back, and remove what it replaces; on the rank that holds the lock.
-
-    If ``alone``, nobody else can write to the folder, so unfinished files are those of a killed save.
-    """
+    """Write the manifest, read it back, and remove what it replaces, and strays if ``alone`` here."""
     for name, file in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:
             raise CheckpointError(

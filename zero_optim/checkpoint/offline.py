@@ -141,11 +141,10 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
 def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> None:
     """Write a checkpoint in the format of another library, for which ``out`` must not exist yet.
 
-    The source is a checkpoint of `save`, of ``dcp.save`` or of DeepSpeed, or a file of ``torch.save``. ``to``
-    is "torch", a file with state by index, "torch-names", by name, or "dcp", a folder of FSDP2 and others.
-    ``names`` are those of the optimizer's parameters, if the source lacks them. CheckpointError if the source
-    is damaged or ``out`` cannot be written; StateMismatchError if the format cannot carry all of it;
-    ValueError if ``out`` exists.
+    The source is a checkpoint of `save`, ``dcp.save`` or DeepSpeed, or a file of ``torch.save``. ``to`` is
+    "torch", a file with state by index, "torch-names", by name, or "dcp", a folder. ``names`` are the
+    optimizer's, if the source lacks them. CheckpointError if the source is damaged or ``out`` cannot be
+    written; StateMismatchError if the format cannot carry all of it; ValueError if ``out`` exists.
     """
     if to not in FORMATS:
         raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")

@@ -82,9 +82,8 @@ def of_file(path: Path, names: Sequence[str] | None = None) -> Source:
     try:
         sections = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # pickle and torch raise anything for other files
-        raise ValueError(
-            f"{path} is no file of torch.save that holds tensors and plain values only: {error}"
-        ) from error
+        what = "no file of torch.save that holds tensors and plain values only"
+        raise ValueError(f"{path} is {what}: {error}") from error
     return source_of(sections, path, names)
 
 

@@ -1,8 +1,4 @@
-"""Texts that ranks compare, equal exactly if the described values count as equal.
-
-They have no address, hash, path or device number. Plain values, tensors and containers count by value, the
-user's functions by code and bound values, library code by name, others by type.
-"""
+"""Texts that ranks compare: values by value, functions by code, library code by name, others by type."""
 
 import functools
 import hashlib

@@ -75,11 +75,7 @@ def make_plan(
     units: Sequence[int | None] | None = None,
     used: Sequence[torch.dtype] | None = None,
 ) -> Plan:
-    """Plan buckets, owners and cuts. No communication.
-
-    ``bears_cuts``: which parameters may be cut; None balances only the model. A bucket never mixes ``units``,
-    which ``cap_nbytes`` does not limit. ``used``: compute dtypes, equal in a bucket, for the alignment.
-    """
+    """Plan buckets, which never mix ``units``, and owners; without ``bears_cuts`` only the model is even."""
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
     units = units or [None] * len(params)
@@ -108,12 +104,11 @@ def make_plan(
     plans = [BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     needed = [place / len(group) for group in groups for place in range(len(group))]
     plans.sort(key=lambda plan: min(needed[index] for index in plan.params))
-    pieces: list[Pieces] = [()] * len(params)
+    pieces: dict[int, Pieces] = {}
     for plan in plans:
         of_bucket = plan.layout.pieces([params[index].shape for index in plan.params])
-        for index, of_param in zip(plan.params, of_bucket, strict=True):
-            pieces[index] = of_param
-    return Plan(every_cost, tuple(pieces), tuple(plans))
+        pieces.update(zip(plan.params, of_bucket, strict=True))
+    return Plan(every_cost, tuple(pieces[index] for index in range(len(params))), tuple(plans))
 
 
 def alignment_of(param: Tensor) -> int:
@@ -135,10 +130,7 @@ def _cut_step(param: Tensor, alignment: int) -> int:
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
     """Number devices by first use, so that ranks' cuda:0 and cuda:1 are equal."""
-    slots: dict[torch.device, int] = {}
-    for param in params:
-        slots.setdefault(param.device, len(slots))
-    return slots
+    return {device: slot for slot, device in enumerate(dict.fromkeys(param.device for param in params))}
 
 
 def describe_params(groups: Sequence[ParamGroup]) -> list[str]:

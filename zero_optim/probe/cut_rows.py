@@ -62,9 +62,9 @@ def why_not_cut(
 ) -> str | None:
     """Return why ranks cannot share the rows of parameters; None if they can. Takes 5 to 40 ms; cached.
 
-    Rows stepped as parameters must have the bits of the whole, and so must their state. Zero numbers are also
-    tried with another value, as options may change. ``dtype``: of what is stepped on the CPU, else float32:
-    accelerators' kernels compute elements alike wherever a tensor ends, as ``make gpu`` tests.
+    Rows stepped as parameters, and their state, must have the bits of the whole, also with other numbers. On
+    accelerators ``dtype`` is float32: kernels compute elements alike wherever a tensor ends, as ``make gpu``
+    tests.
     """
     if dtype.itemsize < (8 if dtype.is_complex else 4):  # too few elements show it for a trial to rely on
         return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"

@@ -61,12 +61,7 @@ def probe(
     options: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> Traits:
-    """Probe a class with some options: 10 to 40 ms, or seconds with idle entries; cached. No side effects.
-
-    Equal arguments give equal answers. Tensors are copied to the CPU, ``lr=0`` becomes a small rate, and
-    ``capturable``, ``fused``, ``differentiable`` are off if the CPU lacks them. ``groups``: each group's own
-    options.
-    """
+    """Probe a class with some options: 10 to 40 ms, or seconds with idle entries; cached. No side effects."""
     return trial_of(OptimizerUnderTest.of(optimizer_class, options, groups)).traits
 
 
@@ -76,10 +71,7 @@ def state_entries(
     num_dims: int,
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, bool]:
-    """Return whether each state entry of parameters with so many dimensions has their shape; or nothing.
-
-    A vector is long only if the size makes a difference: Shampoo squares the length, which takes a minute.
-    """
+    """Return whether each state entry of parameters with so many dimensions has their shape; or nothing."""
     if not 0 < num_dims <= len(_SIZES):
         return {}
     subject = OptimizerUnderTest.of(optimizer_class, options, groups)

@@ -113,12 +113,7 @@ class OptimizerUnderTest:
     def awake(
         self, shape: tuple[int, ...], names: Collection[str] | None
     ) -> "tuple[OptimizerUnderTest, str] | None":
-        """Replace numbers that hide arithmetic; return the changes as text too. None if there are none.
-
-        Adding nothing, or a multiple by a power of two, rounds nothing. So zeros change, and fractions and
-        rates that are powers of two, of the class's defaults too. ``names``: the numbers that may change
-        (None: all).
-        """
+        """Replace zeros and powers of two, which hide rounding, and name the changes; None if none."""
         own = [from_hashable(group) for group in self.groups]
         changes: set[str] = set()
         built = self.build([[torch.zeros(shape, requires_grad=True)] for _ in own]).param_groups

@@ -107,30 +107,25 @@ def new_owned(
 def add_group(core: Core, group: dict[str, Any]) -> None:
     """Add a group; all ranks call, with the same group. If any raises, all do, and nothing is added."""
     core.check_attached()
-    before = len(core.groups)
+    before, inputs, sharding, owned = len(core.groups), core.inputs, core.sharding, core.owned
     try:
-        _plan_and_add(core, group, before)
+        with failing_together(core.group):
+            core.follow_state()
+            GroupReader.behind(core.groups).add_param_group(group)
+            new = core.groups[before:]
+            (group,) = new
+            core.group.check_serves(group)
+            own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
+            own.check_dtypes(new, owned.leaves.stepped_dtype)
+            why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
+        about, why = own.describe(), why_whole if any(own.may_cut) else None
+        plan = sharding.plan(core.groups, own.costs, before, about, why)
+        owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
+        inputs.note(new, own, plan.costs)
+        sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])
     except Exception:
         del core.groups[before:]
         raise
     core.show_state()
     if not core.snapshot.untouched:  # before any step the whole state is known, also with the new group
         core.snapshot.drop()
-
-
-def _plan_and_add(core: Core, group: dict[str, Any], before: int) -> None:
-    inputs, sharding, owned = core.inputs, core.sharding, core.owned
-    with failing_together(core.group):
-        core.follow_state()
-        GroupReader.behind(core.groups).add_param_group(group)
-        new = core.groups[before:]
-        (group,) = new
-        core.group.check_serves(group)
-        own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
-        own.check_dtypes(new, owned.leaves.stepped_dtype)
-        why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
-    about = own.describe()
-    plan = sharding.plan(core.groups, own.costs, before, about, why_whole if any(own.may_cut) else None)
-    owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
-    inputs.note(new, own, plan.costs)
-    sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])

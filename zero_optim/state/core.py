@@ -40,10 +40,7 @@ from zero_optim.step.unreduced import UnreducedParams, check_unreduced
 
 
 class Snapshot:
-    """This rank's whole state, if current (Note [Whole state]), and its age: steps, loads, equal everywhere.
-
-    ``steps`` counts also skipped ones, on this rank; ``is_torn``: a step broke off half way.
-    """
+    """This rank's whole state, if current: Note [Whole state]. ``age`` is equal on all ranks, not steps."""
 
     def __init__(self, age: int = 0, steps: int = 0) -> None:
         self.untouched = age == 0

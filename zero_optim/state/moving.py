@@ -1,13 +1,13 @@
 """Moves of state: which rank holds which rows, which ranks want them, and the transfer.
 
-Consolidating, loading and rebinding are such moves. Every rank derives the same list of parcels from a
-`RowMap`. Holders send directly, one after the other, in pieces of bounded size (`comm.wire`). Checkpoints and
-DCP share `CutState` alone: there each rank reads the rows that it wants.
+Every rank derives the same list of parcels from a `RowMap`. Holders send directly, one after the other, in
+pieces of bounded size (`comm.wire`). Checkpoints and DCP share `CutState` alone: each rank reads the rows
+that it wants.
 
 Note [State of cut parameters]
     Each owner of a piece keeps state for its rows. Entries of the piece's shape are rows of a whole entry,
-    which has the parameter's shape. All other entries (a step count) are equal on every owner: only classes
-    with proof of that have cut parameters.
+    which has the parameter's shape. All other entries (a step count) are equal on every owner, as the probe
+    has shown.
 """
 
 from collections import Counter
@@ -42,9 +42,7 @@ class CutState:
 
     def piece_of(self, rank: int) -> Piece:
         """Return the piece of an owner."""
-        piece = piece_of(self.pieces, rank)
-        assert piece is not None  # it owns one
-        return piece
+        return next(piece for piece in self.pieces if piece.owner == rank)
 
     def shape_of(self, piece: Piece) -> tuple[int, ...]:
         """Return the shape of a piece."""
@@ -246,9 +244,8 @@ def move(
 ) -> Held:
     """Bring state to the ranks that want it; all ranks call. Returns this rank's part, in new CPU memory.
 
-    A sender needs memory for one more piece of 16 MiB. ``rows`` is equal on every rank, but for rows that
-    stay; ``copy_with`` copies uncut state that stays. On every rank TypeError if state cannot be sent without
-    pickle, or is cut and no plain tensor; StateMismatchError if the holders of a parameter keep different
+    A sender needs memory for one more piece of 16 MiB. ``copy_with`` copies uncut state that stays. On every
+    rank TypeError if state cannot be sent without pickle, StateMismatchError if holders keep different
     entries.
     """
     group = group.during("state")

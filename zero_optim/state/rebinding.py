@@ -79,10 +79,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
 
 
 def shard_parameters(core: Core, store: Store) -> list[Bucket]:
-    """Plan anew, with empty buckets of rows for a store's parameters; all ranks call, with all values.
-
-    Returns the former buckets, in whose memory parameters lie until `RowBucket.take_in`.
-    """
+    """Plan anew, with empty row buckets for a store's parameters; all ranks call. Returns the old ones."""
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
         with failing_together(group):

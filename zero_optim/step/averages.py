@@ -13,11 +13,7 @@ EMA = "zero_optim.ema"  # no class has an entry of that name
 
 
 class WeightAverage:
-    """An exponential moving average of this rank's owned rows or masters, updated at every step.
-
-    ``average = decay * average + (1 - decay) * parameter``: Polyak and Juditsky, "Acceleration of stochastic
-    approximation by averaging", 1992. A ``decay`` of None keeps none.
-    """
+    """A moving average of this rank's rows or masters (Polyak, Juditsky, 1992); ``decay`` None keeps none."""
 
     def __init__(self, decay: float | None, leaves: Leaves) -> None:
         if decay is not None and type(decay) not in (int, float):

@@ -1,13 +1,11 @@
 """The global gradient norm, equal on all ranks, and clipping by it.
 
-Owners take the norms (of a cut whole gradient, the first); all ranks combine them in one order. Whole
-gradients of one dtype and device give the bits of ``torch.nn.utils.clip_grad_norm_``.
-
 Note [One gather, one wait]
-    A rank sends an error byte, a digest of its arguments, then a byte (has a gradient) and a float64 (norm)
-    for each parameter of the fullest rank. Only an error causes more messages. If an accelerator has a CPU
-    backend too (``cpu:gloo,cuda:nccl``), that sends the bytes, norms stay on the device, and nothing waits.
-    With NCCL alone the CPU waits once.
+    Owners send an error byte, a digest of their arguments, then a byte (has a gradient) and a float64 (norm)
+    for each parameter of the fullest rank; all combine them in one order. If an accelerator has a CPU backend
+    too (``cpu:gloo,cuda:nccl``), that sends the bytes, norms stay on the device, and nothing waits. With NCCL
+    alone the CPU waits once. Whole gradients of one dtype and device give the bits of
+    ``torch.nn.utils.clip_grad_norm_``.
 """
 
 import hashlib
@@ -16,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,14 +107,9 @@ def clip_together(
     if on_host:
         on_cpu = HostCopy(norm).read()
         private.foreach_mul_(on_host, torch.clamp(arguments.max_norm / (on_cpu + 1e-6), max=1.0))
-    scaled: Any = list(map(_Holder, beside))
+    scaled: Any = [SimpleNamespace(grad=rows) for rows in beside]
     torch.nn.utils.clip_grads_with_norm_(scaled, arguments.max_norm, norm, arguments.foreach)
     return norm
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Holder:
-    grad: Tensor
 
 
 def _global_norm(

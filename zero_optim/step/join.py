@@ -36,18 +36,14 @@ class Status(IntFlag):
 def exchange(
     group: RankGroup, status: Status, *, found_inf: Tensor | None = None, failure: Exception | None = None
 ) -> list[Status]:
-    """Exchange status bytes, with `Status.INFINITE` from ``found_inf``; all ranks call; the CPU waits.
-
-    Raises any rank's failure on every rank, and RuntimeError if active ranks are in different calls.
-    """
+    """Exchange status bytes, `Status.INFINITE` by ``found_inf``; all ranks call, and raise what any has."""
     status |= Status.NOTHING if failure is None else Status.FAILED
     mine = to_device(bytes_to_tensor(bytes([status])), group.device)
     if found_inf is not None:
         is_infinite = found_inf.ne(0).to(torch.uint8).reshape(1)
         mine = mine + brought_to(is_infinite, group.device) * int(Status.INFINITE)
-    statuses = [
-        Status(value) for value in group.read(HostCopy(group.all_gather_rows(mine))).flatten().tolist()
-    ]
+    received = group.read(HostCopy(group.all_gather_rows(mine))).flatten()
+    statuses = list(map(Status, received.tolist()))
     if any(Status.FAILED in each for each in statuses):
         with failing_together(group):
             if failure is not None:
@@ -75,10 +71,7 @@ def lend_gradients(
     groups: list[ParamGroup],
     beside: object = None,
 ) -> Any:  # noqa: ANN401 - what the lender gave
-    """Send joined ranks the gradients of the rows they own, and the options; all ranks call each step.
-
-    The lowest active rank sends. Returns on joined ranks what it gave as ``beside``, else None.
-    """
+    """Send joined ranks options, and gradients of their rows, from the lowest active one; all ranks call."""
     have_joined = ranks_that(statuses, Status.JOINED)
     if not have_joined or len(have_joined) == group.size:
         return None

@@ -19,11 +19,7 @@ _ABSENT = object()
 
 
 class LocalOptimizer:
-    """The user's optimizers over one rank's leaves: one for each ``optimizer_class``, one for other groups.
-
-    Every public group has a local one, even if this rank owns none of it. TypeError for a spec that builds no
-    optimizer, or state that cannot be saved if it ``saves``; ValueError if sharding would change a class.
-    """
+    """The user's optimizers over one rank's leaves: one for each ``optimizer_class``, one for the rest."""
 
     def __init__(
         self,

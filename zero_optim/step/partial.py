@@ -46,11 +46,10 @@ _PER_ELEMENT = frozenset(
 
 
 class PartialGradient(Tensor):
-    """A reduced gradient of which this rank holds some rows, or none. It does not communicate.
+    """A reduced gradient of which this rank holds some rows, or none: Note [Partial gradients].
 
     In-place elementwise operators work on these rows: ``zero_``, ``mul_`` and ``div_`` by a number,
-    ``clamp_``, those of ``GradScaler``. Others raise. ``zero_grad()`` drops it. ``dtype``, of the rows, may
-    be wider than the parameter's.
+    ``clamp_``, those of ``GradScaler``. ``zero_grad()`` drops it.
     """
 
     @staticmethod

@@ -112,10 +112,7 @@ class OwnedEntries(_View):
 
 
 class OwnedStateView(_View):
-    """The state by parameter, if leaves differ from parameters; writes reach the optimizers' dicts.
-
-    Looking up a missing parameter creates empty entries, as in ``torch.optim``.
-    """
+    """The state by parameter, if leaves differ from parameters; writes reach the optimizers' dicts."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 Note [Unreduced gradients]
     A reducer knows which gradients it did not reduce; a parameter that no reducer has is reduced by nobody.
-    The user may average such gradients by hand, so ``step()`` compares them between ranks; without any
-    nothing is sent.
+    The user may average those by hand, so ``step()`` compares them between ranks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
