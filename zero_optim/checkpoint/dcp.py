@@ -166,9 +166,6 @@ def _done(result: object) -> Future[Any]:
     return future
 
 
-# ---------------------------------------------------------------------- sharded optimizers
-
-
 class OptimizerState:
     """What ``dcp.save`` and ``dcp.load`` get instead of a sharded optimizer.
 

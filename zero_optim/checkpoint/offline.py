@@ -110,9 +110,6 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
         write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
 
 
-# ---------------------------------------------------------------------- from and to other libraries
-
-
 def _open(path: Path, names: Sequence[str] | None = None) -> Source:
     if path.is_file():
         return of_file(path, names)
@@ -182,9 +179,6 @@ def _check_kinds(source: Source, refused: set[str]) -> None:
             raise StateMismatchError(
                 f"{key} has a value of kind {min(kinds)}, which this format cannot carry"
             )
-
-
-# ---------------------------------------------------------------------- to another number of ranks
 
 
 def reshard(source: Path, out: Path, world_size: int, names: Sequence[str] | None = None) -> None:

@@ -197,9 +197,6 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
     content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}
 
 
-# ---------------------------------------------------------------------- to dicts of other libraries
-
-
 def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_name: bool) -> dict[str, Any]:
     """Unpack all sections with the tensors of ``get``; StateMismatchError by name without names."""
     sections, random = dict[str, Any](), dict[str, Any]()

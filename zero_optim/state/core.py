@@ -177,8 +177,6 @@ class Core:
             num_params = len(self.sharding.pieces)
             stamps.send_sample(self.samples.take(self.groups, num_params, self.group.read))
 
-    # ------------------------------------------------------------------ what users see
-
     @property
     def params(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""

@@ -156,8 +156,6 @@ class LocalOptimizer:
         for built in self._built:
             built.check_cuts(groups, cuts_of)
 
-    # ------------------------------------------------------------------ steps
-
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
@@ -248,8 +246,6 @@ class LocalOptimizer:
         traits = (built.traits for built in self._built if number in built.numbers)
         return next(traits, None) or Traits()
 
-    # ------------------------------------------------------------------ groups
-
     @property
     def num_groups(self) -> int:
         """The number of groups."""
@@ -287,8 +283,6 @@ class LocalOptimizer:
             numbered.update(zip(built.numbers, built.optimizer.param_groups, strict=True))
         return [numbered[number] for number in sorted(numbered)]
 
-    # ------------------------------------------------------------------ state
-
     @property
     def states(self) -> list[dict[Any, Any]]:
         """The state of each optimizer: leaf -> entries, and any global entries."""
@@ -301,16 +295,15 @@ class LocalOptimizer:
 
     def number_of(self, leaf: object) -> int:
         """Return the index in `states` of a leaf's optimizer; 0 if none."""
-        members = (params_of(built.optimizer.param_groups) for built in self._built)
-        return next((number for number, of in enumerate(members) if any(leaf is each for each in of)), 0)
+        members = ({id(each) for each in params_of(built.optimizer.param_groups)} for built in self._built)
+        return next((number for number, ids in enumerate(members) if id(leaf) in ids), 0)
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
         """Return the state of fresh optimizers over all of ``groups``; most classes have none."""
         everything = {param: param for param in params_of(groups)}
         state: dict[Any, Any] = {}
         for built in self._built:
-            of_all = [_over_leaves(groups[number], everything) for number in built.numbers]
-            fresh = built.spec.build(of_all)
+            fresh = built.spec.build([_over_leaves(groups[number], everything) for number in built.numbers])
             state.update(fresh.state)
         beside = beside_of(fresh) if self.has_own_dict else {}
         return {**state, BESIDE: beside} if beside else state
@@ -324,10 +317,8 @@ class LocalOptimizer:
 
     def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
         """Return the argument of `restore` to undo a `load`; copies no tensor."""
-        return [
-            (built.optimizer.state, [dict(group) for group in built.optimizer.param_groups])
-            for built in self._built
-        ]
+        optimizers = [built.optimizer for built in self._built]
+        return [(each.state, list(map(dict, each.param_groups))) for each in optimizers]
 
     def restore(self, saved: list[tuple[dict[Any, Any], list[ParamGroup]]]) -> None:
         """Undo a `load` that failed on any rank."""
