@@ -202,6 +202,14 @@ class CheckpointReader:
     def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
         """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
         self._check_header(chunk.file)
+        self._read(key, chunk, into)
+
+    def _check_header(self, name: str) -> None:
+        file = self._headers.pop(name, None)
+        if file is not None:
+            self._read("its header", Chunk((), (), name, 0, file.head_nbytes, file.head_crc32), None)
+
+    def _read(self, key: str, chunk: Chunk, into: memoryview | None) -> None:
         buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
         checksum, done = 0, 0
         with blamed_on(self.folder), open_regular(self.folder / chunk.file) as file:
@@ -217,11 +225,6 @@ class CheckpointReader:
         if done != chunk.nbytes or checksum != chunk.crc32:
             reason = "its checksum is wrong" if done == chunk.nbytes else "the file is too short"
             raise CheckpointError(f"the checkpoint {self.folder} is damaged: {key} in {chunk.file}: {reason}")
-
-    def _check_header(self, name: str) -> None:
-        file = self._headers.pop(name, None)
-        if file is not None:
-            self.read("its header", Chunk((), (), name, 0, file.head_nbytes, file.head_crc32))
 
     def check_all(self) -> None:
         """Compare every byte with its checksum."""
