@@ -17,7 +17,7 @@ import torch
 from harness import Shape, arguments, gpt_shapes, record, show
 from torch import Tensor
 
-from zero_optim.plan.cuts import Planned, choose_rows, cut_step
+from zero_optim.plan.cuts import Planned, choose_rows
 from zero_optim.plan.layout import whole
 from zero_optim.plan.partition import RankLoads, assign_buckets, assign_owners
 from zero_optim.plan.plan import Plan, make_plan
@@ -85,7 +85,7 @@ def time_even(numels: Sequence[int], num_ranks: int) -> dict[str, float]:
     start = time.process_time()
     buckets = assign_buckets([0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES)
     bucketed = time.process_time()
-    steps = [cut_step(numel, numel, ALIGNMENT) for numel in numels]
+    steps = [ALIGNMENT] * len(numels)
     costs, alignments = numels, [ALIGNMENT] * len(buckets)
     nbytes = [ELEMENT_NBYTES] * len(numels)
     planned = Planned(numels, nbytes, costs, steps, [range(len(numels))], buckets, alignments)

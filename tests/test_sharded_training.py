@@ -18,8 +18,8 @@ from sharded import Setting, assert_same_gradients, cut_adamw
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
-from zero_optim.step.gradients import owned_gradient, rows_of
-from zero_optim.step.partial import PartialGradient
+from zero_optim.step.gradients import rows_of
+from zero_optim.step.partial import PartialGradient, rows_here
 
 
 @on_ranks(2)
@@ -291,6 +291,6 @@ def test_owners_add_to_whole_gradients_that_the_user_set(setting: Setting) -> No
         piece = next((piece for piece in other.pieces()[param] if piece.owner == dist.get_rank()), None)
         assert isinstance(param.grad, PartialGradient) == (piece is None or len(other.pieces()[param]) > 1)
         if piece is not None:
-            rows = owned_gradient(param, piece)
+            rows = rows_here(param)
             assert rows is not None
             assert torch.allclose(rows, rows_of(want.grad, piece), atol=1e-6)

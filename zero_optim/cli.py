@@ -26,11 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status.
-
-    Args:
-        arguments: of the command line, without the program's name; None for those of this process.
-    """
+    """Run the command with ``arguments``, by default those of this process; return the exit status."""
     options = vars(_parser().parse_args(arguments))
     try:
         return _run(options.pop("command"), options)

@@ -84,34 +84,20 @@ class RankContent:
         return RankContent(self.values, dict(zip(self.tensors, copies, strict=True)), self.boxes)
 
 
-# ---------------------------------------------------------------------- tensors of the model
-
-
 class Place(NamedTuple):
-    """A tensor of the model, its key in the checkpoint, and this rank's part in it.
-
-    Attributes:
-        first: the rank that writes it, if several have all of it, and that reads what nobody steps.
-        stepped: the optimizer steps it, and gathers it from its owners.
-        rows: those of this rank; None for all or none.
-        memory: this rank's rows, if any.
-        stride: of the whole, if the tensor is freed.
-    """
+    """A tensor of the model, its key in the checkpoint, and this rank's part in it."""
 
     key: str
     tensor: Tensor
-    first: int
-    stepped: bool
-    rows: Rows
-    memory: Tensor | None
-    stride: tuple[int, ...] | None
+    first: int  # the rank that writes it, if several have all of it, and that reads what nobody steps
+    stepped: bool  # by the optimizer, which gathers it from its owners
+    rows: Rows  # those of this rank; None for all or none
+    memory: Tensor | None  # this rank's rows
+    stride: tuple[int, ...] | None  # of the whole, if the tensor is freed
 
 
 def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup) -> list[Place]:
-    """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank.
-
-    Owners have their rows of a parameter, but all of a view of it in another form.
-    """
+    """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank."""
     params = objects.optimizer.pieces() if objects.optimizer is not None else {}
     of_memory = {param.data_ptr(): (param, pieces) for param, pieces in params.items() if param.numel()}
     chosen: dict[str, Pieces] = {}
@@ -146,9 +132,6 @@ def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
     """Return the packed values of the model's state dict, by name; empty without a model."""
     _, pairs = values.get(MODEL, ["dict", []])
     return dict(pairs)
-
-
-# ---------------------------------------------------------------------- all that a rank writes
 
 
 def collect(members: Members, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:
@@ -205,18 +188,15 @@ def _add_optimizer(
     local = optimizer.core.owned.local
     local.check_dicts()
     params = {name: [dtype_name(kept_dtype(p)), list(p.shape)] for name, p in names.param.items()}
-    for content, groups in (
-        (shared, local.compared(optimizer.param_groups)),
-        (own, optimizer.param_groups),
-    ):
+    both = (shared, local.compared(optimizer.param_groups)), (own, optimizer.param_groups)
+    for content, groups in both:
         packed = content.packed_groups(zip(names.groups, map(options_of, groups), strict=True))
         content.values[OPTIMIZER] = {"named": names.named, "groups": packed, "params": params}
-    name_of, everywhere, cuts = names.name, {}, optimizer.core.cut_states()
-    for key, value in optimizer.owned_state().items():
-        if key in cuts:
-            part.add_cut(f"{STATE}/{key_of(name_of[key])}", value, cuts[key], rank)
-        elif isinstance(key, Tensor):
-            part.add(f"{STATE}/{key_of(name_of[key])}", value)
+    name_of, state, cuts = names.name, optimizer.owned_state(), optimizer.core.cut_states()
+    own.add(EVERYWHERE, {key: state.pop(key) for key in list(state) if not isinstance(key, Tensor)})
+    for param, value in state.items():
+        key = f"{STATE}/{key_of(name_of[param])}"
+        if param in cuts:
+            part.add_cut(key, value, cuts[param], rank)
         else:
-            everywhere[key] = value
-    own.add(EVERYWHERE, everywhere)
+            part.add(key, value)

@@ -36,10 +36,7 @@ Rows = tuple[int, int] | None  # of dimension 0 of a tensor; None for all
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is written under one key: a tensor, a box of its elements, or bytes.
-
-    Of bytes the dtype is None, and the shape is their number.
-    """
+    """A tensor, a box of its elements, or bytes (then the dtype is None) that is written under one key."""
 
     key: str
     dtype: torch.dtype | None
@@ -92,11 +89,7 @@ def box_of(key: str, dtype: torch.dtype | None, shape: Sequence[int], rows: Rows
 
 
 def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
-    """Return a file's header, and the boxes in the file's order, with the first byte of each.
-
-    A dtype that the format lacks is written as bytes, with one more dimension of the element's size;
-    ``__metadata__`` has its name (``dtype of NAME``).
-    """
+    """Return a file's header, and the boxes in order with their first bytes; unknown dtypes become bytes."""
     about = {"format": "pt"}
     header: dict[str, Any] = {"__metadata__": about}
     end, placed = 0, list[tuple[Box, int]]()
@@ -132,10 +125,7 @@ def data_name(token: str, rank: int) -> str:
 def write_tensors(
     folder: Path, token: str, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
 ) -> tuple[dict[str, DataFile], Written]:
-    """Write a rank's data file in the save of a token, and flush it to the disk, or remove it.
-
-    Returns the file by name, none without boxes, and the chunks of each box in order.
-    """
+    """Write a rank's file and flush it, or remove it; return it by name if any, and each box's chunks."""
     head, placed = lay_out(boxes)
     if not placed:
         return {}, []
@@ -180,14 +170,10 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
     }
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
     """Map the first bytes of a file. Changes do not reach the file."""
     storage: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
-    mapped: torch.UntypedStorage = storage
-    return mapped
+    return storage  # type: ignore[no-any-return]
 
 
 def tensor_in(
@@ -205,10 +191,7 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 class CheckpointReader:
-    """Reads a checkpoint, and compares what is read, and the headers of its files, with their checksums.
-
-    All raise CheckpointError if the checkpoint is incomplete or damaged.
-    """
+    """Reads a checkpoint, compared with its checksums; CheckpointError if incomplete or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -307,10 +290,8 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 def _is_one_run(entry: Entry) -> bool:
     """Whether a tensor's chunks are blocks of rows in one run of a file."""
-    if len(entry.chunks) == 1:
-        return True
     row, rest = 0, entry.shape[1:]
-    for chunk in entry.chunks:
+    for chunk in entry.chunks if len(entry.chunks) > 1 else ():
         if chunk.offsets != (row, *[0] * len(rest)) or chunk.sizes[1:] != rest:
             return False
         row += chunk.sizes[0]

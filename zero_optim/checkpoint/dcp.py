@@ -1,9 +1,4 @@
-"""Adapters for ``torch.distributed.checkpoint`` (DCP), whose planners decide which rank writes what.
-
-`Writer` and `Reader` use our files: PyTorch's own storage has a pickle, which can run code when it is read.
-`OptimizerState` shows a sharded optimizer. The state of a cut parameter is saved as one tensor, of which each
-owner writes its rows: DCP asks an object which part of a whole it holds, by dunder methods.
-"""
+"""Adapters for ``torch.distributed.checkpoint`` (DCP), with our files: PyTorch's have a pickle."""
 
 import io
 import os
@@ -34,8 +29,6 @@ from zero_optim.plan.groups import options_of
 from zero_optim.plan.pieces import Piece
 from zero_optim.state.moving import CutState
 
-# ---------------------------------------------------------------------- our files
-
 
 class _Storage:
     """What `Writer` and `Reader` do in the same way; ``_open`` takes the path of a checkpoint."""
@@ -62,10 +55,7 @@ class _Storage:
 
 
 class Writer(_Storage, StorageWriter):
-    """Writes a checkpoint into a folder of its own, for ``dcp.save(…, storage_writer=Writer(path))``.
-
-    Each rank writes one data file. The coordinator's manifest completes or replaces the checkpoint there.
-    """
+    """Writes or replaces a checkpoint, for ``dcp.save(…, storage_writer=Writer(path))``; one file a rank."""
 
     def _open(self, path: str | os.PathLike[str]) -> None:
         self._folder = folders.own_folder(path)
@@ -114,8 +104,7 @@ class Writer(_Storage, StorageWriter):
 class Reader(_Storage, StorageReader):
     """Reads a checkpoint, for ``dcp.load(…, storage_reader=Reader(path), planner=SafeLoadPlanner())``.
 
-    Everything that is read is compared with its checksum. CheckpointError if the checkpoint is incomplete or
-    damaged, also from the methods that read.
+    CheckpointError if it is incomplete, or a checksum is wrong, also from the methods that read.
     """
 
     def _open(self, path: str | os.PathLike[str]) -> None:
@@ -177,9 +166,6 @@ def _done(result: object) -> Future[Any]:
     return future
 
 
-# ---------------------------------------------------------------------- sharded optimizers
-
-
 class OptimizerState:
     """What ``dcp.save`` and ``dcp.load`` get instead of a sharded optimizer.
 
@@ -218,15 +204,12 @@ class OptimizerState:
             state["state"][name_of[key]] = entries
         groups = zip(optimizer.param_groups, names.groups, strict=True)
         state["options"] = {
-            name: options_of(group) for group, members in groups for name in members if name in owned
+            name: options_of(group) for group, some in groups for name in some if name in owned
         }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state; all ranks call. The model loads the parameters.
-
-        StateMismatchError on every rank, if any loaded it without `SafeLoadPlanner`.
-        """
+        """Load the state; all ranks call. StateMismatchError if any was without `SafeLoadPlanner`."""
         with failing_together(self._optimizer.ranks):
             if not isinstance(state_dict, Owned) or not state_dict.planned:
                 raise StateMismatchError(
@@ -326,11 +309,8 @@ class RowsToSave(Tensor):
         chunk = _chunk(self._box)
         about = meta.TensorProperties.create_from_tensor(self.as_subclass(Tensor))
         data = planning.TensorWriteData(chunk, about, torch.Size(self._box.shape))
-        return [
-            planning.WriteItem(
-                meta.MetadataIndex(fqn, chunk.offsets), planning.WriteItemType.SHARD, tensor_data=data
-            )
-        ]
+        index = meta.MetadataIndex(fqn, chunk.offsets)
+        return [planning.WriteItem(index, planning.WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[meta.ChunkStorageMetadata]:
         """Say to DCP which part it is."""

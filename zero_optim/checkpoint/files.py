@@ -1,16 +1,11 @@
 """Reads regular files only, writes files that are complete or absent, and locks folders. No communication.
 
-Other users of a folder may have left anything there: a FIFO, on which reading waits, a link to a device
-without an end, or a link at the path of a new file.
-
 Note [Locks]
     The file is locked with ``flock``, which ends with the process. The holder removes the file before it
-    releases the lock, so a process that has locked a file checks that it is still the one in the folder. The
-    file names its holder. Of two jobs the one that began later refuses, and the other waits for its save: a
-    job may have been started again while the old one lives.
-
-    Some file systems have no locks (Lustre without ``flock``, NFS with ``nolock``). There the last save
-    counts: files have names that no other save uses, and a save removes only files that it replaced.
+    releases the lock, so who has locked a file checks that it is still in the folder. The file names its
+    holder: of two jobs the one that began later refuses, as a job may have been started again while the old
+    one lives. Some file systems have no locks (Lustre without ``flock``, NFS with ``nolock``). There the last
+    save counts: files have names that no other save uses, and a save removes only files that it replaced.
 """
 
 import errno
@@ -38,13 +33,13 @@ _OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def open_regular(path: Path) -> FileIO:
     """Open a regular file to read, also through a link, without waiting; OSError for anything else."""
     _check_regular(path.stat(), path)  # before it is opened, since opening a device may have effects
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
-        _check_regular(os.fstat(descriptor), path)
+        _check_regular(os.fstat(file.fileno()), path)
     except OSError:
-        os.close(descriptor)
+        file.close()
         raise
-    return FileIO(descriptor, "rb")
+    return file
 
 
 def _check_regular(status: os.stat_result, path: Path) -> None:
@@ -61,18 +56,16 @@ def within(folder: Path, name: str) -> Path:
 
 def is_own_file(path: Path) -> bool:
     """Whether there is a regular file, not a link to one."""
-    try:
+    with suppress(OSError):
         return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+    return False
 
 
 def is_dir(path: Path) -> bool:
     """Whether there is a folder that can be seen."""
-    try:
+    with suppress(OSError):  # no permission to read it
         return path.is_dir()
-    except OSError:  # no permission to read it
-        return False
+    return False
 
 
 def sync_folder(folder: Path) -> None:
@@ -185,10 +178,7 @@ def _holder(descriptor: int) -> tuple[int, str]:
 
 
 class FolderLock:
-    """The right to write into a checkpoint's folder, which is made if it does not exist: Note [Locks].
-
-    CheckpointError if another save holds it. ``keeps_out`` is False if the file system has no locks.
-    """
+    """The right to write into a checkpoint's folder, made if absent: Note [Locks]. Else CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

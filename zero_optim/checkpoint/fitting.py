@@ -26,13 +26,12 @@ from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.strides import strides_of_rows
+from zero_optim.probe.comparison import same
 from zero_optim.probe.probe import state_entries
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 
 _NOT_OF_A_CLASS = {"step", MASTER, EMA}  # or of too many
-
-# ---------------------------------------------------------------------- whether it fits
 
 
 def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
@@ -68,8 +67,7 @@ def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[str]:
         kind, body = parts[name]
         if kind == "tensor" and isinstance(present[name], Tensor):
             saved, here = reader.manifest.entries[body[0]].shape, tuple(present[name].shape)
-            if saved != here:
-                wrong.append(f"{name}: shape {saved} in the checkpoint, {here} here")
+            wrong += [f"{name}: shape {saved} in the checkpoint, {here} here"] if saved != here else []
     return wrong
 
 
@@ -131,24 +129,10 @@ def _names_in(objects: Objects, optimizer: ZeroRedundancyOptimizer, about: Json)
     return names_of(optimizer, by_place=True) if by_place else names
 
 
-# ---------------------------------------------------------------------- what a rank needs
-
-
 class RankInput:
-    """What one rank has read of a checkpoint that fits; ValueError if state has a wrong shape.
+    """What one rank has read of a checkpoint that fits: model, its extra state, optimizer, other sections."""
 
-    ``places`` are tensors of the model to load into, ``rest`` is extra state of its modules. ``state`` and
-    ``options`` are the optimizer's, ``sections`` all other values.
-    """
-
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        objects: Objects,
-        members: Members,
-        *,
-        random: bool,
-    ) -> None:
+    def __init__(self, reader: CheckpointReader, objects: Objects, members: Members, random: bool) -> None:
         values = reader.manifest.values
         self._reader = reader
         self._rows: dict[str, Rows] = {}  # of the tensors of which this rank needs some
@@ -170,8 +154,11 @@ class RankInput:
                 self._rows[place.key] = place.rows
                 self.tensor(place.key)
 
-    def tensor(self, key: str) -> Tensor:
-        """Return what this rank needs of a tensor, which is read once."""
+    def tensor(self, key: str, *, is_read: bool = True) -> Tensor:
+        """Return what this rank needs of a tensor, read once; or memory for what another rank has read."""
+        if not is_read:
+            entry = self._reader.manifest.entries[key]
+            return torch.empty(entry.shape, dtype=entry.dtype)
         if key not in self._tensors:
             self._tensors[key] = self._reader.read_tensor(key, self._rows.get(key))
         return self._tensors[key]
@@ -185,11 +172,6 @@ class RankInput:
         if tuple(tensor.shape) != shape:
             strides = strides_of_rows(strides, shape[0], tensor.shape)
         return with_strides(tensor, strides)
-
-    def blank(self, key: str) -> Tensor:
-        """Allocate what another rank has read."""
-        entry = self._reader.manifest.entries[key]
-        return torch.empty(entry.shape, dtype=entry.dtype)
 
     def _places(self, objects: Objects, members: Members) -> list[Place]:
         """List the tensors of the model that a checkpoint has values for; tied ones once."""
@@ -220,7 +202,10 @@ class RankInput:
                     if cut.is_cut(entry, entries[key].shape):
                         self._rows[key] = piece.start, piece.stop
             state = self.value(packed)
-            saved = _dtype_of(state, values[OPTIMIZER]["params"].get(name))
+            about = values[OPTIMIZER]["params"].get(name)
+            saved = None if about is None else dtype_named(about[0])
+            if MASTER in state:
+                saved = getattr(state[MASTER], "dtype", None)  # in which the parameter was stepped
             self.state[param] = state = _cast(state, saved, optimizer.core.owned.leaves.stepped_dtype(param))
             for entry, value in state.items():
                 if entry in shaped[param] and isinstance(value, Tensor) and value.shape != shape:
@@ -232,18 +217,8 @@ class RankInput:
         self.options = [_agreed(options_of(group), set(members), groups) for group, members in pairs]
 
 
-def _dtype_of(state: dict[str, Any], about: list[Any] | None) -> torch.dtype | None:
-    """Return the dtype in which a saved parameter was stepped; None if unknown."""
-    if MASTER in state:
-        return getattr(state[MASTER], "dtype", None)
-    return None if about is None else dtype_named(about[0])
-
-
 def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype) -> dict[str, Any]:
-    """Cast tensors of the dtype that was stepped to the one that is, as ``load_state_dict`` does.
-
-    A class that keeps state in another dtype than its parameters does so here too.
-    """
+    """Cast tensors of the dtype that was stepped to the one that is, as ``load_state_dict`` does."""
     if saved in (None, wanted) or not wanted.is_floating_point:
         return state
     kept = {key: value for key, value in state.items() if key in ("step", MASTER, EMA)}
@@ -253,16 +228,9 @@ def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype)
 def _agreed(
     own: dict[str, Any], members: set[str], saved: list[tuple[set[str], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Return the options on which the saved groups of a group's parameters agree."""
     sources = [options for names, options in saved if names & members] or [
         options for names, options in saved if not names and not members
     ][:1]
     first = sources[0] if sources else {}
-    agreed = (k for k in first if all(k in other and _same(other[k], first[k]) for other in sources[1:]))
+    agreed = (k for k in first if all(k in other and same(other[k], first[k]) for other in sources[1:]))
     return {**own, **{key: first[key] for key in agreed}}
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return one == other

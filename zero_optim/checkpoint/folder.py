@@ -42,10 +42,7 @@ def resolved(path: object) -> Path:
 
 
 def own_folder(path: object) -> Path:
-    """Return a checkpoint's own folder, absolute; ValueError if the path does not end in a name.
-
-    "" may be a variable that was never set.
-    """
+    """Return a checkpoint's own folder, absolute; ValueError if the path does not end in a name."""
     folder = resolved(path)
     if Path(str(path)).name in ("", ".."):
         raise ValueError(
@@ -56,11 +53,10 @@ def own_folder(path: object) -> Path:
 
 
 def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
-    """Find the newest complete checkpoint: ``path`` itself, or a folder directly in it. No communication.
+    """Find the newest complete checkpoint: ``path``, or a folder directly in it; else None.
 
-    Returns its folder, None if there is none. Skips incomplete and damaged checkpoints. The newest has the
-    highest number: each save takes one more than those next to it. Every byte of the newest is compared with
-    its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path`` cannot be listed.
+    The newest has the highest number: each save takes one more than those next to it. Every byte is compared
+    with its checksum; ``quick`` checks only manifests and file sizes. OSError if ``path`` cannot be listed.
     """
     for folder in reversed(_complete_ones(_with_inner(Path(path)))):
         with suppress(CheckpointError):
@@ -82,9 +78,6 @@ def _complete_ones(folders: Iterable[Path]) -> list[Path]:
     return sorted(age, key=age.__getitem__)
 
 
-# ---------------------------------------------------------------------- ending a save
-
-
 def new_token() -> str:
     """Return a random name for a save, so that its files have names of their own."""
     return secrets.token_hex(6)
@@ -100,10 +93,7 @@ def complete(
     *,
     alone: bool = False,
 ) -> None:
-    """Write the manifest, read it back, and remove what it replaces; on one rank, which holds the lock.
-
-    If ``alone``, nobody else can write to the folder, so unfinished files are those of a killed save.
-    """
+    """Write the manifest, read it back, and remove what it replaces, and strays if ``alone`` here."""
     for name, file in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:
             raise CheckpointError(
@@ -111,32 +101,22 @@ def complete(
                 "completes the checkpoint: the folder must be one that all ranks share"
             )
     software = {"zero_optim": __version__, "torch": str(torch.__version__)}
-    entries, number = entries_of(written), next_number(folder)
+    compared = {folder}  # the checkpoints that `latest` may compare with this one
+    for place in (folder.parent, folder):
+        with suppress(PermissionError):  # the parent of a folder that can be written may not be listed
+            compared.update(_with_inner(place))
+    number = min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
+    entries = entries_of(written)
     manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
-    replaced = _files_in(folder)
+    replaced = set[str]()
+    with suppress(CheckpointError):  # its manifest is missing or damaged
+        replaced = set(manifests.parse(folder).files)
     manifests.commit(folder, manifest)
     named = manifests.read(folder).files  # of another save, if the file system has no locks
     for child in folder.iterdir():
         stray = child.name in replaced or (alone and (_is_data(child) or _PART.fullmatch(child.name)))
         if stray and child.name not in named and is_own_file(child):
             child.unlink(missing_ok=True)
-
-
-def _files_in(folder: Path) -> set[str]:
-    """Name the data files of a checkpoint; none if its manifest is missing or damaged."""
-    try:
-        return set(manifests.parse(folder).files)
-    except CheckpointError:
-        return set()
-
-
-def next_number(folder: Path) -> int:
-    """Return a number higher than those of all checkpoints that `latest` may compare with this folder's."""
-    compared = {folder}
-    for place in (folder.parent, folder):
-        with suppress(PermissionError):  # the parent of a folder that can be written may not be listed
-            compared.update(_with_inner(place))
-    return min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
 
 
 def discard(folder: Path, token: str, *ranks: int) -> None:
@@ -146,9 +126,6 @@ def discard(folder: Path, token: str, *ranks: int) -> None:
         if not any(name.startswith(f"data-{token}-") for name in names):
             for rank in ranks:
                 (folder / data_name(token, rank)).unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------- removing old checkpoints
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -177,7 +154,6 @@ def _family(name: str) -> str:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """List the files of `save` in a folder, finished or not, without its lock."""
     return [
         child
         for child in folder.iterdir()

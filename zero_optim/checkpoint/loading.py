@@ -1,9 +1,4 @@
-"""Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast.
-
-The plan of the optimizer that loads decides, not that of the one that saved: `places_of` for values of
-parameters, `RankInput` of `zero_optim.checkpoint.fitting` for state. `CheckpointReader` reads these rows,
-wherever they lie.
-"""
+"""Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast."""
 
 import os
 from collections.abc import Iterator
@@ -22,14 +17,7 @@ from zero_optim.checkpoint.data import CheckpointReader, with_strides
 from zero_optim.checkpoint.fitting import RankInput, check_fit
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
-from zero_optim.checkpoint.objects import (
-    Members,
-    Objects,
-    check_group,
-    names_of,
-    set_random_state,
-    undo_of,
-)
+from zero_optim.checkpoint.objects import Members, Objects, check_group, names_of, set_random_state, undo_of
 from zero_optim.checkpoint.values import unpack
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
@@ -51,24 +39,20 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> Nested:
-    """Load a checkpoint; all ranks call, with the same arguments.
+    """Load a checkpoint; all ranks call, with the same arguments. After an error below nothing has changed.
 
     The number of ranks, owners, buckets, and the order and grouping of parameters may differ from the save.
-    Each rank reads what it owns, compared with its checksum, and then the parameters are broadcast. If this
-    raises one of the errors below, nothing has changed.
 
     Args:
         path: a checkpoint's folder; `latest` finds the newest.
         model: to load into; its parameters have the names that they had at the save.
-        optimizer: to load into, new or not. A group with other parameters than every saved group takes the
-            options on which the saved groups of its parameters agree, and keeps its own for the rest.
+        optimizer: to load into, new or not. A group takes the options on which its saved groups agree.
         scheduler: to load into.
         scaler: to load into.
         random: restore each rank's random state, if a rank of that number saved one.
-        process_group: the ranks that load; None for the optimizer's, with all replicas of its mesh, or
-            without an optimizer the default group.
-        timeout: seconds that a wait for another rank, which may be reading, may take; None for the process
-            group's, and for 60 s where all ranks wait for each other, and not for the same.
+        process_group: the ranks that load; None for the optimizer's, with all replicas, or the default group.
+        timeout: seconds that a wait for another rank may take; None for the process group's, and for 60 s
+            where all ranks wait for each other, and not for the same.
 
     Returns:
         What was saved as ``extra``.
@@ -85,9 +69,15 @@ def load(
             check_patience(timeout)
             check_group(process_group)
             folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
-        about = f"{path}", f"random={random}"
-        reader = _open_together(members, folder, objects, about)
-        return _load_from(members, reader, objects, random=random)
+        with failing_together(members.everyone):
+            if optimizer is not None:
+                names_of(optimizer, model)
+            with blamed_on(folder):
+                reader = CheckpointReader(folder)
+                sections = check_fit(reader, objects)
+        items = [f"{path} of {reader.manifest.time_ns}", *sections, f"random={random}"]
+        agree(members.everyone, items, "the checkpoint to load")
+        return _load_from(members, reader, objects, random)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +89,7 @@ class Peek:
 
 
 def peek(path: str | os.PathLike[str]) -> Peek:
-    """Read ``extra`` and the model's shapes, in one process. Does not communicate, and reads little.
+    """Read ``extra`` and the model's shapes of a checkpoint of `save`, in one process; reads little.
 
     CheckpointError if it is incomplete or damaged, StateMismatchError if it was not written by `save`.
     """
@@ -113,33 +103,10 @@ def peek(path: str | os.PathLike[str]) -> Peek:
         return Peek(extra, {name: entries[part[1][0]].shape for name, part in parts if part[0] == "tensor"})
 
 
-def _open_together(
-    members: Members, folder: Path, objects: Objects, about: tuple[str, str]
-) -> CheckpointReader:
-    """Open a checkpoint, check that it fits, and agree on it and on the arguments; all ranks call."""
-    with failing_together(members.everyone):
-        if objects.optimizer is not None:
-            names_of(objects.optimizer, objects.model)
-        with blamed_on(folder):
-            reader = CheckpointReader(folder)
-            sections = check_fit(reader, objects)
-    path, random = about
-    items = [f"{path} of {reader.manifest.time_ns}", *sections, random]
-    agree(members.everyone, items, "the checkpoint to load")
-    return reader
-
-
-def _load_from(
-    members: Members,
-    reader: CheckpointReader,
-    objects: Objects,
-    *,
-    random: bool,
-) -> Nested:
-    """Load what a checkpoint has, checked already."""
+def _load_from(members: Members, reader: CheckpointReader, objects: Objects, random: bool) -> Nested:
     optimizer = objects.optimizer
     with failing_together(members.everyone), blamed_on(reader.folder):
-        part = RankInput(reader, objects, members, random=random)
+        part = RankInput(reader, objects, members, random)
     with failing_together(members.everyone):
         undo = undo_of(objects)
     try:
@@ -194,10 +161,8 @@ def _share_model(group: RankGroup, part: RankInput) -> None:
         batch = [places.pop(0)]
         while places and sum(each.tensor.nbytes for each in batch) < PIECE_NBYTES:
             batch.append(places.pop(0))
-        rows = []
-        for place in batch:
-            row = part.tensor(place.key) if place.first == group.rank else part.blank(place.key)
-            rows.append(row.to(group.device))
+        read = (part.tensor(place.key, is_read=place.first == group.rank) for place in batch)
+        rows = [row.to(group.device) for row in read]
         live = [(place.first, memory_of(row)) for place, row in zip(batch, rows, strict=True) if row.numel()]
         for work in group.broadcast_rows(live):
             work.wait()

@@ -48,10 +48,7 @@ def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor's elements, in row-major order, in one run of bytes of a data file.
-
-    Offsets and sizes are empty if the value is not a tensor.
-    """
+    """A box of a tensor's elements, row-major, in one run of bytes of a file; no offsets if no tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -193,7 +190,6 @@ class Manifest:
 
 
 def _head_line(text: str, number: int) -> str:
-    """Write the first line."""
     checksum = zlib.crc32(text.encode())
     return json.dumps({"format": FORMAT, "version": VERSION, "crc32": checksum, "number": number})
 
@@ -251,12 +247,10 @@ def number_in(folder: Path) -> int:
 
 def read(folder: Path) -> Manifest:
     """Read the manifest as `parse` does, and check that its data files exist in full length."""
-    manifest = parse(folder)
-    _check_files(folder, manifest)
-    return manifest
+    return _checked(folder, parse(folder))
 
 
-def _check_files(folder: Path, manifest: Manifest) -> None:
+def _checked(folder: Path, manifest: Manifest) -> Manifest:
     for name, file in manifest.files.items():
         with blamed_on(folder):
             path = folder / name
@@ -266,6 +260,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"no whole checkpoint at {folder}: {name} should have {file.nbytes:,} bytes, {got}"
             )
+    return manifest
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -273,4 +268,4 @@ def commit(folder: Path, manifest: Manifest) -> None:
     with replacing(folder / FILE) as file:
         write_all(file, memoryview(manifest.to_json().encode()))
         sync_folder(folder)  # the data files' names
-        _check_files(folder, manifest)  # at the last moment before what was there is replaced
+        _checked(folder, manifest)  # at the last moment before what was there is replaced

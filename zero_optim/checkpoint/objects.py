@@ -31,10 +31,7 @@ class Members:
 
     @classmethod
     def of(cls, model: object, optimizer: object, process_group: object, timeout: object) -> "Members":
-        """Take a process group, else that of the optimizer with its replicas, else the default group.
-
-        Wrong types are refused later, on all ranks.
-        """
+        """Take a process group, else the optimizer's with its replicas, else the default; unchecked."""
         sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
         mesh = sharded.core.mesh if sharded is not None else None
         if mesh is not None and process_group in (None, mesh.everyone.process_group):
@@ -94,14 +91,13 @@ class Objects:
                 raise TypeError(
                     f"expected {name} to have state_dict() and load_state_dict(), got {type(value).__name__}"
                 )
-        if self.model is not None:
-            known = self.optimizer.pieces() if self.optimizer is not None else {}
-            for name, param in self.model.named_parameters():
-                if is_freed(param) and param not in known:
-                    raise ValueError(
-                        f"{name} is on its owners alone, as the model is fully sharded: give the optimizer "
-                        "too, which knows them"
-                    )
+        known = self.optimizer.pieces() if self.optimizer is not None else {}
+        for name, param in self.model.named_parameters() if self.model is not None else ():
+            if is_freed(param) and param not in known:
+                raise ValueError(
+                    f"{name} is on its owners alone, as the model is fully sharded: give the optimizer "
+                    "too, which knows them"
+                )
         if self.model is not None and self.optimizer is not None:
             self.optimizer.core.check_weights()  # those that are saved must be those that train
 
@@ -147,9 +143,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-# ---------------------------------------------------------------------- names of parameters
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Names:
     """The names of an optimizer's parameters, by group; places if not ``named``."""
@@ -192,9 +185,6 @@ def names_of(
             "belong to, or build the optimizer from model.named_parameters()"
         )
     return Names(groups, True in named, param_of)
-
-
-# ---------------------------------------------------------------------- random states, and going back
 
 
 def random_state(device: torch.device | None) -> dict[str, Any]:

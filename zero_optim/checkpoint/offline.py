@@ -1,7 +1,4 @@
-"""Checkpoints without a cluster: in one process, and never more than one tensor in memory.
-
-Tensors are mapped from files: the system reads their pages when they are used, and may drop them.
-"""
+"""Checkpoints without a cluster: in one process, with one tensor in memory, the others mapped from files."""
 
 import math
 import re
@@ -31,7 +28,6 @@ from zero_optim.checkpoint.manifest import VERSION, DataFile, Manifest, blamed_o
 from zero_optim.checkpoint.sections import (
     Source,
     mapping,
-    of_checkpoint,
     of_file,
     of_reader,
     placeholders_of,
@@ -49,7 +45,6 @@ _SUBCLASSES = {"sparse", "subclass", "wrapper"}
 
 
 def _check_output(source: Path, out: Path) -> None:
-    """Refuse an output that is the source, or is in it, also through links."""
     if not source.exists():
         return  # reading it raises the error
     for place in {out.resolve(), out.parent.resolve() / out.name}:
@@ -59,15 +54,12 @@ def _check_output(source: Path, out: Path) -> None:
                 raise ValueError(f"{out} is {what}, which it would damage: name another place")
 
 
-# ---------------------------------------------------------------------- to one file
-
-
 def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     """Write the optimizer's whole state, in the format of ``torch.optim``, or the weights, to one file.
 
-    ``out`` ends in ``.pt`` for ``torch.load``, in ``.safetensors`` for weights; a link is replaced.
-    CheckpointError if the checkpoint is damaged or ``out`` cannot be written, StateMismatchError if it has no
-    optimizer or model, ValueError if ``out`` is in the checkpoint or is no regular file.
+    ``out`` ends in ``.pt``, or ``.safetensors`` for weights; a link is replaced. CheckpointError if the
+    checkpoint is damaged or ``out`` cannot be written, StateMismatchError if it lacks the section, ValueError
+    for a wrong ``out``.
     """
     _check_output(source, out)
     if (out.is_symlink() or out.exists()) and not out.is_file():
@@ -118,11 +110,7 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
         write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
 
 
-# ---------------------------------------------------------------------- from and to other libraries
-
-
 def _open(path: Path, names: Sequence[str] | None = None) -> Source:
-    """Open a checkpoint of any kind, by what lies at its path."""
     if path.is_file():
         return of_file(path, names)
     if (path / ".metadata").exists():
@@ -139,19 +127,21 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
         raise ValueError(
             f"names go with a file or a folder of another library, and {path} is a checkpoint of this one"
         )
-    return of_checkpoint(path)
+    reader = CheckpointReader(path.absolute())
+    if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
+        raise StateMismatchError(
+            f"{path} was written by dcp.save: only what checkpoint.save wrote can be resharded"
+        )
+    return of_reader(reader)
 
 
 def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> None:
     """Write a checkpoint in the format of another library, for which ``out`` must not exist yet.
 
-    The source is a checkpoint of `save`, of ``dcp.save`` or of DeepSpeed, or a file of ``torch.save`` with a
-    state dict of an optimizer, of a model, or sections such as "model" and "optimizer". ``to`` is "torch", a
-    file with state by index, "torch-names", with state by name, or "dcp", a folder of FSDP2 and others.
-    ``names`` are those of the optimizer's parameters, if the source lacks them.
-
-    CheckpointError if the source is incomplete or damaged, or ``out`` cannot be written; StateMismatchError
-    if the format cannot carry all of it; ValueError if ``out`` exists, or the source is no state dict.
+    The source is a checkpoint of `save`, ``dcp.save`` or DeepSpeed, or a file of ``torch.save``. ``to`` is
+    "torch", a file with state by index, "torch-names", by name, or "dcp", a folder. ``names`` are the
+    optimizer's, if the source lacks them. CheckpointError if the source is damaged or ``out`` cannot be
+    written; StateMismatchError if the format cannot carry all of it; ValueError if ``out`` exists.
     """
     if to not in FORMATS:
         raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")
@@ -191,16 +181,8 @@ def _check_kinds(source: Source, refused: set[str]) -> None:
             )
 
 
-# ---------------------------------------------------------------------- to another number of ranks
-
-
 def reshard(source: Path, out: Path, world_size: int, names: Sequence[str] | None = None) -> None:
-    """Write a checkpoint as that many ranks without cuts would have written it.
-
-    The source is a checkpoint, or what `convert` reads. CheckpointError if it is incomplete or damaged, or
-    ``out`` cannot be written; ValueError if ``world_size`` is below 1, the file is no state dict, or ``out``
-    is refused.
-    """
+    """Write a checkpoint, or what `convert` reads, as that many ranks without cuts would have written it."""
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
     own_folder(out)
@@ -225,12 +207,10 @@ def _owners(source: Source, world_size: int) -> Callable[[str], int]:
         if slash and key.startswith(STATE + "/"):
             costs[unquote(name)] += box.nbytes
     costs.update({name: float(math.prod(shape)) for name, (_, shape) in about["params"].items()})
-    owners = assign_owners(
-        [[costs[name] for name in group["names"]] for group in about["groups"]], world_size
-    )
-    of_name: dict[str, int] = {}
-    for group, ranks in zip(about["groups"], owners, strict=True):
-        of_name.update(zip(group["names"], ranks, strict=True))
+    groups, of_name = [group["names"] for group in about["groups"]], dict[str, int]()
+    owners = assign_owners([[costs[name] for name in names] for names in groups], world_size)
+    for names, ranks in zip(groups, owners, strict=True):
+        of_name.update(zip(names, ranks, strict=True))
 
     def owner_by_name(key: str) -> int | None:
         section = next((each for each in (STATE, MODEL) if key.startswith(each + "/")), None)
@@ -274,14 +254,8 @@ def _write(source: Source, owner_of: Callable[[str], int], out: Path) -> tuple[d
     return files, written
 
 
-# ---------------------------------------------------------------------- what a checkpoint holds
-
-
 def inspect(folder: Path) -> dict[str, Any]:
-    """Read all of a checkpoint, compare every byte with its checksum, and describe it in plain values.
-
-    Sizes are in bytes; ``reason`` says why it is not ``complete``. CheckpointError without a folder.
-    """
+    """Compare every byte of a checkpoint with its checksum, and describe it, with a reason if incomplete."""
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
     manifest, reason, sections = Manifest(0, 0, {}, {}, {}, {}, {}), "", dict[str, dict[str, Any]]()

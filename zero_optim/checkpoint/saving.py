@@ -3,13 +3,11 @@
 Note [Protocol of a save]
     1. Rank 0 locks the folder. Every rank writes a data file with a name of this save, and flushes it. If a
        rank fails until then, each rank removes its own file, which no manifest can name yet.
-    2. Every rank tells rank 0 what its file holds. From now on rank 0 alone removes files. A rank that hears
-       of a death or a timeout cannot know whether the manifest is in place, so it leaves its file.
+    2. Every rank tells rank 0 what its file holds. From now on rank 0 alone removes files: a rank that hears
+       of a death or a timeout cannot know whether the manifest is in place.
     3. Rank 0 checks that all files are there in full length, and renames the manifest over the old one.
-    4. Rank 0 reads the checkpoint back. Then it removes the files of the checkpoint that was replaced.
-
-    If rank 0 fails, it removes all files of the save, unless a manifest is there that names them or cannot be
-    read. If rank 0 dies, the next save into the folder removes them.
+    4. Rank 0 reads the checkpoint back. Then it removes the files of the checkpoint that was replaced. If it
+       fails, it removes all files of the save that no manifest names; if it dies, the next save does.
 """
 
 import atexit
@@ -60,8 +58,8 @@ def save(  # noqa: PLR0913 - keyword-only
     """Save a checkpoint; all ranks call, with the same arguments.
 
     Each rank writes the state and the parameters that it owns, and its random state. If a save fails or is
-    killed, ``path`` holds what it held before. Keys are parameter names, taken from ``model``, or from the
-    optimizer if it was built from named parameters.
+    killed, ``path`` holds what it held before. Keys are parameter names, of ``model``, or as the optimizer
+    was given them.
 
     Args:
         path: the checkpoint's own folder, by name, on a file system that all ranks share. An existing
@@ -71,21 +69,17 @@ def save(  # noqa: PLR0913 - keyword-only
         scheduler: of learning rates, or anything with a ``state_dict()``, equal on every rank.
         scaler: likewise, such as ``torch.amp.GradScaler``.
         extra: nested plain values and tensors, equal on every rank, such as the step.
-        keep: number of checkpoints to keep, this one included: older ones in the same parent folder are
-            removed if their names differ only in the number at their end ("step-5", "step-10"). None removes
-            none.
-        process_group: the ranks that save; None for the optimizer's, with all replicas of its mesh, of which
-            the first writes, or without an optimizer the default group.
-        timeout: seconds that a wait for another rank, which may be writing, may take; None for the process
-            group's, and for 60 s where all ranks wait for each other, and not for the same.
+        keep: number of checkpoints to keep, with this one: older ones in the same folder are removed if their
+            names differ only in the number at their end ("step-5", "step-10"). None removes none.
+        process_group: the ranks that save; None for the optimizer's, with all replicas, or the default group.
+        timeout: seconds that a wait for another rank may take; None for the process group's, and for 60 s
+            where all ranks wait for each other, and not for the same.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write: a full disk, a read-only folder, another
-            save to the same folder. Also if an earlier `save_async`, which is waited for, has failed and
-            nobody has seen its error.
+        CheckpointError: on every rank, if any could not write (a full disk, another save to the folder), or
+            an earlier `save_async` failed and nobody has seen its error.
         RankMismatchError: the arguments differ between ranks.
-        TypeError, ValueError: on every rank, if on any rank an argument is wrong, or a value neither a tensor
-            nor plain.
+        TypeError, ValueError: on every rank, if an argument is wrong, or a value neither tensor nor plain.
     """
     objects = model, optimizer, scheduler, scaler
     with _agreed("save()", path, objects, extra, keep, process_group, timeout) as agreed:
@@ -106,13 +100,10 @@ def save_async(  # noqa: PLR0913 - keyword-only
 ) -> "PendingSave":
     """Save a checkpoint in the background; all ranks call, with the arguments of `save`.
 
-    Returns when this rank's part is copied into CPU memory, until it is written; from an accelerator by way
-    of some 32 MiB of pinned memory, which PyTorch keeps. Only one save runs at a time: the next one waits for
-    it, and raises its error if nobody has waited for it.
-
-    Returns:
-        The running save. Wait for it before the process group is destroyed. An error that nobody has waited
-        for is logged when the process ends.
+    Returns when this rank's part is copied into CPU memory; from an accelerator by way of some 32 MiB of
+    pinned memory, which PyTorch keeps. Only one save runs at a time: the next one waits for it, and raises
+    its error if nobody has waited for it. Wait for the save before the process group is destroyed. An error
+    that nobody has waited for is logged when the process ends.
 
     Raises:
         RankMismatchError, TypeError, ValueError: as `save` does.
@@ -239,8 +230,6 @@ def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Save:
-    """What this rank writes, and where."""
-
     members: Members
     folder: Path
     part: RankContent

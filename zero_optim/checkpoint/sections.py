@@ -1,8 +1,4 @@
-"""What any checkpoint holds, ours or of another library: packed values, and tensors that are read one by one.
-
-Other libraries keep nested dicts: a model's state dict, an optimizer's, and more. `source_of` packs such
-sections as `save` does, `sections_of` unpacks them.
-"""
+"""What any checkpoint holds, ours or of another library: packed values, and tensors read one by one."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -75,19 +71,6 @@ class Placeholders:
         return self._readers[id(tensor)][1]() if tensor.is_meta else tensor
 
 
-# ---------------------------------------------------------------------- from a checkpoint of any kind
-
-
-def of_checkpoint(folder: Path) -> Source:
-    """Open one of `save`."""
-    reader = CheckpointReader(folder.absolute())
-    if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
-        raise StateMismatchError(
-            f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
-        )
-    return of_reader(reader)
-
-
 def of_reader(reader: CheckpointReader) -> Source:
     """Take a checkpoint of `save` that is open."""
     boxes = {key: box_of(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
@@ -99,9 +82,8 @@ def of_file(path: Path, names: Sequence[str] | None = None) -> Source:
     try:
         sections = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # pickle and torch raise anything for other files
-        raise ValueError(
-            f"{path} is no file of torch.save that holds tensors and plain values only: {error}"
-        ) from error
+        what = "no file of torch.save that holds tensors and plain values only"
+        raise ValueError(f"{path} is {what}: {error}") from error
     return source_of(sections, path, names)
 
 
@@ -111,10 +93,7 @@ def source_of(
     names: Sequence[str] | None = None,  # of the optimizer's parameters, in its order
     placeholders: Placeholders | None = None,
 ) -> Source:
-    """Pack what another library saved: a model's state dict, an optimizer's, or sections with both and more.
-
-    Sections of other names become ``extra``. ValueError if there is neither a model nor an optimizer.
-    """
+    """Pack another library's state dict or sections, unknown ones as ``extra``; ValueError if neither."""
     content, parts = RankContent(), _parts(sections)
     if isinstance(parts.get(MODEL), Mapping):
         content.add(MODEL, dict(parts.pop(MODEL)))
@@ -163,10 +142,7 @@ def _alias(name: Any) -> Any:  # noqa: ANN401 - a key of any dict
 
 
 def _nested(optimizer: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Undo ``flatten_optimizer_state_dict`` of PyTorch: ``state.NAME.KEY`` and ``param_groups.NAME.OPTION``.
-
-    Parameters with equal options make a group, as the file does not say more.
-    """
+    """Undo ``flatten_optimizer_state_dict`` of PyTorch; parameters with equal options make a group."""
     options = dict[str, dict[str, Any]]()
     for key, value in optimizer.items():
         if isinstance(key, str) and key.startswith("param_groups."):
@@ -207,9 +183,8 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
             own, named = [positional(number, place) for place in range(len(keys))], False
         known.update(zip(keys, own, strict=True))
         groups.append((own, {k: v for k, v in group.items() if k not in PARAM_KEYS}))
-    twice = [
-        name for name, count in Counter(chain.from_iterable(own for own, _ in groups)).items() if count > 1
-    ]
+    every = Counter(chain.from_iterable(own for own, _ in groups))
+    twice = [name for name, count in every.items() if count > 1]
     if twice:
         raise ValueError(f"several of the optimizer's parameters have the name {twice[0]}")
     packed = content.packed_groups(groups)
@@ -222,15 +197,8 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
     content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}
 
 
-# ---------------------------------------------------------------------- to dicts of other libraries
-
-
 def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_name: bool) -> dict[str, Any]:
-    """Unpack all sections; ``get`` returns the tensor of a key with given strides.
-
-    The optimizer's state is by index, as ``torch.optim`` has it, or by parameter name; StateMismatchError
-    if it has no names.
-    """
+    """Unpack all sections with the tensors of ``get``; StateMismatchError by name without names."""
     sections, random = dict[str, Any](), dict[str, Any]()
     if MODEL in values:
         sections[MODEL] = {name: unpack(part, get) for name, part in model_parts(values).items()}

@@ -13,6 +13,7 @@ from zero_optim.comm.encoding import Nested, decode, encode, parts_of
 Json = Any  # whatever json reads and writes
 _Path = tuple[object, ...]
 _DICTS = ("dict", "ordered", "counter")
+_READERS: Any = {"float": float, "bytes": bytes.fromhex, "dtype": dtype_named, "device": torch.device}
 
 
 def key_of(*parts: object) -> str:
@@ -43,10 +44,7 @@ def _mapped(
 
 
 def pack(key: str, value: object) -> tuple[Json, dict[str, Tensor]]:
-    """Split a nested value into JSON and tensors by key, with one key for tensors of the same memory.
-
-    TypeError if something in it is neither a tensor nor plain.
-    """
+    """Split a nested value into JSON and tensors by key, one for the same memory; TypeError if not plain."""
     skeleton, tensors = encode(value, key)
     source, key_at, parts = iter(tensors), dict[_Path, str](), dict[str, Tensor]()
 
@@ -118,10 +116,4 @@ def plain_value(value: Json) -> Any:  # noqa: ANN401 - whatever was spelled
     ((kind, body),) = value.items()
     if kind == "complex":
         return complex(*map(plain_value, body))
-    readers: dict[str, Callable[[str], Any]] = {
-        "float": float,
-        "bytes": bytes.fromhex,
-        "dtype": dtype_named,
-        "device": torch.device,
-    }
-    return readers[kind](body)
+    return _READERS[kind](body)

@@ -2,8 +2,7 @@
 
 Note [Who consolidates]
     Frameworks ask for ``optimizer.state_dict()`` on rank 0 alone (Trainer) or on every rank (Accelerate). One
-    rank's part would load into a plain optimizer, which silently lacks the rest; a collective would wait for
-    ever where rank 0 alone calls. So ``state_dict()`` raises, as everywhere, and each adapter consolidates
-    where its framework has all ranks save. The files hold the whole state in the format of ``torch.optim``:
-    they load on any number of ranks, and without this library.
+    rank's part would silently lack the rest, and a collective could wait for ever. So ``state_dict()``
+    raises, and each adapter consolidates where its framework has all ranks save. The files are in the format
+    of ``torch.optim``.
 """

@@ -1,7 +1,4 @@
-"""Accelerate: an ``Accelerator`` for each stage of ZeRO.
-
-The optimizer given to ``prepare`` is a `ZeroRedundancyOptimizer`; the rest of a script stays as it is.
-"""
+"""Accelerate: an ``Accelerator`` for each stage of ZeRO; the rest of a script stays as it is."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

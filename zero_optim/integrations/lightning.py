@@ -1,8 +1,4 @@
-"""Lightning: the strategies ``zero1``, ``zero2`` and ``zero3``, registered when this module is imported.
-
-``configure_optimizers`` returns a `ZeroRedundancyOptimizer`; module and trainer stay as they are otherwise.
-For the package ``lightning.pytorch``; `zero_optim.integrations.pytorch_lightning` is for the other one.
-"""
+"""Lightning's strategies ``zero1``, ``zero2``, ``zero3`` for ``lightning.pytorch``, registered on import."""
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 

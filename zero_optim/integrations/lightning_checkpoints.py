@@ -18,10 +18,10 @@ _Strategy: Any = object  # that of Lightning comes behind the mixin
 
 
 class SavesSharded(_Strategy):
-    """Saves and loads; all ranks call each method.
+    """Saves and loads; all ranks call each method. A folder loads on any number of ranks and at any stage.
 
-    A file has the keys and values of a run with ``DDPStrategy`` and the plain optimizer, and either loads the
-    other's. A folder loads on any number of ranks and at any stage.
+    A file has the keys and values of a run with ``DDPStrategy`` and the plain optimizer; either loads the
+    other's.
     """
 
     sharded_checkpoints: bool

@@ -15,11 +15,10 @@ class ZeroMixin(SavesSharded):
     """Train at a stage of ZeRO: ``Trainer(strategy="zero2")`` is ``Trainer(strategy=ZeroStrategy(2))``.
 
     Args:
-        stage: 1 shards the state, below PyTorch's DDP; 2 gradients too; 3 parameters too. Stages 2 and 3 take
-            one optimizer, with all parameters that train.
+        stage: 1 shards the state, below PyTorch's DDP; 2 gradients too; 3 parameters too, with one optimizer.
         wrap: options of the wrapper of stage 2 or 3, such as ``{"units": [Block]}``.
-        sharded_checkpoints: each rank writes what it owns into a folder, see `zero_optim.checkpoint`;
-            otherwise rank 0 writes all into a file. Takes one optimizer. Needed to load a folder.
+        sharded_checkpoints: each rank writes what it owns into a folder, see `zero_optim.checkpoint`; else
+            rank 0 writes a file. Takes one optimizer. Needed to load a folder.
         **options: those of ``DDPStrategy``.
     """
 
@@ -85,8 +84,6 @@ class ZeroMixin(SavesSharded):
 
 
 class _Clips:
-    """Goes before a precision plugin's class."""
-
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         inner(optimizer).clip_grad_norm_(clip_val)
 

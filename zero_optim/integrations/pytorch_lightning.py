@@ -1,8 +1,4 @@
-"""Lightning: the strategies ``zero1``, ``zero2`` and ``zero3``, registered when this module is imported.
-
-``configure_optimizers`` returns a `ZeroRedundancyOptimizer`; module and trainer stay as they are otherwise.
-For the package ``pytorch_lightning``; `zero_optim.integrations.lightning` is for the other one.
-"""
+"""The strategies ``zero1``, ``zero2`` and ``zero3`` of ``pytorch_lightning``, registered on import."""
 
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 

@@ -41,10 +41,7 @@ def consolidate(optimizer: Any, *, everywhere: bool) -> None:
 
 
 def whole_state(model: nn.Module, *, everywhere: bool) -> dict[str, Any] | None:
-    """Collect the state of a model at stage 3 on rank 0, or on all ranks; all call. Empty elsewhere.
-
-    None if nothing is sharded. With several sharded parts all ranks have it.
-    """
+    """Collect a stage-3 model's state on rank 0 or all, else empty; all call. None if not sharded."""
     parts = sharded_parts(model)
     if not parts:
         return None
@@ -80,9 +77,6 @@ def wrapped(
 
 
 def names_alone(model: nn.Module) -> AbstractContextManager[object]:
-    """Have ``state_dict()`` of modules show names, not values of stage 3, and not communicate.
-
-    PEFT asks for the names of each module that trains beside adapters, on the one rank that saves.
-    """
+    """Have ``state_dict()`` show names, not values of stage 3, without communication, for PEFT."""
     units = units_of(model)
     return nullcontext() if units is None else left_freed(units.buckets)

@@ -16,11 +16,7 @@ def wrap_parts(
     *,
     one_each: bool,
 ) -> list[nn.Module]:
-    """Wrap the modules of each optimizer by themselves; all ranks call. Keep the wrappers.
-
-    ValueError if modules have parameters of two optimizers; or, with ``one_each`` (stage 3), if an optimizer
-    has two modules.
-    """
+    """Wrap the modules of each optimizer by themselves; all ranks call, and keep the wrappers."""
     parts = [_parts(module, set(optimizer.pieces())) for optimizer in optimizers]
     held = [param for some in parts for part in some for param in part.parameters() if param.requires_grad]
     trained = {param for param in module.parameters() if param.requires_grad}
@@ -33,7 +29,6 @@ def wrap_parts(
 
 
 def _parts(module: nn.Module, params: set[Tensor]) -> list[nn.Module]:
-    """List the outermost modules inside of one that train these parameters and no others."""
     parts = []
     for child in module.children():
         trained = {param for param in child.parameters() if param.requires_grad}

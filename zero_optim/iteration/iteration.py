@@ -68,7 +68,7 @@ class Iteration:
         core, in_join = self._core, self.joins.under_way
         shared = SharedCall(core.group, closure, partial(core.check_unreduced, in_join=in_join))
         is_ready = self._overlap is not None or in_join or core.sharding.has_cuts
-        if not is_ready and core.owned.takes_closures:
+        if not is_ready and core.owned.leaves.takes_closures:
             return None, shared, None
         try:
             with torch.enable_grad():  # the gradients are needed before the class's own step begins

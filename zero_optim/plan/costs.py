@@ -20,10 +20,7 @@ def numel_cost(param: Tensor) -> float:
 
 
 def matmul_cost(param: Tensor) -> float:
-    """Return the cost of orthogonalizing a matrix by Newton-Schulz iterations, as Muon does.
-
-    An iteration on an m x n matrix (m <= n) takes 4 m^2 n + 2 m^3 operations. Vectors cost `numel_cost`.
-    """
+    """Return the cost of a step of Muon: an iteration on m x n (m <= n) takes 4 m^2 n + 2 m^3 operations."""
     if param.dim() < 2 or param.numel() == 0:
         return numel_cost(param)
     short, long = sorted((param.shape[0], param.numel() // param.shape[0]))

@@ -7,11 +7,10 @@ Cuts lie between rows of dimension 0, at aligned addresses, where kernels run as
 
 Note [Even twice]
     Ranks wait for a bucket's fullest row, and for the rank that owns most of the model. Owners are chosen
-    bucket by bucket if the model stays about as even as possible, else for the whole model.
-    An uneven bucket whose parameters may be cut gets equal rows, assigned last to the least loaded ranks.
+    bucket by bucket if the model stays about as even as possible, else for the whole model. An uneven bucket
+    whose parameters may be cut gets equal rows, assigned last to the least loaded ranks.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,10 +37,7 @@ GAIN = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The numbers of one plan by parameter index, ``alignments`` (elements) by bucket.
-
-    ``steps``: elements between possible cuts, 0 for none.
-    """
+    """The numbers of one plan by parameter index; ``steps``: elements between possible cuts, 0 for none."""
 
     numels: Sequence[int]
     item_nbytes: Sequence[int]
@@ -62,10 +58,7 @@ class Planned:
 
 
 def choose_rows(planned: Planned, loads: Sequence[float], *, even_buckets: bool = True) -> list[Layout]:
-    """Return every bucket's layout, from each rank's load: Note [Even twice].
-
-    Without ``even_buckets`` only the model is even.
-    """
+    """Return every bucket's layout, from each rank's load: Note [Even twice]; or with only the model even."""
     cut = _cut_rows(planned, len(loads))
     owners, fullest = _choose(planned, cut, loads, by_bucket=even_buckets)
     if even_buckets and fullest > TOLERATED * (sum(loads) + sum(planned.costs)) / len(loads):
@@ -140,16 +133,8 @@ def min_row_nbytes(nbytes: int) -> int:
     return max(MIN_ROW_NBYTES, nbytes // MAX_ROWS)
 
 
-def cut_step(numel: int, num_rows: int, alignment: int) -> int:
-    """Return the elements between possible cuts: whole rows, aligned."""
-    return math.lcm(numel // num_rows, alignment)
-
-
 def _even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:
-    """Return the ascending end offsets of a bucket's rows, at most ``count``, in elements.
-
-    A row exceeds the mean by at most one step and one padding.
-    """
+    """Return the ends of a bucket's rows, at most ``count``, over the mean by at most a step and padding."""
     *offsets, total = aligned_offsets(numels, alignment)
     ends = [total]
     for number in range(count - 1, 0, -1):

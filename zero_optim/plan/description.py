@@ -1,8 +1,4 @@
-"""Texts that ranks compare, equal exactly if the described values count as equal.
-
-They have no address, hash, path or device number. Plain values, tensors and containers count by value, the
-user's functions by code and bound values, library code by name, others by type, global variables not at all.
-"""
+"""Texts that ranks compare: values by value, functions by code, library code by name, others by type."""
 
 import functools
 import hashlib
@@ -39,8 +35,6 @@ def describe_hook(hook: object, state: object) -> list[str]:
 
 
 class _Describer:
-    """One walk through a value; it stops at cycles."""
-
     def __init__(self, bound: bool) -> None:
         self._bound = bound
         self._open: list[object] = []
@@ -89,8 +83,6 @@ class _Describer:
             return f"{kind}{{{', '.join(sorted(map(self.describe, value)))}}}"
         inside = ", ".join(map(self.describe, value))
         return f"{kind}[{inside}]" if isinstance(value, list) else f"{kind}({inside})"
-
-    # ------------------------------------------------------------------ functions and classes
 
     def _partial(self, value: "functools.partial[Any]") -> str:
         arguments = [*map(self._bound_value, value.args)]

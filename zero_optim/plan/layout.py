@@ -55,11 +55,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The rows of one bucket; ValueError with the place if they are inconsistent.
-
-    Extents hold every element once, inside their rows, which adjoin by rising rank. A parameter's extents
-    adjoin, at most one for a rank. A row has at most one header space.
-    """
+    """The rows of one bucket, by rising rank, with every element once; ValueError with the place if not."""
 
     numels: tuple[int, ...]
     rows: tuple[Row, ...]
@@ -97,10 +93,8 @@ class Layout:
 
     def offsets(self) -> list[int]:
         """Return each parameter's offset in the flat tensor."""
-        first: dict[int, int] = {}  # the extents of a cut parameter follow each other
-        for row in self.rows:
-            for extent in row.extents:
-                first.setdefault(extent.param, extent.offset)
+        # The first extent of a cut parameter comes last here.
+        first = {extent.param: extent.offset for row in self.rows[::-1] for extent in row.extents[::-1]}
         return [first[param] for param in range(len(self.numels))]
 
     def pieces(self, shapes: Sequence[Sequence[int]]) -> list[Pieces]:

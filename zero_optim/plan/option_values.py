@@ -1,8 +1,4 @@
-"""Group options as plain values, which ranks compare at each step.
-
-Numbers within a relative 1e-6 are equal. Of accelerator tensors, large or trained ones, and other objects
-only the type counts.
-"""
+"""Group options as plain values, which ranks compare at each step; numbers within 1e-6 are equal."""
 
 import hashlib
 import math
@@ -43,7 +39,11 @@ def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a
         except (TypeError, ValueError, RuntimeError):  # other ranks wait: nothing may raise here
             return _kind_of(value)
     if isinstance(value, Tensor):
-        return _plain_tensor(value)
+        is_read = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+        is_here = value.device.type == "cpu" and not is_asynchronous(value.device)
+        if is_read and is_here and value.numel() <= _READ_NUMEL:
+            return plain(value.tolist())
+        return f"{_kind_of(value)} of {tuple(value.shape)}"
     if isinstance(value, list | tuple) and len(value) <= _READ_NUMEL and depth < _DEPTH:
         return [plain(item, depth + 1) for item in value]
     if isinstance(value, Mapping) and len(value) <= _READ_NUMEL and depth < _DEPTH:
@@ -56,14 +56,6 @@ def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a
 
 def _kind_of(value: object) -> str:
     return f"a {type(value).__qualname__}"
-
-
-def _plain_tensor(value: Tensor) -> Plain:
-    is_read = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
-    is_here = value.device.type == "cpu" and not is_asynchronous(value.device)
-    if is_read and is_here and value.numel() <= _READ_NUMEL:
-        return plain(value.tolist())
-    return f"{_kind_of(value)} of {tuple(value.shape)}"
 
 
 def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
@@ -120,7 +112,11 @@ class OptionValues:
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
         """Store all groups' options; the digest ignores ``left_out`` ones."""
-        if self._left_out == left_out and self._are_those(groups):
+        is_known = self._left_out == left_out and len(groups) == len(self._options) != 0
+        if is_known and all(  # the keys and the very values that were seen last
+            group.keys() == former.keys() and all(map(is_, group.values(), map(former.__getitem__, group)))
+            for group, former in zip(groups, self._options, strict=True)
+        ):
             return
         before = self._groups
         if len(groups) != len(before) or self._left_out != left_out:
@@ -134,13 +130,6 @@ class OptionValues:
         self.by_group = [{name: entry.plain for name, entry in group.items()} for group in self._groups]
         texts = ["\0".join([group[name].text for name in sorted(group)]) for group in self._groups]
         self.digest = hashlib.blake2b("\1".join(texts).encode(), digest_size=DIGEST_NBYTES).digest()
-
-    def _are_those(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether the groups have the keys and the very values that `follow` saw last."""
-        return len(groups) == len(self._options) != 0 and all(
-            group.keys() == former.keys() and all(map(is_, group.values(), map(former.__getitem__, group)))
-            for group, former in zip(groups, self._options, strict=True)
-        )
 
 
 def _entries_of(

@@ -1,7 +1,4 @@
-"""Greedy balanced assignment of owners, and of parameters to buckets. Pure arithmetic, no torch.
-
-Each rank computes it, so nothing depends on hashing, floating-point order or the rank.
-"""
+"""Greedy balanced assignment of owners, and of parameters to buckets, equal on every rank. No torch."""
 
 import heapq
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,10 +9,8 @@ def assign_owners(
 ) -> list[list[int]]:
     """Return an owner for every item, so that the ranks' total costs are nearly equal.
 
-    A later group changes no earlier owner. In a group the costliest item goes first, to the least loaded rank
-    (longest-processing-time rule, Graham, "Bounds on multiprocessing timing anomalies", 1969). For one group
-    the fullest rank holds at most 4/3 of the best possible. Ties go to the lower index or rank. ``loads`` are
-    what ranks own already. ValueError unless costs are finite and >= 0.
+    In each group the costliest goes first, to the least load (Graham, 1969): at most 4/3 of the best
+    possible.
     """
     if num_ranks < 1:
         raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")
@@ -46,11 +41,7 @@ class RankLoads:
         heapq.heappush(self._heap, (load, rank))
 
     def assign(self, costs: Sequence[float], nbytes: Sequence[int] | None = None) -> list[int]:
-        """Return an owner for each item, and add the costs to the loads.
-
-        The costliest goes first, to the least loaded rank. With ``nbytes`` of a bucket's parameters the
-        largest goes first, to the rank with the fewest bytes of the bucket, then the least load.
-        """
+        """Return an owner for each item and add the costs; the costliest goes first, or the largest."""
         for index, cost in enumerate(costs):
             if not 0 <= cost < float("inf"):
                 raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
@@ -89,11 +80,10 @@ def assign_buckets(
     *,
     overflow: bool = False,
 ) -> list[list[int]]:
-    """Fill buckets with neighbouring parameters of equal key; return the parameter indices of each.
+    """Fill buckets with neighbouring parameters of equal key, by default last first; return the indices.
 
-    ``cap_nbytes`` limits buckets of several parameters; a list has caps for the first, second, … bucket of a
-    key. ``order`` is by default the last first. ``overflow`` includes the parameter that reaches the cap, as
-    PyTorch's reducer does. Incomplete buckets come last. ValueError for a cap below 1.
+    A list of caps is for the first, second, … bucket of a key. ``overflow`` includes the parameter that
+    reaches the cap.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:

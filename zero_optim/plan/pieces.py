@@ -6,10 +6,7 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Rows ``[start, stop)`` of a parameter's dimension 0 that ``owner`` owns; a scalar has one row.
-
-    A parameter's pieces adjoin by rising owner, one for each.
-    """
+    """Rows ``[start, stop)`` of dimension 0 that ``owner`` owns; pieces adjoin by rising owner."""
 
     owner: int
     start: int

@@ -6,6 +6,7 @@ Note [Order of gathers]
     each layer.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from zero_optim.plan.cuts import Planned, choose_rows, cut_step
+from zero_optim.plan.cuts import Planned, choose_rows
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.partition import assign_buckets
@@ -74,12 +75,7 @@ def make_plan(
     units: Sequence[int | None] | None = None,
     used: Sequence[torch.dtype] | None = None,
 ) -> Plan:
-    """Plan buckets, owners and cuts. No communication.
-
-    ``loads``: costs that ranks own already. ``bears_cuts``: which parameters may be cut; None balances only
-    the model. A bucket never mixes ``units``, and ``cap_nbytes`` does not limit theirs. ``used``: compute
-    dtypes, equal in a bucket, for the alignment.
-    """
+    """Plan buckets, which never mix ``units``, and owners; without ``bears_cuts`` only the model is even."""
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
     units = units or [None] * len(params)
@@ -108,12 +104,11 @@ def make_plan(
     plans = [BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     needed = [place / len(group) for group in groups for place in range(len(group))]
     plans.sort(key=lambda plan: min(needed[index] for index in plan.params))
-    pieces: list[Pieces] = [()] * len(params)
+    pieces: dict[int, Pieces] = {}
     for plan in plans:
         of_bucket = plan.layout.pieces([params[index].shape for index in plan.params])
-        for index, of_param in zip(plan.params, of_bucket, strict=True):
-            pieces[index] = of_param
-    return Plan(every_cost, tuple(pieces), tuple(plans))
+        pieces.update(zip(plan.params, of_bucket, strict=True))
+    return Plan(every_cost, tuple(pieces[index] for index in range(len(params))), tuple(plans))
 
 
 def alignment_of(param: Tensor) -> int:
@@ -123,21 +118,19 @@ def alignment_of(param: Tensor) -> int:
 
 
 def _cut_step(param: Tensor, alignment: int) -> int:
+    """Return the elements between possible cuts, whole rows at aligned addresses; 0 for none."""
     numel = param.numel()
     if param.dim() == 0 or param.shape[0] < 2 or numel == 0:
         return 0
     if dense_strides(param)[0] != numel // param.shape[0]:
         return 0  # dimension 0 is not outermost, so a row is no contiguous memory
-    step = cut_step(numel, param.shape[0], alignment)
+    step = math.lcm(numel // param.shape[0], alignment)
     return step if step < numel else 0
 
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
     """Number devices by first use, so that ranks' cuda:0 and cuda:1 are equal."""
-    slots: dict[torch.device, int] = {}
-    for param in params:
-        slots.setdefault(param.device, len(slots))
-    return slots
+    return {device: slot for slot, device in enumerate(dict.fromkeys(param.device for param in params))}
 
 
 def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
@@ -153,10 +146,8 @@ def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
 
 def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
     """Describe each parameter's owners; if only they differ, cost functions do."""
-    return [
-        f"{name} {owned_by_text(pieces)}"
-        for name, pieces in zip(param_names(groups), plan.pieces, strict=True)
-    ]
+    named = zip(param_names(groups), plan.pieces, strict=True)
+    return [f"{name} {owned_by_text(pieces)}" for name, pieces in named]
 
 
 def describe_costs(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:

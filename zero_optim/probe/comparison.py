@@ -1,12 +1,11 @@
 """Compares trials of an optimizer class bit for bit, and describes differences.
 
 Note [Idle entries]
-    A class may write down what it has: the elements of a group, a step count in the state of the first
-    parameter, a rate, a cache. Then trials end with other entries, though parameters are equal. Such an entry
-    is idle if the first trial gives the same bits when it gets the entry of the other before every step; a
-    number also when it is beyond any size, as it may be compared with one. One number in two types is tried
-    in the other type. A class with idle entries is tried for more steps, and saved and resumed in parts.
-    Ranks do not compare idle entries of groups, and save those of rank 0.
+    A class may write down what it has: the elements of a group, a step count, a cache. Then trials end with
+    other entries, though parameters are equal. Such an entry is idle if the first trial gives the same bits
+    when it gets the entry of the other before every step; a number also when it is beyond any size. Such a
+    class is tried for more steps, and saved and resumed in parts. Ranks do not compare idle entries of
+    groups, and save those of rank 0.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,10 +28,7 @@ _ENLARGED = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of a group, or of a parameter's state, that differs at the end of two trials.
-
-    ``number``: of the group, or index of the parameter. Values that are missing are `_ABSENT`.
-    """
+    """An entry of a group, or of the state of parameter ``number``, that differs at the end of two trials."""
 
     in_state: bool
     number: int
@@ -65,10 +61,7 @@ class Entry:
 
 
 def difference(record: TrialRecord, variant: Variant, *, with_state: bool = True) -> str | None:
-    """Repeat a trial with its recorded gradients; return what differs, or None.
-
-    Entries may differ that have no influence: Note [Idle entries].
-    """
+    """Repeat a trial with its recorded gradients; return what differs but idle entries, or None."""
     try:
         run = record.begin(variant)
         entries = []
@@ -94,10 +87,8 @@ def _first_difference(
         for index in run.leaves:
             got, expected = run.bits(index), record.values[step + 1][index]
             if got != expected:
-                a, b = (
-                    torch.frombuffer(bytearray(bits), dtype=record.feed.dtype_of(index)).double().numpy()
-                    for bits in (got, expected)
-                )
+                dtype, both = record.feed.dtype_of(index), map(bytearray, (got, expected))
+                a, b = (torch.frombuffer(bits, dtype=dtype).double().numpy() for bits in both)
                 with np.errstate(all="ignore"):
                     apart = np.nanmax(np.abs(a - b) / np.maximum(np.abs(b), 1e-30), initial=0.0)
                 return (
@@ -123,7 +114,6 @@ def state_difference(record: TrialRecord, run: TrialRun, entries: Sequence[Entry
 
 
 def _different_entries(record: TrialRecord, run: TrialRun, *, with_state: bool) -> list[Entry]:
-    """List the entries of groups that differ, and the numbers in the state of parameters."""
     entries = []
     both = zip(record.run.optimizer.param_groups, run.optimizer.param_groups, strict=True)
     for number, (mine, other) in enumerate(both):
@@ -154,7 +144,6 @@ def _why_used(record: TrialRecord, entries: Sequence[Entry]) -> str | None:
 
 
 def _apart(mine: object, other: object, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any, Any]]:
-    """Iterate over the values in nested dicts that differ, with their keys."""
     if isinstance(mine, dict) and isinstance(other, dict):
         for key in [*mine, *(key for key in other if key not in mine)]:
             yield from _apart(mine.get(key, _ABSENT), other.get(key, _ABSENT), (*keys, key))
@@ -169,10 +158,7 @@ def _number(value: object) -> float | None:
 
 
 def same(whole: Any, *pieces: Any, shape: torch.Size | None = None) -> bool:  # noqa: ANN401
-    """Compare a value with one or several others bit for bit; skip objects of other kinds.
-
-    Of several, tensors of this ``shape`` are the pieces of ``whole``; other values are equal in all of them.
-    """
+    """Compare a value bit for bit with others; several tensors of this ``shape`` are pieces of ``whole``."""
     if isinstance(whole, Tensor):
         is_cut = len(pieces) > 1 and whole.shape == shape
         if is_cut and wraps_tensors(whole):
@@ -203,7 +189,6 @@ def _same_values(a: object, b: object) -> bool:
 
 
 def _same_tensors(a: Tensor, b: Tensor) -> bool:
-    """Compare values, dtype and shape bit for bit; tensor subclasses by their inner tensors."""
     if wraps_tensors(a) or wraps_tensors(b):
         return type(a) is type(b) and a.shape == b.shape and same(_inside(a), _inside(b))
     return to_hashable(a.to_dense() if a.is_sparse else a) == to_hashable(b.to_dense() if b.is_sparse else b)

@@ -1,11 +1,10 @@
 """Probes whether ranks may share the rows of parameters. No communication.
 
 Note [Rows that are cut]
-    Classes of torchao and bitsandbytes keep state in blocks of 256 elements, from 4,096 on, so whether they
-    support a cut depends on the parameter and the row. So a plan's very cuts are tried, in as many steps as
-    rounded state needs to reach the parameter. A smaller weight stands for a large one: its pieces are
-    shorter by multiples of `_BLOCK`, with at least `_ENOUGH` elements unless the real one has fewer.
-    `why_not_cut` shows larger blocks.
+    Classes of torchao and bitsandbytes keep state in blocks of 256 elements, from 4,096 on, so a plan's very
+    cuts are tried, in as many steps as rounded state needs to reach the parameter. A smaller weight stands
+    for a large one: its pieces are shorter by multiples of `_BLOCK`, with at least `_ENOUGH` elements unless
+    the real one has fewer. `why_not_cut` shows larger blocks.
 """
 
 import math
@@ -21,8 +20,8 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.probe.comparison import difference
-from zero_optim.probe.feeds import Feed, Shape
-from zero_optim.probe.probe import LARGE, STEPS_OF_LARGE, trial_of
+from zero_optim.probe.feeds import LARGE, STEPS_OF_LARGE, Feed, Shape
+from zero_optim.probe.probe import trial_of
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.trials import (
     Cut,
@@ -61,14 +60,11 @@ def why_not_cut(
     groups: Sequence[Mapping[str, Any]] = (),
     dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Return why ranks cannot share the rows of parameters; None if they can.
+    """Return why ranks cannot share the rows of parameters; None if they can. Takes 5 to 40 ms; cached.
 
-    Rows stepped as parameters must have the bits of the whole, and so must their state: an entry has the
-    parameter's shape and is cut with it, or is equal for all rows. Zero numbers are also tried with another
-    value, as options may change. `why_rows_not_cut` tries a plan's very rows.
-
-    Takes 5 to 40 ms beyond `probe`; cached. ``dtype``: of what is stepped on the CPU, else float32:
-    accelerators' kernels compute elements alike wherever a tensor ends, as ``make gpu`` tests.
+    Rows stepped as parameters, and their state, must have the bits of the whole, also with other numbers. On
+    accelerators ``dtype`` is float32: kernels compute elements alike wherever a tensor ends, as ``make gpu``
+    tests.
     """
     if dtype.itemsize < (8 if dtype.is_complex else 4):  # too few elements show it for a trial to rely on
         return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"
@@ -146,20 +142,13 @@ def _why_not_joined(whole: TrialRecord, variant: Variant) -> str | None:
     return difference(whole, variant)
 
 
-# ---------------------------------------------------------------------- the rows of a plan
-
-
 def why_rows_not_cut(
     optimizer_class: Callable[..., Optimizer],
     options: Mapping[str, Any],
     group: Mapping[str, Any],
     cut: CutRows,
 ) -> str | None:
-    """Return why ranks cannot share rows of a parameter; None if they can. See Note [Rows that are cut].
-
-    For cuts that `why_not_cut` allows. Takes some ms for each kind of pieces, 10 ms for parameters of 2^18
-    elements; cached. ``group``: the options of the parameter's group.
-    """
+    """Return why ranks cannot share a plan's very rows: Note [Rows that are cut]; cached."""
     subject = OptimizerUnderTest.of(optimizer_class, options, [group])
     for shape, sizes in like_rows(cut.shape, cut.ends):
         reason = _try_rows(subject, cut.dtype, shape, sizes)
@@ -169,10 +158,7 @@ def why_rows_not_cut(
 
 
 def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int, ...]]]:
-    """Return stand-ins for a parameter's pieces: shapes, and each piece's rows.
-
-    A small parameter stands for itself. Each piece of a large one is tried between its neighbours.
-    """
+    """Return stand-ins for a parameter's pieces, each beside its neighbours: shapes, and rows of each."""
     bounds = (0, *ends, shape[0])
     if math.prod(shape) <= _SMALL:
         return [(tuple(shape), tuple(stop - start for start, stop in pairwise(bounds)))]

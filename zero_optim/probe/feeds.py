@@ -1,11 +1,10 @@
 """The parameters and gradients of trials.
 
 Note [Gradients that trigger]
-    Some optimizers couple parameters only under a condition. So gradients meet all known ones: a huge
-    constant gradient (SWATS switches a group to SGD when two estimates agree), a norm above any clipping
-    threshold, gradients orthogonal to the weights (AdamP and SGDP project), tiny, zero and missing ones,
-    changing signs, zero weights (LARS does not scale them), and more steps than RAdam's warm-up and Ranger's
-    look-ahead need.
+    Some optimizers couple parameters only under a condition. So there are a huge constant gradient (SWATS
+    switches to SGD when two estimates agree), a norm above any clipping threshold, gradients orthogonal to
+    the weights (AdamP, SGDP), tiny, zero and missing ones, changing signs, zero weights (LARS does not scale
+    them), and more steps than RAdam's warm-up and Ranger's look-ahead need.
 """
 
 import math
@@ -16,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from zero_optim.plan.plan import ALIGNMENT_NBYTES
 from zero_optim.probe.subject import OptimizerUnderTest
 
 Shape: TypeAlias = tuple[int, ...]
@@ -24,8 +24,10 @@ Shape: TypeAlias = tuple[int, ...]
 _HUGE = 1e4
 # (parameter, step) without a gradient: one, a whole group, and that with the huge gradient.
 _GAPS = frozenset({(1, 3), (1, 5), (3, 5), (5, 5), (0, 6)})
-# In cuts by rows, pieces start at multiples of so many bytes, as in a plan.
-ALIGNMENT_NBYTES = 64
+# Some classes factor or quantize state from some size on: 128 rows, or 4096 elements that fill blocks. What
+# they rounded shows from the second step on.
+LARGE = (256, 176)
+STEPS_OF_LARGE = 3
 
 
 @dataclass(frozen=True, slots=True)

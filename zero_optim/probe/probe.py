@@ -1,8 +1,4 @@
-"""Probes what an optimizer class tolerates. No communication.
-
-Sharding must not change the algorithm. So `probe` runs the class on small tensors (`trials`) and allows only
-what gives equal bits.
-"""
+"""Probes what an optimizer class tolerates: runs it on small tensors and allows what gives equal bits."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.probe.comparison import difference, state_difference
-from zero_optim.probe.feeds import Feed
+from zero_optim.probe.feeds import LARGE, STEPS_OF_LARGE, Feed
 from zero_optim.probe.saved import why_not_saved
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.traits import NEEDS_CLOSURE, NEEDS_SECOND_ORDER, Traits
@@ -49,10 +45,6 @@ _FEEDS = (
     Feed(_MIXED, num_groups=1),
     Feed(_MATRICES, num_groups=1),
 )
-# Some classes factor or quantize state from some size on: 128 rows, or 4096 elements that fill blocks. What
-# they rounded shows from the second step on.
-LARGE = (256, 176)
-STEPS_OF_LARGE = 3
 # Of classes with idle entries, which may begin to count later.
 _MANY_STEPS = 64
 # Enough for the same, if several are stepped apart.
@@ -69,13 +61,7 @@ def probe(
     options: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> Traits:
-    """Probe a class with some options: 10 to 40 ms, or seconds if it has idle entries; cached.
-
-    No side effects or random numbers. Ranks with equal arguments get equal answers. ``optimizer_class``: a
-    class or a function that builds an optimizer from groups and ``options``. Tensors are copied to the CPU,
-    ``lr=0`` becomes a small rate, and ``capturable``, ``fused``, ``differentiable`` are off if the CPU lacks
-    them. ``groups``: each group's own options.
-    """
+    """Probe a class with some options: 10 to 40 ms, or seconds with idle entries; cached. No side effects."""
     return trial_of(OptimizerUnderTest.of(optimizer_class, options, groups)).traits
 
 
@@ -85,11 +71,7 @@ def state_entries(
     num_dims: int,
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, bool]:
-    """Return whether each state entry of parameters with so many dimensions has their shape.
-
-    Steps a temporary optimizer for two sizes, with each group's options. Empty if the class cannot be tried.
-    A vector is long only if the size makes a difference: Shampoo squares the length, which takes a minute.
-    """
+    """Return whether each state entry of parameters with so many dimensions has their shape; or nothing."""
     if not 0 < num_dims <= len(_SIZES):
         return {}
     subject = OptimizerUnderTest.of(optimizer_class, options, groups)
@@ -119,10 +101,7 @@ def why_dtypes_couple(
     groups: Sequence[Mapping[str, Any]],
     dtypes: Collection[torch.dtype],
 ) -> str | None:
-    """Return why a group cannot have parameters of several dtypes; None if it can.
-
-    Adafactor of PyTorch, say, takes its ``eps`` from the dtype of a step's first parameter. Cached.
-    """
+    """Return why a group cannot mix dtypes, or None: Adafactor takes ``eps`` from its first parameter."""
     subject = OptimizerUnderTest.of(optimizer_class, options, groups)
     return _try_dtypes(subject, tuple(sorted(dtypes, key=str)))
 
@@ -255,9 +234,6 @@ def _moves_frozen(trial: TrialRecord) -> bool:
         if [run.bits(index) for index in still] != before:
             return True
     return False
-
-
-# ---------------------------------------------------------------------- classes that accept no feed
 
 
 def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:

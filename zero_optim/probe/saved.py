@@ -1,11 +1,9 @@
 """Whether an optimizer class's state can be saved and resumed, by trial. No communication.
 
 Note [Beside the state]
-    A class with a ``state_dict`` of its own may add entries beside ``state`` and ``param_groups``, such as
-    the step of a warm-up. They travel as a global entry of the state, `BESIDE`, and its ``load_state_dict``
-    gets them back. A trial shows whether that is all it needs: an optimizer built anew, which loads the raw
-    state, the groups and these entries, must go on with equal bits, and the entries must not depend on the
-    parameters that a rank owns.
+    A class with a ``state_dict`` of its own may add entries beside ``state`` and ``param_groups``. They
+    travel as a global entry of the state, `BESIDE`. An optimizer built anew, which loads them, must go on
+    with equal bits, and they must not depend on the parameters that a rank owns.
 """
 
 from collections.abc import Mapping
@@ -13,14 +11,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zero_optim.comm.encoding import Nested, allow_objects, decode, encode, holds_objects
+from zero_optim.comm.encoding import allow_objects, decode, encode, holds_objects
 from zero_optim.errors import message_of
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.probe.comparison import same
+from zero_optim.probe.feeds import LARGE
 from zero_optim.probe.trials import TrialRecord, TrialRun, Variant, first_line_of, record, recorded, start
 
 BESIDE = "beside the state"
-_LARGE = (256, 176)
 _SAVED = ("state", "param_groups", "defaults")
 NEVER = "its own state_dict() fails with this PyTorch"
 
@@ -55,7 +53,7 @@ def why_not_saved(trial: TrialRecord) -> str | None:
     optimizer = trial.run.optimizer
     try:
         has_objects = _check_plain(optimizer)
-        large = recorded(trial.subject, trial.feed.of_one(_LARGE, num_steps=2)) if has_objects else None
+        large = recorded(trial.subject, trial.feed.of_one(LARGE, num_steps=2)) if has_objects else None
         if large is not None:  # an object may hold others from some size on
             _check_plain(large.run.optimizer)
     except (TypeError, RecursionError) as error:
@@ -63,18 +61,14 @@ def why_not_saved(trial: TrialRecord) -> str | None:
     except Exception:  # noqa: BLE001 - the user's class may raise anything
         return NEVER
     is_plain = not (has_own_dict(optimizer) or has_objects or trial.idle | trial.retyped)
-    if is_plain and not _keeps_attributes(trial):
-        return None
+    if is_plain:  # unless steps change attributes of the optimizer, in which it may keep state
+        held = [vars(run.optimizer) for run in (trial.begin(), trial.run)]
+        if same(*({key: each[key] for key in each if key not in _SAVED} for each in held)):
+            return None
     try:
         return _why_not_resumed(trial)
     except Exception as error:  # noqa: BLE001
         return f"loaded into a new one, it raises {first_line_of(error)}"
-
-
-def _keeps_attributes(trial: TrialRecord) -> bool:
-    """Whether steps change attributes of the optimizer, in which it may keep state."""
-    built, stepped = (vars(run.optimizer) for run in (trial.begin(), trial.run))
-    return not same(*({key: each[key] for key in each if key not in _SAVED} for each in (built, stepped)))
 
 
 def _check_plain(optimizer: Optimizer) -> bool:
@@ -84,11 +78,6 @@ def _check_plain(optimizer: Optimizer) -> bool:
     allow_objects(parts)
     encode(parts, "its state")
     return holds_objects(parts)
-
-
-def _sent(value: Nested) -> Nested:
-    skeleton, tensors = encode(value, "its state")
-    return decode(skeleton, iter([tensor.clone() for tensor in tensors]))
 
 
 def _why_not_resumed(trial: TrialRecord) -> str | None:
@@ -118,7 +107,8 @@ def _why_not_resumed(trial: TrialRecord) -> str | None:
 def _load(run: TrialRun, saved: TrialRun, state: Mapping[Any, Any]) -> None:
     """Load state by parameter and global entries, and what else a run saves, as they are sent."""
     groups = [options_of(group) for group in saved.optimizer.param_groups]
-    state, groups, beside = _sent([dict(state), groups, beside_of(saved.optimizer)])
+    skeleton, tensors = encode([dict(state), groups, beside_of(saved.optimizer)], "its state")
+    state, groups, beside = decode(skeleton, iter([tensor.clone() for tensor in tensors]))
     place = {index: leaf for index, (leaf,) in run.leaves.items()}
     of_leaves = {place.get(key, key): entries for key, entries in state.items() if entries != {}}
     load_packed(run.optimizer, of_leaves, groups, beside)

@@ -113,12 +113,7 @@ class OptimizerUnderTest:
     def awake(
         self, shape: tuple[int, ...], names: Collection[str] | None
     ) -> "tuple[OptimizerUnderTest, str] | None":
-        """Replace numbers that hide arithmetic; return the changes as text too. None if there are none.
-
-        Adding nothing, or a multiple by a power of two, rounds nothing. So zeros change, and fractions and
-        rates that are powers of two. The class's defaults count too. ``shape``: a parameter that it takes;
-        ``names``: the numbers that may change (None: all).
-        """
+        """Replace zeros and powers of two, which hide rounding, and name the changes; None if none."""
         own = [from_hashable(group) for group in self.groups]
         changes: set[str] = set()
         built = self.build([[torch.zeros(shape, requires_grad=True)] for _ in own]).param_groups
@@ -143,7 +138,9 @@ class OptimizerUnderTest:
 
     def candidates(self) -> "tuple[OptimizerUnderTest, ...]":
         """Return it, and the same without implementation options, which the CPU may lack."""
-        options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
+        every = map(from_hashable, (self.options, *self.groups))
+        off = ({k: False if k in _SWITCHES and v else v for k, v in each.items()} for each in every)
+        options, *groups = map(to_hashable, off)
         plain = replace(self, options=options, groups=tuple(groups))
         return (self,) if plain == self else (self, plain)
 
@@ -173,11 +170,6 @@ def _distinct(groups: Iterable[object]) -> tuple[object, ...]:
             if group not in distinct:
                 distinct.append(group)
         return tuple(distinct)
-
-
-def _without_switches(held: object) -> object:
-    options = from_hashable(held)
-    return to_hashable({key: False if key in _SWITCHES and options[key] else options[key] for key in options})
 
 
 def _awake(options: Mapping[str, Any]) -> ParamGroup:

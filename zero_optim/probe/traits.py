@@ -1,9 +1,4 @@
-"""What an optimizer class tolerates: the result of `probe`, and the error message.
-
-A new trait is a field here, in `answers` and `combined` too, by which ranks agree; a trial in `_traits` of
-`zero_optim.probe.probe`; and the code that asks for it, as `step/built.py` and `step/local.py` do, and
-`explain.py`.
-"""
+"""What an optimizer class tolerates: the result of `probe`, and the error message."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

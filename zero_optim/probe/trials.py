@@ -1,8 +1,4 @@
-"""Trial runs of an optimizer class on a few small tensors.
-
-The first trial steps all parameters together and records gradients and results. A `Variant` of it deals them
-out otherwise (alone, in parts, cut into pieces), and must give the same bits.
-"""
+"""Trial runs of an optimizer class on a few small tensors: one together, and variants with its bits."""
 
 import random
 import warnings
@@ -19,7 +15,8 @@ from torch.optim import Optimizer
 
 from zero_optim.compat import private
 from zero_optim.errors import message_of
-from zero_optim.probe.feeds import ALIGNMENT_NBYTES, Feed, rows_apart
+from zero_optim.plan.plan import ALIGNMENT_NBYTES
+from zero_optim.probe.feeds import Feed, rows_apart
 from zero_optim.probe.subject import OptimizerUnderTest, bits, switch_mode
 
 Gradients: TypeAlias = Mapping[int, Tensor | None]

@@ -33,11 +33,7 @@ def build(
     options: ShardingOptions,
     read_by: torch.nn.Module | None,
 ) -> tuple[Core, Callback | None]:
-    """Plan, agree on the plan with the other ranks, and build; all ranks call.
-
-    ``default`` is for groups without their own class. Forward passes of the model ``read_by``, if any, wait
-    for gathers instead of steps. Returns the parts, and a callback for the optimizer, if any.
-    """
+    """Plan, agree on the plan, and build; all ranks call. Returns the parts, and a callback or None."""
     inputs = PlanInputs(options)
     together = registration_in(params).failing_together
     with together():
@@ -82,15 +78,9 @@ def build(
 
 def new_sharding(inputs: PlanInputs, group: RankGroup, gathers: Gathers | None = None) -> Sharding:
     """Make the owners and buckets, still empty."""
-    options = inputs.options
-    return Sharding(
-        group,
-        options.parameters_as_bucket_view,
-        options.bucket_cap_mb,
-        gathers,
-        options.own_options,
-        store=inputs.store,
-    )
+    of = inputs.options
+    as_view, cap_mb, own_options = of.parameters_as_bucket_view, of.bucket_cap_mb, of.own_options
+    return Sharding(group, as_view, cap_mb, gathers, own_options, store=inputs.store)
 
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
@@ -117,30 +107,25 @@ def new_owned(
 def add_group(core: Core, group: dict[str, Any]) -> None:
     """Add a group; all ranks call, with the same group. If any raises, all do, and nothing is added."""
     core.check_attached()
-    before = len(core.groups)
+    before, inputs, sharding, owned = len(core.groups), core.inputs, core.sharding, core.owned
     try:
-        _plan_and_add(core, group, before)
+        with failing_together(core.group):
+            core.follow_state()
+            GroupReader.behind(core.groups).add_param_group(group)
+            new = core.groups[before:]
+            (group,) = new
+            core.group.check_serves(group)
+            own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
+            own.check_dtypes(new, owned.leaves.stepped_dtype)
+            why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
+        about, why = own.describe(), why_whole if any(own.may_cut) else None
+        plan = sharding.plan(core.groups, own.costs, before, about, why)
+        owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
+        inputs.note(new, own, plan.costs)
+        sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])
     except Exception:
         del core.groups[before:]
         raise
     core.show_state()
     if not core.snapshot.untouched:  # before any step the whole state is known, also with the new group
         core.snapshot.drop()
-
-
-def _plan_and_add(core: Core, group: dict[str, Any], before: int) -> None:
-    inputs, sharding, owned = core.inputs, core.sharding, core.owned
-    with failing_together(core.group):
-        core.follow_state()
-        GroupReader.behind(core.groups).add_param_group(group)
-        new = core.groups[before:]
-        (group,) = new
-        core.group.check_serves(group)
-        own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
-        own.check_dtypes(new, owned.leaves.stepped_dtype)
-        why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
-    about = own.describe()
-    plan = sharding.plan(core.groups, own.costs, before, about, why_whole if any(own.may_cut) else None)
-    owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
-    inputs.note(new, own, plan.costs)
-    sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])

@@ -1,11 +1,9 @@
 """The parts of an optimizer: owners, this rank's state, and the user's view of it.
 
-Nothing here communicates, but `check_unreduced` in rare cases.
-
 Note [Whole state]
-    Before any step, every rank knows the whole state, as the class's constructor makes it. Frameworks ask for
-    a state dict then. After a step or a load, each rank knows only its own part, and `consolidate` brings a
-    snapshot of the whole to some ranks, valid until the next step, load or added group.
+    Before any step every rank knows the whole state, as the class's constructor makes it; frameworks ask
+    then. After a step or a load each rank knows its own part, and `consolidate` brings a snapshot of the
+    whole to some ranks, valid until the next step, load or added group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -29,7 +27,6 @@ from zero_optim.plan.groups import (
 )
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
-from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.moving import CutState, Held, RowMap
@@ -43,14 +40,7 @@ from zero_optim.step.unreduced import UnreducedParams, check_unreduced
 
 
 class Snapshot:
-    """This rank's whole state, if current, and its age: Note [Whole state].
-
-    Attributes:
-        untouched: nothing has changed the state since the optimizer was built.
-        age: the number of changes since: steps, loads and the like, equal on all ranks.
-        steps: calls of step() on this rank, also skipped ones.
-        is_torn: a step broke off half way.
-    """
+    """This rank's whole state, if current: Note [Whole state]. ``age`` is equal on all ranks, not steps."""
 
     def __init__(self, age: int = 0, steps: int = 0) -> None:
         self.untouched = age == 0
@@ -152,24 +142,21 @@ class Core:
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse group options with which a class cannot step cut parameters; may try the class."""
         if self.sharding.has_cuts:
-            self.owned.local.check_cuts(groups, self._cuts_of)
-
-    def _cuts_of(self, group: ParamGroup) -> list[CutRows]:
-        cut = filter(self.sharding.is_cut, group["params"])
-        return [self.owned.leaves.cut_rows(param, self.sharding.pieces[param]) for param in cut]
+            pieces, cut_rows, is_cut = self.sharding.pieces, self.owned.leaves.cut_rows, self.sharding.is_cut
+            self.owned.local.check_cuts(
+                groups, lambda group: [cut_rows(p, pieces[p]) for p in filter(is_cut, group["params"])]
+            )
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
         """Raise ValueError if parameters with sparse gradients are cut."""
         cut = {param for param in params if len(self.sharding.pieces.get(param, ())) > 1}
-        everyone = [param for group in self.groups for param in group["params"]]
-        for name, param in zip(param_names(self.groups), everyone, strict=True):
-            if param not in cut:
-                continue
-            raise ValueError(
-                f"the gradient of {name} is sparse, and the parameter is cut: several ranks own rows of it. "
-                "Build the optimizer with cuts=False, or keep this group whole: "
-                '{"params": [...], "cuts": False}'
-            )
+        for name, param in zip(param_names(self.groups), self.params, strict=True) if cut else ():
+            if param in cut:
+                raise ValueError(
+                    f"the gradient of {name} is sparse, and the parameter is cut: several ranks own rows of "
+                    "it. Build the optimizer with cuts=False, or keep this group whole: "
+                    '{"params": [...], "cuts": False}'
+                )
 
     def check_gradients(self, params: Iterable[Tensor] | None = None) -> None:
         """Raise ValueError if cut parameters, by default all, have sparse gradients."""
@@ -189,8 +176,6 @@ class Core:
         if stamps is not None and stamps.samples and not self.unreduced.are_known(self.sharding.pieces):
             num_params = len(self.sharding.pieces)
             stamps.send_sample(self.samples.take(self.groups, num_params, self.group.read))
-
-    # ------------------------------------------------------------------ what users see
 
     @property
     def params(self) -> list[Tensor]:
@@ -236,8 +221,6 @@ class Core:
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""
         return [list(bucket.params) for bucket in self.sharding.buckets]
-
-    # ------------------------------------------------------------------ what this rank owns
 
     def own_params(self) -> list[Tensor]:
         """List the parameters of which this rank owns rows, in order."""

@@ -21,10 +21,7 @@ from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
-    """Return the whole state by parameter: Note [Whole state] in `zero_optim.state.core`.
-
-    NotConsolidatedError if this rank lacks it. No communication.
-    """
+    """Return the whole state by parameter; NotConsolidatedError if this rank lacks it. No communication."""
     params = core.params
     if core.snapshot.untouched:
         return core.owned.local.initial_state(core.groups)
@@ -48,12 +45,8 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
             agreed.items += [f"to={describe(to)}", f"groups of {sizes} parameters"]
         targets = check_targets(to, group.size)
         wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
-        whole = move(
-            group,
-            core.row_map(core.piece_list(), wanted),
-            Held(held.state, {}, held.everywhere),
-            copy_with=copied_to_cpu,
-        )
+        held = Held(held.state, {}, held.everywhere)
+        whole = move(group, core.row_map(core.piece_list(), wanted), held, copy_with=copied_to_cpu)
         if group.rank in targets:
             core.snapshot.hold({**whole.state, **whole.everywhere})
 
@@ -64,10 +57,7 @@ def load(
     src: int | None,
     run_hooks: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Load a whole state dict from every rank, or from ``src`` alone; all ranks call.
-
-    ``run_hooks`` returns the dict to load.
-    """
+    """Load a whole state dict, after ``run_hooks``, from every rank or from ``src`` alone; all ranks call."""
     group = core.group
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
     params, pieces = core.params, core.piece_list()
@@ -117,9 +107,6 @@ def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[s
         groups = core.with_options(options)
         core.check_cuts(groups)
     core.take_over(state, groups, exact=True)
-
-
-# ---------------------------------------------------------------------- checks
 
 
 def check_targets(to: object, num_ranks: int) -> list[int]:

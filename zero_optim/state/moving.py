@@ -1,17 +1,13 @@
 """Moves of state: which rank holds which rows, which ranks want them, and the transfer.
 
-Consolidating, loading and rebinding are such moves. Every rank derives the same list of parcels from a
-`RowMap`. Holders send directly, one after the other, in pieces of bounded size (`comm.wire`). A parameter may
-move with its state: if a rank died during a gather, only the owner surely has the new value.
-
-Note [Files]
-    Checkpoints and DCP share `CutState` with moves, but not `RowMap`: nobody sends. Each rank reads the rows
-    that it wants, and the chunks that have them are boxes of any number of dimensions, as DCP writes them.
+Every rank derives the same list of parcels from a `RowMap`. Holders send directly, one after the other, in
+pieces of bounded size (`comm.wire`). Checkpoints and DCP share `CutState` alone: each rank reads the rows
+that it wants.
 
 Note [State of cut parameters]
     Each owner of a piece keeps state for its rows. Entries of the piece's shape are rows of a whole entry,
-    which has the parameter's shape. All other entries (a step count) are equal on every owner: only classes
-    with proof of that have cut parameters.
+    which has the parameter's shape. All other entries (a step count) are equal on every owner, as the probe
+    has shown.
 """
 
 from collections import Counter
@@ -38,10 +34,7 @@ _VALUES = "values"
 
 @dataclass(frozen=True, slots=True)
 class CutState:
-    """The layout of one cut parameter's state on its owners: Note [State of cut parameters].
-
-    ``shaped`` names entries that surely have the parameter's shape; others may have it too.
-    """
+    """The layout of one cut parameter's state on its owners; ``shaped`` entries surely have its shape."""
 
     shape: tuple[int, ...]
     pieces: Pieces
@@ -49,9 +42,7 @@ class CutState:
 
     def piece_of(self, rank: int) -> Piece:
         """Return the piece of an owner."""
-        piece = piece_of(self.pieces, rank)
-        assert piece is not None  # it owns one
-        return piece
+        return next(piece for piece in self.pieces if piece.owner == rank)
 
     def shape_of(self, piece: Piece) -> tuple[int, ...]:
         """Return the shape of a piece."""
@@ -123,9 +114,7 @@ class Joined:
             self._num_rows[key] += num_rows
             if rows.stride() == tuple(strides) == dense_strides(rows):
                 return rows
-        apart = torch.empty_strided(
-            rows.shape, strides, dtype=dtype
-        )  # of rows that are not one run of memory
+        apart = torch.empty_strided(rows.shape, strides, dtype=dtype)  # rows are not one run of memory
         self._apart.append((rows, apart))
         return apart
 
@@ -163,9 +152,6 @@ class Joined:
         return merged
 
 
-# ---------------------------------------------------------------------- maps and transfers
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
     """A rank's state and rows by parameter index, and global entries."""
@@ -193,11 +179,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class RowMap:
-    """The holders of each parameter's rows, and the ranks that want them.
-
-    ``shaped`` has the names of entries with the parameter's shape, for parameters that are cut on either
-    side. ``held`` and ``wanted`` are each parameter's pieces, by rank; several ranks may want the same rows.
-    """
+    """Each parameter's pieces by holder, and by ranks that want them; ``shaped`` entries of cut ones."""
 
     shapes: Sequence[tuple[int, ...]]
     shaped: Mapping[int, frozenset[str]]
@@ -237,9 +219,7 @@ class RowMap:
 
     def joined_on(self, rank: int) -> Joined:
         """Return what joins the holders' rows of cut parameters on a rank."""
-        own = {
-            index: piece for index, some in enumerate(self.wanted) for piece in some if piece.owner == rank
-        }
+        own = {index: piece for index, some in enumerate(self.wanted) if (piece := piece_of(some, rank))}
         pieces: dict[int, list[Piece]] = {}
         for holder, moves, takers in self.parcels:
             for index, start, stop in moves if rank in takers else ():
@@ -262,15 +242,11 @@ def move(
     copy_with: Callable[[Tensor], Tensor] | None = None,
     about: str = "optimizer state",
 ) -> Held:
-    """Bring state to the ranks that want it; all ranks call. Returns this rank's part.
+    """Bring state to the ranks that want it; all ranks call. Returns this rank's part, in new CPU memory.
 
-    Received state is in new CPU memory. A sender needs memory for one more piece of 16 MiB. ``rows`` is equal
-    on every rank, but for rows that stay; ``held`` is this rank's state. ``copy_with`` copies uncut state
-    that stays on a rank.
-
-    On every rank, TypeError if some state cannot be sent without pickle, has a tensor subclass that a
-    receiver has not imported, or is cut and no plain tensor; StateMismatchError if the holders of a parameter
-    keep different entries.
+    A sender needs memory for one more piece of 16 MiB. ``copy_with`` copies uncut state that stays. On every
+    rank TypeError if state cannot be sent without pickle, StateMismatchError if holders keep different
+    entries.
     """
     group = group.during("state")
     joined = rows.joined_on(group.rank)

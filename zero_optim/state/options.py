@@ -19,7 +19,7 @@ from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.probe import why_dtypes_couple
 from zero_optim.shard.store import Store
 from zero_optim.step.local import LocalOptimizer
-from zero_optim.step.spec import GroupSpec, OptimizerSpec, why_not_cut
+from zero_optim.step.spec import GroupSpec, OptimizerSpec
 
 KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -161,11 +161,9 @@ class GroupOptions:
 
     def local_over(self, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         """Build the groups' classes over this rank's leaves."""
-        specs = [each.spec for each in self.specs]
-        options = self.options
-        return LocalOptimizer(
-            self.default, groups, specs, leaf_of, options.assume_separable, not options.allow_unsaved
-        )
+        specs, is_untried = [each.spec for each in self.specs], self.options.assume_separable
+        saves = not self.options.allow_unsaved
+        return LocalOptimizer(self.default, groups, specs, leaf_of, is_untried, saves)
 
     def why_whole(
         self,
@@ -174,12 +172,11 @@ class GroupOptions:
         cut_rows: Callable[[Tensor, Pieces], CutRows],
         pieces: Sequence[Pieces],
     ) -> list[str | None]:
-        """Return for each parameter why ranks cannot share its rows as planned, or None.
-
-        ``before``: of the groups before the new ones, which may share an optimizer.
-        """
-        pieces_of = iter(pieces)
-        cuts = [[cut_rows(param, next(pieces_of)) for param in group["params"]] for group in groups]
-        reasons = why_not_cut([*before, *self.specs], cuts, is_tried=not self.options.assume_separable)
-        may = [may for group, may in zip(groups, self.may_cut, strict=True) for _ in group["params"]]
-        return [reason if each else KEPT_WHOLE for reason, each in zip(reasons, may, strict=True)]
+        """Return why each parameter cannot be cut as planned, or None; ``before``: earlier groups."""
+        pieces_of, is_tried, reasons = iter(pieces), not self.options.assume_separable, list[str | None]()
+        for own, group, may in zip(self.specs, groups, self.may_cut, strict=True):
+            cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
+            beside = [each.options for each in (*before, *self.specs) if each.spec is own.spec]
+            tried = own.spec.why_not_cut(beside, own.options, cuts, is_tried=is_tried)
+            reasons += tried if may else [KEPT_WHOLE] * len(cuts)
+        return reasons

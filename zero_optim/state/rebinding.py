@@ -5,17 +5,14 @@ Note [Detached]
     state and the options. Ranks are known by number only; calls that communicate raise.
 
 Note [Rebinding is building anew]
-    `rebind` goes the way of the constructor: plan, agree, build, load this rank's state as from a checkpoint.
-    So it gives the bits of a run that was saved, and loaded by so many ranks. If a check raises, the
-    optimizer is detached as before.
-
-Note [Who holds the state]
-    A rank whose optimizer was never stepped or loaded is new, and its state does not count. All others must
-    hold state of one age, and together every row once: a row with two holders comes from two runs.
+    `rebind` plans, agrees, builds, and loads this rank's state as from a checkpoint, with the bits of a saved
+    and loaded run. If a check raises, the optimizer is detached as before. The state of a rank that was never
+    stepped or loaded does not count. All others hold state of one age, and every row once: one with two
+    holders is of two runs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -28,7 +25,7 @@ from zero_optim.comm.agreement import agree, check_flags, failing_together, rank
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
-from zero_optim.plan.groups import ParamGroup, options_of, param_names, short_names
+from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, short_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.cut_rows import CutRows
@@ -82,11 +79,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
 
 
 def shard_parameters(core: Core, store: Store) -> list[Bucket]:
-    """Plan anew, with empty buckets of rows for a store's parameters; all ranks call, with all values.
-
-    If it raises, on every rank, nothing has changed. Returns the former buckets, in whose memory parameters
-    lie until `RowBucket.take_in`.
-    """
+    """Plan anew, with empty row buckets for a store's parameters; all ranks call. Returns the old ones."""
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):
         with failing_together(group):
@@ -109,30 +102,9 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
     return former
 
 
-# ---------------------------------------------------------------------- who holds the state
-
-
-@dataclass(frozen=True, slots=True)
-class _Holding:
-    """A rank's report of its state to a new group; see `Snapshot`.
-
-    ``options`` describe each group's, ``pieces`` are its rows as [parameter, start, stop].
-    """
-
-    age: int
-    is_torn: bool
-    options: list[str]
-    has_everywhere: bool
-    pieces: list[list[int]]
-    steps: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Holders:
-    """Who holds the state of a new group; ``pieces`` are each parameter's, by holder.
-
-    If it ``shares``, the ``first`` holder sends options and global entries to the others.
-    """
+    """Who holds the state; if it ``shares``, the ``first`` sends options and global entries to the others."""
 
     first: int
     age: int
@@ -142,46 +114,44 @@ class _Holders:
 
 
 def _find_holders(core: Core, group: RankGroup, own: Held) -> _Holders | None:
-    """Find who holds the state: Note [Who holds the state]; None if all ranks are new. All ranks call.
-
-    LostStateError or RankMismatchError on every rank, unless the ranks hold one whole state.
-    """
+    """Find who holds the state, None if all ranks are new; raises on every rank unless it is one state."""
     pieces, snapshot = [core.sharding.piece_here(param) for param in core.params], core.snapshot
     rows = [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None]
-    options, has_everywhere = core.describe_options(), bool(own.everywhere)
-    mine = _Holding(snapshot.age, snapshot.is_torn, options, has_everywhere, rows, snapshot.steps)
-    everyone = [_Holding(**each) for each in group.all_gather_json(asdict(mine))]
-    torn = [rank for rank, each in enumerate(everyone) if each.is_torn]
+    mine = {"age": snapshot.age, "is_torn": snapshot.is_torn, "steps": snapshot.steps, "rows": rows}
+    mine |= {"options": core.describe_options(), "has_everywhere": bool(own.everywhere)}
+    everyone = group.all_gather_json(mine)
+    torn = [rank for rank, each in enumerate(everyone) if each["is_torn"]]
     if torn:
         raise LostStateError(
             f"a step broke off on {ranks_text(torn)}: some parameters there have taken it, others have not. "
             f"{_GO_BACK}"
         )
-    holders = {rank: each for rank, each in enumerate(everyone) if each.age > 0}
+    holders = {rank: each for rank, each in enumerate(everyone) if each["age"] > 0}
     if not holders:
         return None
-    ages = ranks_by_value({rank: each.age for rank, each in holders.items()})
+    ages = ranks_by_value({rank: each["age"] for rank, each in holders.items()})
     if len(ages) > 1:
         moments = "; ".join(f"{ranks_text(ranks)} after {age} steps or loads" for age, ranks in ages.items())
         raise RankMismatchError(f"ranks hold state of different moments: {moments}. {_GO_BACK}")
     first = min(holders)
     for rank, each in holders.items():
-        for one, other in zip(holders[first].options, each.options, strict=True):
+        for one, other in zip(holders[first]["options"], each["options"], strict=True):
             if one != other:
                 raise RankMismatchError(
                     f"ranks disagree about the options of the optimizer: rank {first} has {one}; "
                     f"rank {rank} has {other}"
                 )
-    shares = len(holders) < group.size or any(each.has_everywhere for each in holders.values())
-    steps = max(each.steps for each in holders.values())
-    return _Holders(first, holders[first].age, steps, _pieces_of(core, holders), shares)
+    shares = len(holders) < group.size or any(each["has_everywhere"] for each in holders.values())
+    steps = max(each["steps"] for each in holders.values())
+    held = _pieces_of(core, {rank: each["rows"] for rank, each in holders.items()})
+    return _Holders(first, holders[first]["age"], steps, held, shares)
 
 
-def _pieces_of(core: Core, holders: Mapping[int, _Holding]) -> list[Pieces]:
-    """List each parameter's pieces by holder; raises unless each row has one."""
+def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Pieces]:
+    """List each parameter's pieces by holder of [parameter, start, stop]; raises unless each row has one."""
     of_param: list[list[Piece]] = [[] for _ in core.params]
-    for rank, each in holders.items():
-        for index, *rows in each.pieces:
+    for rank, of_rank in holders.items():
+        for index, *rows in of_rank:
             of_param[index].append(Piece(rank, *rows))
     lost = []
     for name, param, some in zip(param_names(core.groups), core.params, of_param, strict=True):
@@ -196,15 +166,11 @@ def _pieces_of(core: Core, holders: Mapping[int, _Holding]) -> list[Pieces]:
         if not some or sum(piece.stop - piece.start for piece in some) < num_rows(param.shape):
             lost.append(name)
     if lost:
-        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
         raise LostStateError(
-            f"nobody in the new group holds the state of {', '.join(lost[:_MOST_NAMED])}{more}: the rank "
-            f"that owned it is not a member. {_GO_BACK}"
+            f"nobody in the new group holds the state of {names_text(lost, _MOST_NAMED)}: the rank that "
+            f"owned it is not a member. {_GO_BACK}"
         )
     return list(map(tuple, of_param))
-
-
-# ---------------------------------------------------------------------- planning and building anew
 
 
 def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
@@ -222,7 +188,14 @@ def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
     holders = _find_holders(core, group, own) if keep_state else None
-    groups, everywhere = _shared_part(core, group, holders, own)
+    groups, everywhere = core.groups, dict[Any, Any]()
+    if holders is not None and holders.shares:  # the first holder's options, and global entries
+        shared, is_first = {}, group.rank == holders.first
+        if is_first:
+            shared = {"options": list(map(options_of, groups)), "everywhere": dict(own.everywhere)}
+        shared = sent_by(group, holders.first, shared, "the options")
+        groups = groups if is_first else core.with_options(shared["options"])
+        everywhere = shared["everywhere"]
     sharding, plan = _planned(core, group, groups, about)
     part = Held({})
     if holders is not None:
@@ -246,19 +219,6 @@ def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
         core.snapshot.steps = holders.steps
 
 
-def _shared_part(
-    core: Core, group: RankGroup, holders: _Holders | None, own: Held
-) -> tuple[list[ParamGroup], Mapping[Any, Any]]:
-    """Return the groups with the first holder's options, and global entries; all ranks call."""
-    if holders is None or not holders.shares:
-        return core.groups, {}
-    shared, is_first = {}, group.rank == holders.first
-    if is_first:
-        shared = {"options": list(map(options_of, core.groups)), "everywhere": dict(own.everywhere)}
-    shared = sent_by(group, holders.first, shared, "the options")
-    return core.groups if is_first else core.with_options(shared["options"]), shared["everywhere"]
-
-
 def _planned(
     core: Core, group: RankGroup, groups: Sequence[ParamGroup], about: Sequence[str]
 ) -> tuple[Sharding, Plan]:
@@ -275,7 +235,6 @@ def _planned(
 def _built(
     core: Core, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
 ) -> OwnedState:
-    """Build the new owned state; all ranks call. The plan is not added yet."""
     params, (leaves, average) = core.params, new_leaves(core.inputs)
     cut = {param: each for param, each in zip(params, plan.pieces, strict=True) if len(each) > 1}
 

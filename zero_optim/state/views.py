@@ -1,14 +1,9 @@
 """Attributes that other code expects of PyTorch's ``ZeroRedundancyOptimizer`` or of any optimizer.
 
-Some trainers write each rank's own state to a file. They read it from the local optimizer, ``optim``, and
-find parameter indices by private attributes of PyTorch's class.
-
 Note [Steps that are none]
     `torch.distributed.checkpoint.state_dict` fills an empty ``state`` by a step with every rate and gradient
-    zero. A rank that owns nothing would step alone, and wait for ever. Only the call stack tells this call:
-    told by its rates, gradients and mode, real steps of a warm-up or of a class without a rate were left out,
-    ranks disagreed, and DCP's own call was missed where a subclass wraps ``step``. The stack is looked at on
-    ranks without state alone, once DCP is imported.
+    zero. A rank that owns nothing would step alone, and wait for ever. Only the call stack tells this call
+    from a real one; it is looked at on ranks without state, once DCP is imported.
 """
 
 import inspect
@@ -35,20 +30,16 @@ NOT_FOR_OURS = (
 
 def is_no_step(core: Core) -> bool:
     """Whether ``step()`` is called to create state alone: Note [Steps that are none]."""
-    if torch.compiler.is_compiling() or any(core.owned.local.states) or not _is_called_by_dcp():
+    if torch.compiler.is_compiling() or any(core.owned.local.states) or _DCP not in sys.modules:
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") != _DCP:
         return False
     if core.snapshot.untouched and not core.owned.local.initial_state(core.groups):
         core.snapshot.drop(is_new=True)  # so that state_dict() raises and returns no empty state
     return True
-
-
-def _is_called_by_dcp() -> bool:
-    frame = inspect.currentframe() if _DCP in sys.modules else None
-    while frame is not None:
-        if frame.f_code.co_name == "_init_optim_state":
-            return bool(frame.f_globals.get("__name__") == _DCP)
-        frame = frame.f_back
-    return False
 
 
 class Asked:
@@ -71,10 +62,7 @@ class OptimizerView:
 
 
 class LocalView:
-    """A local optimizer over leaves whose state is also indexed by the model's parameters.
-
-    All else, ``isinstance`` included, is that of the optimizer.
-    """
+    """An optimizer over leaves, ``isinstance`` included, with state indexed by the model's parameters."""
 
     def __init__(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
         vars(self).update(_optimizer=optimizer, state=state)

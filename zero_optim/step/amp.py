@@ -1,13 +1,10 @@
 """Gradient scalers that let the optimizer skip a step: all ranks skip it, or none.
 
 Note [Infinities]
-    ``torch.amp.GradScaler`` leaves out ``step()`` if this rank's gradients have an infinity. With whole
-    reduced gradients every scaler has the same result; sharded ones inform the scalers (Note [Infinities in
-    sharded gradients] in `zero_optim.step.partial`). So the optimizer takes no part.
-
-    Two cases are served here. Inside ``Join`` other ranks must hear of a skipped step, so the optimizer
-    declares that it handles scaling: the scaler sets ``found_inf`` and ``grad_scale`` and always calls
-    ``step()``. And some scalers pass themselves to ``step()``.
+    ``torch.amp.GradScaler`` leaves out ``step()`` by itself: all scalers see equal gradients, or are informed
+    (Note [Infinities in sharded gradients] in `zero_optim.step.partial`). But inside ``Join`` other ranks
+    must hear of a skipped step: there the scaler sets ``found_inf`` and ``grad_scale`` and calls ``step()``.
+    And some pass themselves.
 """
 
 from collections.abc import Sequence
@@ -24,11 +21,7 @@ from zero_optim.step.partial import PartialGradient
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """A scaler's values for one step.
-
-    ``found_inf``: 0-d, positive if this rank's gradients have an infinity. ``scale``: None if already divided
-    out. ``scaler``: None if it set attributes of the optimizer.
-    """
+    """A scaler's values for one step; ``scaler`` is None if it set attributes of the optimizer."""
 
     found_inf: Tensor
     scale: Tensor | None
@@ -36,11 +29,7 @@ class Scaling:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, scaler: object) -> "Scaling | None":
-        """Read the scaler passed to ``step()``, or the optimizer's attributes; None without either.
-
-        No communication, no wait. FairScale's scalers pass themselves as ``grad_scaler``. TypeError for an
-        object that is no ``torch.amp.GradScaler``.
-        """
+        """Read the scaler passed to ``step()``, or the optimizer's attributes; None without. No wait."""
         if scaler is None:
             found_inf, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
             return None if found_inf is None else cls(found_inf, scale, None)
@@ -62,10 +51,7 @@ class Scaling:
         return Status.DEAF if self.scaler is None else Status.NOTHING
 
     def is_skipped(self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int) -> bool:
-        """Return whether all ranks skip the step; if so, this rank's scaler backs off too.
-
-        RuntimeError on every rank if a scaler cannot be informed.
-        """
+        """Return whether all ranks skip the step; then this rank's scaler backs off too. Raises as below."""
         if not is_skipped_by_all(statuses):
             return False
         if Status.INFINITE not in statuses[rank] and self.scaler is not None:
@@ -92,10 +78,7 @@ class Scaling:
 
 
 def is_skipped_by_all(statuses: Sequence[Status]) -> bool:
-    """Return whether all ranks skip the step because of an infinity; equal on every rank.
-
-    RuntimeError on every rank if a scaler cannot be informed: its scale would drift.
-    """
+    """Return whether all ranks skip the step; RuntimeError on every rank if a scaler cannot be informed."""
     infinite = ranks_that(statuses, Status.INFINITE)
     deaf = sorted({*ranks_that(statuses, Status.DEAF)} - {*infinite})
     if infinite and deaf:
@@ -107,10 +90,7 @@ def is_skipped_by_all(statuses: Sequence[Status]) -> bool:
 
 
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Remove a scaler's attributes before ``step()`` raises; return whether there were any.
-
-    The scaler itself removes them only after a successful step.
-    """
+    """Remove a scaler's attributes before ``step()`` raises; return whether there were any."""
     is_scaled = "found_inf" in vars(optimizer)
     if is_scaled:
         for name in ("found_inf", "grad_scale"):

@@ -13,12 +13,7 @@ EMA = "zero_optim.ema"  # no class has an entry of that name
 
 
 class WeightAverage:
-    """An exponential moving average of this rank's parameters, updated at every step.
-
-    ``average = decay * average + (1 - decay) * parameter``, from the value at construction: Polyak and
-    Juditsky, "Acceleration of stochastic approximation by averaging", 1992. ``averages``: parameter ->
-    average of its owned rows or master, in the leaf's dtype. A ``decay`` of None keeps none.
-    """
+    """A moving average of this rank's rows or masters (Polyak, Juditsky, 1992); ``decay`` None keeps none."""
 
     def __init__(self, decay: float | None, leaves: Leaves) -> None:
         if decay is not None and type(decay) not in (int, float):
@@ -51,9 +46,8 @@ class WeightAverage:
         """Move all averages, or some, towards their parameters."""
         if self._decay is None:
             return
-        averaged = [
-            param for param in (self.averages if params is None else params) if param in self.averages
-        ]
+        chosen = self.averages if params is None else params
+        averaged = [param for param in chosen if param in self.averages]
         if averaged:
             self._has_moved = True
             values = [self._leaves.value(param) for param in averaged]

@@ -17,12 +17,7 @@ from zero_optim.step.spec import OptimizerSpec
 
 
 class BuiltOptimizer:
-    """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order.
-
-    TypeError if the spec builds no optimizer, ValueError if sharding would change the algorithm. ``traits``
-    is None if not probed; ``first_options``: each group's options without the class's defaults; ``defaults``:
-    the class's, as plain values.
-    """
+    """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order."""
 
     def __init__(
         self,
@@ -45,7 +40,6 @@ class BuiltOptimizer:
         self._check_leaves(leaves, steps_parts=steps_parts)
 
     def _check_leaves(self, leaves: list[set[int]], *, steps_parts: bool) -> None:
-        """Check that the class steps the last groups' leaves, and probe it."""
         first = len(self.numbers) - len(leaves)
         if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(
@@ -98,17 +92,14 @@ class BuiltOptimizer:
         return frozenset(name for name, is_shaped in self.state_entries(num_dims).items() if is_shaped)
 
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
-        """Raise ValueError if the class cannot step cut parameters under the present options.
-
-        Probes again only if options differ in kind from the last step's.
-        """
+        """Raise ValueError if options that changed in kind since the last step allow no cuts."""
         for number, own in zip(self.numbers, self.optimizer.param_groups, strict=True):
             group = groups[number]
             changed = changed_in_kind(own, group)
             if not changed:
                 continue
             options, cuts = options_of(group), cuts_of(group)
-            key = (_kinds(options), tuple(cuts))
+            key = frozenset((key, kind_of(key, value)) for key, value in options.items()), tuple(cuts)
             if key not in self._answers:
                 self._answers[key] = self.spec.why_not_cut([options], options, cuts, is_tried=self._is_tried)
             reason = next((reason for reason in self._answers[key] if reason is not None), None)
@@ -178,10 +169,6 @@ class BuiltOptimizer:
         if exact:
             held: dict[Any, Any] = self.optimizer.state
             held.update({key: _as_saved(held[key], state[key]) for key in held if key in state})
-
-
-def _kinds(options: ParamGroup) -> object:
-    return frozenset((key, kind_of(key, value)) for key, value in options.items())
 
 
 def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:

@@ -1,17 +1,11 @@
 """The global gradient norm, equal on all ranks, and clipping by it.
 
-Owners take the norms (for a cut whole gradient, the owner of its first rows), and all ranks combine them in
-one order. The bits are those of ``torch.nn.utils.clip_grad_norm_`` if gradients are whole, of one dtype and
-device; with sharded gradients the last bits may differ.
-
 Note [One gather, one wait]
-    A rank sends a fixed length: an error byte, a digest of its arguments, then a byte (has a gradient) and a
-    float64 (norm) for each parameter of the fullest rank. Only an error causes more messages.
-
-    On an accelerator norms exist after the backward pass. If the group also has a CPU backend
-    (``cpu:gloo,cuda:nccl``), it sends the bytes, and norms stay on the device: no wait. With NCCL alone one
-    message has all, and the CPU waits once: later it would step with arguments that differ. With gloo alone
-    the CPU sends the norms.
+    Owners send an error byte, a digest of their arguments, then a byte (has a gradient) and a float64 (norm)
+    for each parameter of the fullest rank; all combine them in one order. If an accelerator has a CPU backend
+    too (``cpu:gloo,cuda:nccl``), that sends the bytes, norms stay on the device, and nothing waits. With NCCL
+    alone the CPU waits once. Whole gradients of one dtype and device give the bits of
+    ``torch.nn.utils.clip_grad_norm_``.
 """
 
 import hashlib
@@ -20,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,12 +92,7 @@ def clip_together(
     pieces: Sequence[Pieces],
     arguments: ClipArguments,
 ) -> Tensor:
-    """Clip the gradients by their global norm, and return the norm before that.
-
-    All ranks call, with parameters in the same order; one small collective or two. Raises on every rank
-    RankMismatchError, TypeError or ValueError for arguments that differ or are wrong, and RuntimeError for a
-    non-finite norm with ``error_if_nonfinite``.
-    """
+    """Clip by the global norm, and return it; all ranks call. One collective or two; errors on every rank."""
     rows = list(map(rows_here, params))
     norm = _global_norm(group.during("clip"), params, rows, pieces, arguments)
     if arguments.error_if_nonfinite and not bool(norm.isfinite()):
@@ -117,16 +107,9 @@ def clip_together(
     if on_host:
         on_cpu = HostCopy(norm).read()
         private.foreach_mul_(on_host, torch.clamp(arguments.max_norm / (on_cpu + 1e-6), max=1.0))
-    scaled: Any = list(map(_Holder, beside))
+    scaled: Any = [SimpleNamespace(grad=rows) for rows in beside]
     torch.nn.utils.clip_grads_with_norm_(scaled, arguments.max_norm, norm, arguments.foreach)
     return norm
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Holder:
-    """A stand-in for a parameter, with this rank's gradient or rows."""
-
-    grad: Tensor
 
 
 def _global_norm(
@@ -136,11 +119,7 @@ def _global_norm(
     pieces: Sequence[Pieces],
     arguments: ClipArguments,
 ) -> Tensor:
-    """Compute the norm of all gradients as one vector; all ranks call. ``rows``: those here.
-
-    Returns a 0-d tensor in the gradients' dtype, on the first parameter's device; zero on the CPU without
-    gradients, as PyTorch does.
-    """
+    """Return the norm of all gradients, 0-d in their dtype; ``rows`` are those here; all ranks call."""
     device = params[0].device
     owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
     for index, owners in enumerate(pieces):
@@ -179,10 +158,10 @@ def _global_norm(
 def _total(
     measured: Sequence[tuple[Tensor, list[int]]], values: Tensor, order: float, goes_to: torch.device | None
 ) -> Tensor:
-    """Combine ``values``, for each measured parameter those at its indices."""
     if not measured:
         return torch.tensor(0.0)
-    dtypes = [_norm_dtype(param) for param, _ in measured]
+    held = [p.grad.dtype if isinstance(p.grad, PartialGradient) else p.dtype for p, _ in measured]
+    dtypes = [dtype.to_real() if dtype.is_complex else dtype for dtype in held]
     places = torch.tensor([place for _, of_param in measured for place in of_param])
     norms = values.flatten()[to_device(places, values.device) if goes_to is None else places]
     if len(measured) < norms.numel():  # some are cut
@@ -253,8 +232,3 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
         return None
     device = next((device for device, _ in by_kind if is_asynchronous(device)), dense[0].device)
     return torch.stack([brought_to(by_index[index], device) for index in range(len(dense))])
-
-
-def _norm_dtype(param: Tensor) -> torch.dtype:
-    dtype = param.grad.dtype if isinstance(param.grad, PartialGradient) else param.dtype
-    return dtype.to_real() if dtype.is_complex else dtype

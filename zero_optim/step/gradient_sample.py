@@ -1,10 +1,8 @@
 """A few elements of gradients, by which ranks notice that nobody averaged them.
 
 Note [Gradients that nobody averaged]
-    PyTorch's DDP does not say which gradients it reduced; those that it did are equal on all ranks. So each
-    step reads an element of two gradients, in the next step of the next two, and the stamp's digest tells
-    whether ranks read the same. Reading takes some 5 µs. On an accelerator a step compares what the step
-    before it has read.
+    PyTorch's DDP does not say which gradients it reduced. So each step reads an element of the next two (some
+    5 µs), and the stamp's digest tells whether ranks read the same; on an accelerator, in the next step.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,7 @@
 """Uneven inputs: a rank without data still steps what it owns while others train.
 
-A joined rank computes no gradients, and DDP gives it no reduced ones. So an active rank sends it the
-gradients of the rows it owns, and the options. The bits are those of the active ranks with an unsharded
-optimizer. The joined rank keeps these gradients for one step only.
-
-Ranks exchange status bytes before a step inside ``Join``, and before one with scaled gradients.
+An active rank sends a joined one, for one step, the options and the gradients of the rows it owns. Ranks
+exchange status bytes before a step inside ``Join`` or with scaled gradients.
 """
 
 from collections.abc import Sequence
@@ -39,19 +36,14 @@ class Status(IntFlag):
 def exchange(
     group: RankGroup, status: Status, *, found_inf: Tensor | None = None, failure: Exception | None = None
 ) -> list[Status]:
-    """Exchange status bytes and return them by rank; all ranks call; one collective of a byte.
-
-    The CPU waits, also for the work before ``found_inf``, which sets `Status.INFINITE` if not zero. Raises
-    any rank's failure on every rank, and RuntimeError if active ranks are in different calls.
-    """
+    """Exchange status bytes, `Status.INFINITE` by ``found_inf``; all ranks call, and raise what any has."""
     status |= Status.NOTHING if failure is None else Status.FAILED
     mine = to_device(bytes_to_tensor(bytes([status])), group.device)
     if found_inf is not None:
         is_infinite = found_inf.ne(0).to(torch.uint8).reshape(1)
         mine = mine + brought_to(is_infinite, group.device) * int(Status.INFINITE)
-    statuses = [
-        Status(value) for value in group.read(HostCopy(group.all_gather_rows(mine))).flatten().tolist()
-    ]
+    received = group.read(HostCopy(group.all_gather_rows(mine))).flatten()
+    statuses = list(map(Status, received.tolist()))
     if any(Status.FAILED in each for each in statuses):
         with failing_together(group):
             if failure is not None:
@@ -79,12 +71,7 @@ def lend_gradients(
     groups: list[ParamGroup],
     beside: object = None,
 ) -> Any:  # noqa: ANN401 - what the lender gave
-    """Send joined ranks the gradients of the rows they own, and the options; all ranks call each step.
-
-    The lowest active rank sends to each joined one, whose gradients and options are overwritten.
-    ``statuses``: of all ranks. ``beside``: more plain values and tensors of the lender, returned on joined
-    ranks; else None.
-    """
+    """Send joined ranks options, and gradients of their rows, from the lowest active one; all ranks call."""
     have_joined = ranks_that(statuses, Status.JOINED)
     if not have_joined or len(have_joined) == group.size:
         return None
@@ -94,8 +81,13 @@ def lend_gradients(
         if group.rank == lender:
             options = {"options": [options_of(each) for each in groups], "beside": beside}
             for to in have_joined:
-                parcel = {"grads": _lent(to, params, pieces), **options}
-                parcels.append((to, *encode(parcel, "a gradient or option")))
+                taken = zip(params, (piece_of(of_param, to) for of_param in pieces), strict=True)
+                grads = {
+                    index: rows_of(param.grad, piece)
+                    for index, (param, piece) in enumerate(taken)
+                    if piece is not None and param.grad is not None
+                }
+                parcels.append((to, *encode({"grads": grads, **options}, "a gradient or option")))
     for to, skeleton, tensors in parcels:
         send_value(group, [to], skeleton, tensors)
     if group.rank in have_joined:
@@ -112,13 +104,3 @@ def lend_gradients(
             if piece is not None:
                 set_owned_gradient(param, piece, parcel["grads"].get(index))
         return parcel["beside"]
-
-
-def _lent(to: int, params: Sequence[Tensor], pieces: Sequence[Pieces]) -> dict[int, Tensor]:
-    """Return gradients for a joined rank by index."""
-    grads: dict[int, Tensor] = {}
-    for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
-        piece = piece_of(of_param, to)
-        if piece is not None and param.grad is not None:
-            grads[index] = rows_of(param.grad, piece)
-    return grads

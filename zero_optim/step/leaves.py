@@ -1,17 +1,15 @@
-"""Leaves: the tensors that local optimizers step for parameters, perhaps master copies.
-
-In state dicts a master copy is the entry `MASTER` of the parameter's state.
+"""Leaves: the tensors that local optimizers step for parameters, perhaps master copies (entry `MASTER`).
 
 Note [Masters and their parameters]
-    A stale master must not undo a checkpoint loaded into the model. No version counter sees every write, so
-    a master takes over each element that differs from its rounded master. Others keep theirs: else a mask or
-    clamp after each step would round the whole tensor. A NaN is always taken over, which changes nothing.
+    A stale master must not undo a checkpoint loaded into the model, and no version counter sees every write.
+    So a master takes over each element that differs from its rounded value. Others stay: else a mask or clamp
+    after each step would round the whole tensor.
 
 Note [Leaves of cut parameters]
-    The leaf of a cut parameter without a master views the owned rows only while a class uses it: users,
-    buckets or copies may give the parameter other memory, and expect the old to be freed. `Leaves.let_go`
-    points it at one expanded NaN: shapes stay readable, in-place arithmetic raises. After a step
-    `Leaves.put_back` copies values to the parameter if the class gave the leaf other memory.
+    The leaf of a cut parameter without a master views the owned rows only while a class uses it, as users,
+    buckets or copies may give the parameter other memory. `Leaves.let_go` points it at one expanded NaN:
+    shapes stay readable, in-place arithmetic raises. `Leaves.put_back` copies values if the class gave the
+    leaf other memory.
 """
 
 import math
@@ -40,9 +38,8 @@ MASTER = "zero_optim.master"  # no class has an entry of that name
 class Leaves:
     """The leaf of each owned parameter: the parameter, a view of its owned rows, or a master copy.
 
-    ``masters``: parameter -> master copy, for floats narrower than ``master_dtype``. ``separate``: parameter
-    -> leaf other than itself. ``kept``: parameter of ``apart`` -> owned rows outside of it, on the host with
-    a ``home``.
+    ``masters`` and ``separate``: parameter -> leaf other than itself, masters only or all. ``kept``:
+    parameter of ``apart`` -> owned rows outside of it, on the host with a ``home``.
     """
 
     def __init__(
@@ -87,9 +84,9 @@ class Leaves:
         return self._pieces.keys()
 
     @property
-    def has_apart(self) -> bool:
-        """Whether some parameters' rows are outside of them; equal on every rank."""
-        return len(self._apart) > 0
+    def takes_closures(self) -> bool:
+        """Whether a class's step may call a closure: masters and rows apart need gradients earlier."""
+        return not self.masters and not self._apart
 
     def leaf(self, param: Tensor) -> Tensor:
         """Return the leaf of an owned parameter."""
@@ -119,14 +116,11 @@ class Leaves:
             return dtype
         return kept
 
-    def tried_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype for probing cuts; float32 on accelerators."""
-        is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
-        return self.stepped_dtype(param) if is_on_cpu else torch.float32
-
     def cut_rows(self, param: Tensor, pieces: Pieces) -> CutRows:
-        """Return where a parameter is cut, for the probe."""
-        return CutRows(self.tried_dtype(param), tuple(param.shape), tuple(p.stop for p in pieces[:-1]))
+        """Return where a parameter is cut, for the probe; accelerators' are tried in float32."""
+        is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
+        dtype = self.stepped_dtype(param) if is_on_cpu else torch.float32
+        return CutRows(dtype, tuple(param.shape), tuple(p.stop for p in pieces[:-1]))
 
     def rows(self, param: Tensor) -> Tensor:
         """View the owned rows: the parameter itself unless cut or kept apart; autograd sees writes."""
@@ -143,13 +137,12 @@ class Leaves:
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
         """Return the owned rows of the gradient, on the device that steps them."""
-        grad, home = param.grad, self._home
-        if grad is None:
-            return None
-        rows = grad.piece if isinstance(grad, PartialGradient) else self.own_rows(param, grad)
-        if rows is None or home is None or param not in self._apart or is_on_host(grad):
+        grad, rows = param.grad, None
+        if grad is not None:
+            rows = grad.piece if isinstance(grad, PartialGradient) else self.own_rows(param, grad)
+        if rows is None or self._home is None or param not in self._apart or is_on_host(grad):
             return rows
-        return home.brought(rows)
+        return self._home.brought(rows)
 
     def drop(self, params: Iterable[Tensor]) -> None:
         """Forget parameters that could not be added."""
@@ -169,14 +162,11 @@ class Leaves:
         for param, leaf in self._some(params).items():
             leaf.grad = None
             if param not in self.masters:
-                leaf.data = self._stand_in(leaf)
-
-    def _stand_in(self, leaf: Tensor) -> Tensor:
-        form = leaf.dtype, leaf.device
-        if form not in self._nothing:
-            value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
-            self._nothing[form] = torch.full((), value, dtype=leaf.dtype, device=leaf.device)
-        return self._nothing[form].expand(leaf.shape)
+                form = leaf.dtype, leaf.device
+                if form not in self._nothing:
+                    value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
+                    self._nothing[form] = torch.full((), value, dtype=leaf.dtype, device=leaf.device)
+                leaf.data = self._nothing[form].expand(leaf.shape)
 
     @torch.no_grad()
     def follow_values(self, params: Iterable[Tensor]) -> None:
@@ -192,10 +182,7 @@ class Leaves:
 
     @torch.no_grad()
     def take_in(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
-        """Set separate leaves' gradients and the values changed from outside; no wait for a device.
-
-        ``gradients``: parameter -> owned rows of the gradient, or None; by default every parameter's own.
-        """
+        """Set separate leaves' gradients, by default the parameters', and values changed outside; no wait."""
         for param, leaf in self._some(gradients).items():
             if param in self.masters:
                 _follow(self.rows(param), leaf)
@@ -229,10 +216,7 @@ class Leaves:
         return every if params is None else {param: every[param] for param in params if param in every}
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """Return the masters in loaded entries; StateMismatchError if one does not fit.
-
-        Rows kept in a dtype wider than the parameter's take a master's values.
-        """
+        """Return the masters in loaded entries, for wide rows too; StateMismatchError if one does not fit."""
         wide = {param: rows for param, rows in self.kept.items() if rows.dtype != param.dtype}
         return entries_named(MASTER, {**wide, **self.masters}, entries)
 
@@ -265,10 +249,7 @@ def _follow(param: Tensor, master: Tensor) -> None:
 def entries_named(
     name: str, held: Mapping[Tensor, Tensor], entries: Mapping[Tensor, dict[str, Any]]
 ) -> dict[Tensor, Tensor]:
-    """Return each parameter's entry ``name``, if any, as a plain tensor like the one in ``held``.
-
-    StateMismatchError if an entry is not dense or has another shape.
-    """
+    """Return each parameter's entry as a plain tensor like the ``held`` one; StateMismatchError if unfit."""
     values = {}
     for param, own in held.items():
         saved = entries.get(param, {}).get(name)

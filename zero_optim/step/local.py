@@ -1,10 +1,4 @@
-"""The local optimizer: the user's classes over the leaves of this rank.
-
-A group with its own ``optimizer_class`` has its own optimizer; all other groups share the default one.
-
-The public groups have all parameters and the true options. Each step copies them to the local groups and
-back: schedulers write to the public groups, schedule-free classes to their own.
-"""
+"""The local optimizer: the user's classes over the leaves of this rank."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,12 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan.groups import (
-    PARAM_KEYS,
-    ParamGroup,
-    options_of,
-    params_of,
-)
+from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, options_of, params_of
 from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable, plain
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
@@ -30,13 +19,7 @@ _ABSENT = object()
 
 
 class LocalOptimizer:
-    """The user's optimizers over one rank's leaves. No communication.
-
-    Every public group, with its spec in ``specs``, has a local one, even if this rank owns none of it; it
-    receives the class's defaults. ``owned``: parameter -> leaf. TypeError for a spec that builds no
-    optimizer, and if it ``saves`` state and that of a class cannot be saved; ValueError if sharding would
-    change a class, unless ``assume_separable``.
-    """
+    """The user's optimizers over one rank's leaves: one for each ``optimizer_class``, one for the rest."""
 
     def __init__(
         self,
@@ -61,7 +44,8 @@ class LocalOptimizer:
             if numbers:
                 self._build(spec, numbers, members)
         self._check_saves()
-        self._fill_in(groups)
+        for public, local in zip(groups, self._groups(), strict=True):
+            _fill_in(public, local)
 
     def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
         is_tried, steps_parts = self._is_tried, self._steps_parts
@@ -71,10 +55,8 @@ class LocalOptimizer:
         """Build the same classes over other leaves from the original options; ``groups`` stay unchanged."""
         specs = self.specs()
         first = [{"params": group["params"], **of.options} for group, of in zip(groups, specs, strict=True)]
-        of_groups = [each.spec for each in specs]
-        return LocalOptimizer(self.default, first, of_groups, owned, not self._is_tried, self._saves)
-
-    # ------------------------------------------------------------------ classes
+        of = [each.spec for each in specs]
+        return LocalOptimizer(self.default, first, of, owned, not self._is_tried, self._saves)
 
     def specs(self) -> list[GroupSpec]:
         """Return the spec of each group."""
@@ -132,10 +114,7 @@ class LocalOptimizer:
         return [answer for _, traits in self.traits() if traits is not None for answer in traits.answers()]
 
     def combine(self, answers: Iterable[bool]) -> None:
-        """Keep the probe results that hold on every rank.
-
-        Probes may differ between processors; decisions from them, such as the gathered buckets, must not.
-        """
+        """Keep the probe results that hold on every rank: processors may differ, decisions must not."""
         rest = iter(answers)
         for built in self._built:
             if built.traits is not None:
@@ -172,14 +151,10 @@ class LocalOptimizer:
     def _shared(self) -> BuiltOptimizer | None:
         return next((built for built in self._built if built.spec is self.default), None)
 
-    # ------------------------------------------------------------------ cuts
-
     def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
         """Raise ValueError for options that allow no cuts."""
         for built in self._built:
             built.check_cuts(groups, cuts_of)
-
-    # ------------------------------------------------------------------ steps
 
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
@@ -239,7 +214,6 @@ class LocalOptimizer:
         return list(map(changeable, own))
 
     def _give_options(self, groups: list[ParamGroup], before: list[dict[str, Plain]]) -> None:
-        """Copy what the class wrote to the local groups to the public ones."""
         for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
             changed = _set_options(public, local)
             if before[number]:
@@ -271,8 +245,6 @@ class LocalOptimizer:
     def _traits_of(self, number: int) -> Traits:
         traits = (built.traits for built in self._built if number in built.numbers)
         return next(traits, None) or Traits()
-
-    # ------------------------------------------------------------------ groups
 
     @property
     def num_groups(self) -> int:
@@ -311,12 +283,6 @@ class LocalOptimizer:
             numbered.update(zip(built.numbers, built.optimizer.param_groups, strict=True))
         return [numbered[number] for number in sorted(numbered)]
 
-    def _fill_in(self, groups: list[ParamGroup]) -> None:
-        for public, local in zip(groups, self._groups(), strict=True):
-            _fill_in(public, local)
-
-    # ------------------------------------------------------------------ state
-
     @property
     def states(self) -> list[dict[Any, Any]]:
         """The state of each optimizer: leaf -> entries, and any global entries."""
@@ -329,39 +295,30 @@ class LocalOptimizer:
 
     def number_of(self, leaf: object) -> int:
         """Return the index in `states` of a leaf's optimizer; 0 if none."""
-        members = (params_of(built.optimizer.param_groups) for built in self._built)
-        return next((number for number, of in enumerate(members) if any(leaf is each for each in of)), 0)
+        members = ({id(each) for each in params_of(built.optimizer.param_groups)} for built in self._built)
+        return next((number for number, ids in enumerate(members) if id(leaf) in ids), 0)
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
-        """Return the state of fresh optimizers over all of ``groups`` before a step.
-
-        Most classes have none; Adagrad allocates it for every parameter.
-        """
+        """Return the state of fresh optimizers over all of ``groups``; most classes have none."""
         everything = {param: param for param in params_of(groups)}
         state: dict[Any, Any] = {}
         for built in self._built:
-            of_all = [_over_leaves(groups[number], everything) for number in built.numbers]
-            fresh = built.spec.build(of_all)
+            fresh = built.spec.build([_over_leaves(groups[number], everything) for number in built.numbers])
             state.update(fresh.state)
         beside = beside_of(fresh) if self.has_own_dict else {}
         return {**state, BESIDE: beside} if beside else state
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
-        """Replace the state through the classes' ``load_state_dict``, which fills gaps of old state dicts.
-
-        ``state``: leaf -> entries, whose tensors are not copied, and global entries. ``exact`` keeps dtypes
-        that the class would cast.
-        """
+        """Replace the state, by leaf, through the classes' ``load_state_dict``; ``exact`` keeps dtypes."""
         for built in self._built:
             built.load(groups, state, exact=exact)
-        self._fill_in(groups)
+        for public, local in zip(groups, self._groups(), strict=True):
+            _fill_in(public, local)
 
     def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
         """Return the argument of `restore` to undo a `load`; copies no tensor."""
-        return [
-            (built.optimizer.state, [dict(group) for group in built.optimizer.param_groups])
-            for built in self._built
-        ]
+        optimizers = [built.optimizer for built in self._built]
+        return [(each.state, list(map(dict, each.param_groups))) for each in optimizers]
 
     def restore(self, saved: list[tuple[dict[Any, Any], list[ParamGroup]]]) -> None:
         """Undo a `load` that failed on any rank."""
@@ -384,7 +341,6 @@ def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
 
 
 def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
-    """Give ``target`` the options of ``source``; returns those that were other objects."""
     changed = [key for key in source if target.get(key, _ABSENT) is not source[key] and key not in PARAM_KEYS]
     for key in changed:
         target[key] = source[key]

@@ -45,32 +45,16 @@ class OwnedState:
         self._group = self._group.let_go()
 
     def show(self, wait: Callable[[], None]) -> MutableMapping[Any, Any]:
-        """Return the state for users: the class's dict if it has everything, else a view of all.
-
-        ``wait`` is called before a write to a master, until no gather reads the parameters.
-        """
+        """Return the class's dict if it has all state, else a view; ``wait`` runs before a write to it."""
         states = self.local.states
         shown: MutableMapping[Any, Any] = states[0]
-        if not self._is_plain:
+        if len(states) > 1 or self.leaves.separate or self.average.averages:
             shown = OwnedStateView(states, self.local, self.leaves, self.average, wait)
         self.shown = shown
         return shown
 
-    @property
-    def _is_plain(self) -> bool:
-        return len(self.local.states) == 1 and not self.leaves.separate and not self.average.averages
-
-    @property
-    def takes_closures(self) -> bool:
-        """Whether the class's own step may call a closure: leaves apart need gradients earlier."""
-        return not self.leaves.masters and not self.leaves.has_apart
-
     def take_over_state(self, state: object) -> bool:
-        """Adopt the mapping that replaces ``state``, as ``torch.optim`` does.
-
-        Returns whether `show` must be called again. TypeError if it is no dict; StateMismatchError if a
-        master or average does not fit.
-        """
+        """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again."""
         states, shown = self.local.states, self.shown
         if state is shown:
             return not (shown.shows(states) if isinstance(shown, OwnedStateView) else shown is states[0])
@@ -113,11 +97,7 @@ class OwnedState:
 
     @torch.no_grad()
     def step_some(self, groups: list[ParamGroup], gradients: Mapping[Tensor, Tensor]) -> None:
-        """Step some owned parameters with these gradients; their own stay.
-
-        ``gradients``: with the parameter's shape, left unchanged; only owned rows are read. The caller moves
-        the averages.
-        """
+        """Step some owned parameters with gradients of their shape; their own stay, averages too."""
         own = {param: self.leaves.own_rows(param, gradient) for param, gradient in gradients.items()}
         if not self.local.spares_gradients:
             own = {param: gradient.clone() for param, gradient in own.items()}
@@ -161,12 +141,7 @@ class OwnedState:
         return undo
 
     def load(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
-        """Replace the state by the owned part of a whole state, on all ranks or none; all ranks call.
-
-        ``owned``: parameter -> entries, copied already, and global entries. ``groups``: public groups with
-        the new options. ``exact`` keeps dtypes. Any rank's StateMismatchError or class's error is raised on
-        every rank, with nothing changed.
-        """
+        """Replace the state by the owned part of a whole one, on all ranks or none; all ranks call."""
         params = {param for group in groups for param in group["params"]}
         entries = {param: own for param, own in owned.items() if isinstance(own, dict) and param in params}
         of_leaves: dict[Any, Any] = {}

@@ -1,15 +1,14 @@
 """`PartialGradient`: ``param.grad`` on a rank without the whole reduced gradient.
 
 Note [Partial gradients]
-    On a rank that is no owner ``param.grad`` must not be None, which means "unused" to optimizers,
-    ``GradScaler`` and users, nor a tensor with a wrong norm. So it is a tensor without memory that holds the
-    owned rows, if any. In-place elementwise operators work on those; others raise. A gradient that is None
-    after a backward pass is None on every rank.
+    ``param.grad`` must be neither None, which means "unused" to optimizers and ``GradScaler``, nor a tensor
+    with a wrong norm. So it is a tensor without memory that holds the owned rows, if any. In-place
+    elementwise operators work on those; others raise.
 
 Note [Infinities in sharded gradients]
     ``GradScaler`` checks with one operator for each device and dtype. One rank may have the infinity, and all
-    must skip the step. So partial gradients answer that operator with a collective. A rank that owns every
-    gradient of a dtype as a whole must call it too: hence `OwnedGradient`.
+    must skip the step. So partial gradients answer that operator with a collective, and so does
+    `OwnedGradient` on a rank that owns every gradient of a dtype as a whole.
 """
 
 import copy
@@ -47,15 +46,10 @@ _PER_ELEMENT = frozenset(
 
 
 class PartialGradient(Tensor):
-    """A reduced gradient of which this rank holds some rows, or none. It does not communicate.
+    """A reduced gradient of which this rank holds some rows, or none: Note [Partial gradients].
 
     In-place elementwise operators work on these rows: ``zero_``, ``mul_`` and ``div_`` by a number,
-    ``clamp_``, those of ``GradScaler``. Others raise. ``zero_grad()`` drops it, even with
-    ``set_to_none=False``.
-
-    ``dtype``: of the rows; may be wider than the parameter's, which autograd sees. ``comes``: waits until
-    rows are on the host; None if they are with the parameter. ``agree``: see Note [Infinities in sharded
-    gradients].
+    ``clamp_``, those of ``GradScaler``. ``zero_grad()`` drops it.
     """
 
     @staticmethod
@@ -183,18 +177,13 @@ def _run_on_rows(
     rows = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
     result = None
     for on_host in (False, True):
-        places = [
-            place for place, row in enumerate(rows) if row is not None and is_on_host(grads[place]) == on_host
-        ]
+        places = [n for n, row in enumerate(rows) if row is not None and is_on_host(grads[n]) == on_host]
         if not places:
             continue
         # A list argument has a number or 0-d tensor for each gradient.
-        args = [
-            [value[place] for place in places] if isinstance(value, list | tuple) else value
-            for value in beside
-        ]
+        args = [[arg[n] for n in places] if isinstance(arg, list | tuple) else arg for arg in beside]
         with _brought(func, args, on_host=on_host) as near:
-            some = [rows[place] for place in places]
+            some = [rows[n] for n in places]
             result = func(some if grads is first else some[0], *near, **kwargs)
     if name in ("zero_", "_foreach_zero_"):
         for grad in grads:
@@ -206,10 +195,7 @@ def _run_on_rows(
 
 
 class OwnedGradient(Tensor):
-    """A whole gradient on its only owner, plain again when the optimizer steps.
-
-    See Note [Infinities in sharded gradients].
-    """
+    """A whole gradient on its only owner, until a step: Note [Infinities in sharded gradients]."""
 
     agree: Agree
     has_any: ClassVar[bool] = False  # whether this process has made one, as most have not

@@ -52,11 +52,7 @@ class OptimizerSpec:
     def why_not_cut(
         self, groups: Sequence[ParamGroup], own: ParamGroup, cuts: Sequence[CutRows], *, is_tried: bool
     ) -> list[str | None]:
-        """Return why each parameter of a group cannot be cut, or None.
-
-        ``groups``: original options of all the optimizer's groups. ``own``: those of this group. A class that
-        is not probed (``is_tried``) allows no cuts.
-        """
+        """Return why each parameter of a group, with ``own`` options, cannot be cut, or None."""
         if not is_tried:
             return [f"{self.name}: not tried (assume_separable=True)"] * len(cuts)
         known = self.optimizer_class, self.arguments
@@ -75,17 +71,6 @@ class GroupSpec:
 
     spec: OptimizerSpec
     options: ParamGroup
-
-
-def why_not_cut(
-    groups: Sequence[GroupSpec], cuts: Sequence[Sequence[CutRows]], *, is_tried: bool
-) -> list[str | None]:
-    """Return why each parameter of the last groups cannot be cut, or None; ``cuts`` are by group."""
-    reasons: list[str | None] = []
-    for own, of_group in zip(groups[len(groups) - len(cuts) :], cuts, strict=True):
-        beside = [each.options for each in groups if each.spec is own.spec]
-        reasons += own.spec.why_not_cut(beside, own.options, of_group, is_tried=is_tried)
-    return reasons
 
 
 def _shown(value: object) -> str:

@@ -2,12 +2,9 @@
 
 Note [Writes to the state]
     Scripts clear, fill, move or replace ``optimizer.state``. If local optimizers step the parameters
-    themselves, it is the class's dict. Otherwise an `OwnedStateView` writes to that dict under the leaf, and
-    a parameter's entries are `OwnedEntries` if there is more to show than the class's.
-
-    Masters and averages cannot be removed: clearing restarts them from the parameter's value. Setting a
-    master also sets the parameter, which would win at the next step (Note [Masters and their parameters] in
-    `step.leaves`).
+    themselves, it is the class's dict, else an `OwnedStateView` that writes to it under the leaf. Clearing
+    restarts masters and averages from the parameter's value; setting a master sets the parameter, which would
+    win at the next step.
 """
 
 from collections import defaultdict
@@ -61,10 +58,7 @@ class _View(MutableMapping[Any, Any]):
 
 
 class OwnedEntries(_View):
-    """One parameter's entries: the class's present ones, then the master and the average.
-
-    Constructed from a mapping, as tools that rebuild containers do, it is a plain mapping.
-    """
+    """One parameter's class entries, then master and average; constructed from a mapping, a plain mapping."""
 
     def __init__(
         self,
@@ -118,11 +112,7 @@ class OwnedEntries(_View):
 
 
 class OwnedStateView(_View):
-    """The state by parameter, if leaves differ from parameters; writes reach the optimizers' dicts.
-
-    Looking up a missing parameter creates empty entries, as in ``torch.optim``. ``wait`` is called before a
-    write to a parameter, until no gather reads it.
-    """
+    """The state by parameter, if leaves differ from parameters; writes reach the optimizers' dicts."""
 
     def __init__(
         self,
@@ -147,10 +137,7 @@ class OwnedStateView(_View):
         return len(states) == len(self._states) and all(map(is_, states, self._states))
 
     def over_new_states(self, state: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """Return new states from a mapping that replaces this view.
-
-        Masters and averages take its values, or restart. TypeError if a parameter's entries are no mapping.
-        """
+        """Return new states from a mapping that replaces this view, masters and averages included."""
         states: list[dict[Any, Any]] = [defaultdict(dict) for _ in self._states]
         view = OwnedStateView(states, self._local, self._leaves, self._average, self._wait)
         for key, value in state.items():
@@ -248,9 +235,9 @@ class OwnedStateView(_View):
 
     def pop(self, key: Any, default: Any = _NONE) -> Any:  # noqa: ANN401 - as above
         """Remove and return an item; copies the tensors that restart."""
-        if key not in self and default is not _NONE:
-            return default
         if key not in self:
+            if default is not _NONE:
+                return default
             raise KeyError(key)
         value = self[key]
         if isinstance(value, OwnedEntries):

@@ -1,10 +1,8 @@
 """Gradients that no backward pass has reduced: each rank would step its own.
 
 Note [Unreduced gradients]
-    A reducer knows which parameters have a gradient of a pass that it did not reduce. A parameter that no
-    reducer has, beside others of the optimizer that one has, is reduced by nobody. The user may average such
-    gradients by hand, so ``step()`` compares them between ranks. Without any, it looks at one list for each
-    reducer, and communicates nothing.
+    A reducer knows which gradients it did not reduce; a parameter that no reducer has is reduced by nobody.
+    The user may average those by hand, so ``step()`` compares them between ranks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -116,7 +114,6 @@ class UnreducedParams:
     def _without_reducer(
         self, reducers: Sequence[GradientReducer], params: Collection[Tensor]
     ) -> list[Tensor]:
-        """List the parameters that no reducer has."""
         known = (*_REDUCERS.values(), len(params))
         if known != self._known:
             reduced = {param for reducer in reducers for param in reducer.params}
@@ -145,11 +142,7 @@ def _not_synced(reducers: Sequence[GradientReducer], params: Collection[Tensor])
 def check_unreduced(
     group: RankGroup, unreduced: Mapping[Tensor, Unreduced], names: Mapping[Tensor, str], *, in_join: bool
 ) -> None:
-    """Compare the gradients of unreduced parameters; all ranks call, with the optimizer's names.
-
-    One small collective a reason; the CPU waits. RankMismatchError if a gradient differs; RuntimeError in
-    ``Join``, whose joined ranks have no gradient.
-    """
+    """Compare unreduced gradients, a collective a reason; all ranks call. RankMismatchError if unequal."""
     by_reason: dict[str, dict[str, Tensor | None]] = {}
     for param, (name, reason) in unreduced.items():
         by_reason.setdefault(reason, {})[names[param] if name is None else name] = param.grad

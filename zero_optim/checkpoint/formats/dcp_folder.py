@@ -1,8 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint`` (DCP), as FSDP2 saves: read and written without a group.
-
-PyTorch's own storage keeps all tensors until a file is complete, and unpickles what it reads. Here one tensor
-is in memory, and no code runs.
-"""
+"""Folders of ``torch.distributed.checkpoint`` (DCP): one tensor in memory, no code run, no group."""
 
 import io
 import math
@@ -25,9 +21,6 @@ from zero_optim.compat import private
 from zero_optim.errors import StateMismatchError
 
 METADATA = ".metadata"
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def of_dcp(folder: Path, names: Sequence[str] | None = None) -> Source:
@@ -72,7 +65,6 @@ def _tensor(folder: Path, metadata: meta.Metadata, key: str, entry: meta.TensorS
 
 
 def _nested(values: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
-    """Put values at their paths in a nested dict."""
     whole: dict[Any, Any] = {}
     for key, value in values.items():
         *parents, last = paths.get(key, (key,))
@@ -98,9 +90,6 @@ def _with_lists(value: Any) -> Any:  # noqa: ANN401 - nested dicts
             for key, part in inner["state"].items()
         }
     return inner
-
-
-# ---------------------------------------------------------------------- writing
 
 
 def write_dcp(sections: dict[str, Any], places: Placeholders, folder: Path) -> None:

@@ -64,7 +64,6 @@ def of_deepspeed(folder: Path) -> Source:
 
 
 def _files(folder: Path, kind: str) -> list[Any]:
-    """Map the files of a kind, one of each rank, in order."""
     files = dict[int, Any]()
     for path in sorted(folder.glob(f"*_{kind}_states.pt")):
         match = re.fullmatch(_NAME.format(kind), path.name)
