@@ -132,6 +132,15 @@ def supports_scaling(optimizer: Any) -> bool:
 
 
 @on_ranks(2)
+def test_attributes_of_the_class_outlive_its_process_group() -> None:
+    params, optimizer = built()
+    optimizer.factor = 0.5
+    optimizer.detach()
+    optimizer.rebind()
+    assert step(params, optimizer) == [-0.5] * 3
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("looks", [inspect.getmembers, supports_scaling])
 def test_looking_at_attributes_on_one_rank_changes_nothing(looks: Callable[[Any], Any]) -> None:
     params, optimizer = built()

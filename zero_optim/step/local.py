@@ -16,6 +16,7 @@ from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.spec import GroupSpec, OptimizerSpec
 
 _ABSENT = object()
+_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class LocalOptimizer:
@@ -52,11 +53,18 @@ class LocalOptimizer:
         self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=is_tried, steps_parts=steps_parts))
 
     def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
-        """Build the same classes over other leaves from the original options; ``groups`` stay unchanged."""
+        """Build the same classes over other leaves from the original options; ``groups`` stay unchanged.
+
+        Attributes with plain values, which users or methods of the class may have set, are taken over.
+        """
         specs = self.specs()
         first = [{"params": group["params"], **of.options} for group, of in zip(groups, specs, strict=True)]
         of = [each.spec for each in specs]
-        return LocalOptimizer(self.default, first, of, owned, not self._is_tried, self._saves)
+        local = LocalOptimizer(self.default, first, of, owned, not self._is_tried, self._saves)
+        for built, former in zip(local._built, self._built, strict=True):
+            plain_ones = {key: v for key, v in vars(former.optimizer).items() if type(v) in _PLAIN}
+            vars(built.optimizer).update(plain_ones)
+        return local
 
     def specs(self) -> list[GroupSpec]:
         """Return the spec of each group."""
