@@ -14,7 +14,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fully import Block, Tower, adamw, assert_alike, batch, both, fully, loss_of, train, trains_alike
+from fully import (
+    Block,
+    Tower,
+    adamw,
+    assert_alike,
+    assert_equal,
+    batch,
+    both,
+    fully,
+    loss_of,
+    state_of,
+    train,
+    trains_alike,
+)
 from pool import on_ranks
 from waiting import wait_until
 from zero_optim.ddp import DistributedDataParallel, fully_shard, fully_sharded, unsharded
@@ -412,3 +425,16 @@ def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass() -> N
         # let go of what it has waited for.
         wait_until(partial(are_gone, buckets))
         assert [bucket() for bucket in buckets] == [None] * len(buckets)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["reentrant", "other"])
+def test_a_unit_with_another_inside_may_be_computed_again(how: str) -> None:
+    results = []
+    for model in (Tower(), Tower(how=how)):
+        units = [module for block in model.blocks for module in (block, block.up)]
+        optimizer = adamw(model)
+        wrapped = fully_shard(model, optimizer, units=units)
+        results.append((train(wrapped, optimizer), state_of(wrapped)))
+    assert results[0][0] == results[1][0]
+    assert_equal(results[0][1], results[1][1])

@@ -104,6 +104,8 @@ class Objects:
                     )
         if self.model is not None and self.optimizer is not None:
             self.optimizer.core.check_weights()  # those that are saved must be those that train
+            for bucket in self.optimizer.core.sharding.row_buckets:
+                bucket.refresh()
 
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:

@@ -198,7 +198,7 @@ def _is_there(path: str) -> bool:
         owner = resolve_name(owner_path)
     except (AttributeError, ImportError):
         return False
-    code = getattr(unwrap(getattr(owner, "__init__", None)), "__code__", None)
+    code = getattr(unwrap(getattr(owner, "__init__", owner.__class__)), "__code__", None)
     declared = getattr(owner, "__annotations__", ())
     return hasattr(owner, name) or name in declared or (code is not None and name in code.co_names)
 
