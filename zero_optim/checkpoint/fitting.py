@@ -189,7 +189,7 @@ class RankInput:
     def blank(self, key: str) -> Tensor:
         """Allocate what another rank has read."""
         entry = self._reader.manifest.entries[key]
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
 
     def _places(self, objects: Objects, members: Members) -> list[Place]:
         """List the tensors of the model that a checkpoint has values for; tied ones once."""

@@ -203,7 +203,7 @@ def random_state(device: torch.device | None) -> dict[str, Any]:
     """Copy the random states of Python, numpy, PyTorch's CPU, and of a CUDA device, else the current one."""
     kind, internal, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": (kind, torch.tensor(internal), gauss),
+        "python": (kind, torch.tensor(internal, device="cpu"), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }

@@ -83,7 +83,7 @@ def digests(memories: Sequence[Tensor]) -> list[bytes]:
 
 def _packed(tensors: Sequence[Tensor], nbytes: int) -> bytes:
     """Copy tensors on any devices to the CPU, as bytes."""
-    packed = torch.empty(nbytes, dtype=torch.uint8)
+    packed = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     pack(tensors, packed)
     return packed.numpy().tobytes()
 

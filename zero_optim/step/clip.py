@@ -181,9 +181,9 @@ def _total(
 ) -> Tensor:
     """Combine ``values``, for each measured parameter those at its indices."""
     if not measured:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     dtypes = [_norm_dtype(param) for param, _ in measured]
-    places = torch.tensor([place for _, of_param in measured for place in of_param])
+    places = torch.tensor([place for _, of_param in measured for place in of_param], device="cpu")
     norms = values.flatten()[to_device(places, values.device) if goes_to is None else places]
     if len(measured) < norms.numel():  # some are cut
         parts = torch.split(norms, [len(of_param) for _, of_param in measured])
