@@ -30,7 +30,12 @@ from ddp_pairs import (
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel, data_parallel
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+    data_parallel,
+)
 
 
 def sizes(model: nn.Module) -> list[int]:
@@ -320,3 +325,20 @@ def test_options_and_calls_of_a_newer_pytorch_are_refused_by_name() -> None:
         model = DistributedDataParallel(mlp())
     with pytest.raises(AttributeError, match="_set_manual_finalization_required, which that of zero_optim"):
         model.reducer._set_manual_finalization_required(True)
+
+
+@on_ranks(2)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="PyTorch has no grad_dtype")
+def test_parameters_that_ask_for_gradients_of_another_dtype_are_refused() -> None:
+    for wrap in (
+        lambda net, _: DistributedDataParallel(net),
+        ShardedDataParallel,
+        lambda net, optimizer: FullyShardedDataParallel(net, optimizer, units=[net[0]]),
+    ):
+        net = mlp().bfloat16()
+        optimizer: Any = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+        net[2].weight.grad_dtype = torch.float32
+        with pytest.raises(
+            ValueError, match=r"2\.weight is torch.bfloat16 and asks for gradients in torch.float32"
+        ):
+            wrap(net, optimizer)  # type: ignore[no-untyped-call]
