@@ -34,6 +34,11 @@ _NOT_OF_A_CLASS = {"step", MASTER, EMA}  # or of too many
 
 # ---------------------------------------------------------------------- whether it fits
 
+_RESIZE = (
+    "\nTo load parameters of another shape, as for a larger vocabulary, write weights and state to files "
+    "with zero-optim consolidate, change these tensors there, and give them to load_state_dict()"
+)
+
 
 def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
     """Return the sections that a load asks for; StateMismatchError names all that does not fit."""
@@ -51,7 +56,10 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
     if objects.optimizer is not None:
         wrong += _wrong_optimizer(reader, objects, objects.optimizer)
     if wrong:
-        raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)))
+        hint = _RESIZE if any(": shape " in line for line in wrong) else ""
+        raise StateMismatchError(
+            "the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)) + hint
+        )
     return sections
 
 

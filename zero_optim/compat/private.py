@@ -94,6 +94,7 @@ INHERITED: dict[str, tuple[str, ...]] = {
         "torch.nn.Module._apply",
         "torch.nn.Module._buffers",
         "torch.nn.Module._forward_pre_hooks",
+        "torch.nn.Module._modules",
         "torch.nn.Module._parameters",
     ),
     "DistributedDataParallel of zero_optim": tuple(
