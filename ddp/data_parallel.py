@@ -54,8 +54,8 @@ class DistributedDataParallel(RebindableWrapper):
       forward pass outside of one, ``torch.distributed.autograd.backward`` raises, with the reason in a
       warning.
 
-    As in PyTorch, a forward pass writes the first rank's buffers into those of the others. Where they differ, a
-    second forward pass before the backward pass overwrites what the first has saved of them.
+    As in PyTorch, a forward pass writes the first rank's buffers into those of the others. Where they differ,
+    a second forward pass before the backward pass overwrites what the first has saved of them.
 
     Raises:
         TypeError: on every rank: ``mixed_precision`` is given, for which ``torch.autocast`` serves.

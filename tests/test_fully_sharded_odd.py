@@ -30,6 +30,7 @@ from fully import (
 )
 from pool import on_ranks
 from waiting import wait_until
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, fully_shard, fully_sharded, unsharded
 from zero_optim.ddp.full import module_hooks
 
@@ -438,3 +439,31 @@ def test_a_unit_with_another_inside_may_be_computed_again(how: str) -> None:
         results.append((train(wrapped, optimizer), state_of(wrapped)))
     assert results[0][0] == results[1][0]
     assert_equal(results[0][1], results[1][1])
+
+
+class Momentum(Tower):
+    """Has a frozen copy of its blocks, which follows them in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.ModuleList([Block(24) for _ in range(3)]).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.blocks.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_copy_that_follows_freed_weights_in_a_forward_pass_is_refused() -> None:
+    for units, raises in (("blocks", True), ("none", False)):
+        model = Momentum()
+        optimizer: Any = ZeroRedundancyOptimizer(
+            [param for param in model.parameters() if param.requires_grad], torch.optim.SGD, lr=0.1
+        )
+        fully_shard(model, optimizer, units=[*model.blocks] if units == "blocks" else [])
+        with (
+            pytest.raises(RuntimeError, match="wrote NaN into frozen parameters") if raises else nullcontext()
+        ):
+            loss_of(model, 0).backward()
