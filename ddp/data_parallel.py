@@ -25,7 +25,7 @@ from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
-from zero_optim.ddp.wrapper_checks import agree_on_model
+from zero_optim.ddp.wrapper_checks import KNOWN, agree_on_model
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
 
@@ -52,6 +52,9 @@ class DistributedDataParallel(RebindableWrapper):
     - ``torch.distributed.autograd`` is refused: forward raises in its context; its ``backward`` raises, with
       the reason in a warning.
 
+    As in PyTorch, a forward pass writes the first rank's buffers into those of the others. Where they differ,
+    a second forward pass before the backward pass overwrites what the first has saved of them.
+
     Raises:
         TypeError: on every rank: ``mixed_precision`` is given, for which ``torch.autocast`` serves.
         RankMismatchError: on every rank: models differ.
@@ -70,7 +73,10 @@ class DistributedDataParallel(RebindableWrapper):
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         bound = _SIGNATURE.bind(self, module, *args, **kwargs)
-        arguments = _DEFAULTS | bound.arguments
+        arguments = {name: value for name, value in _DEFAULTS.items() if name in KNOWN}
+        arguments |= {
+            name: each for name, each in bound.arguments.items() if each is not _DEFAULTS.get(name, ...)
+        }
         agree_on_model(arguments, self, timeout, on_stall)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         super().__init__(module, *args, **kwargs)
@@ -228,6 +234,7 @@ class DistributedDataParallel(RebindableWrapper):
         if comm_hook_type not in kinds:
             raise ValueError(f"expected one of {', '.join(map(str, kinds))}, got {comm_hook_type!r}")
         self.register_comm_hook(self.process_group, kinds[comm_hook_type])
+        self._own().slot.name = str(comm_hook_type)  # as PyTorch's statistics show it
 
     def _setup_in_backward_optimizers(self) -> None:
         if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):

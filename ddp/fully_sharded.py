@@ -134,6 +134,8 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         construction.policy.cast_for_good(module, ignored_names(module))
         self.module = module
         self._frozen = FrozenParams([pair for pair in seen_params(module) if not pair[1].requires_grad])
+        units = construction.registration.params
+        self._versions = {p: -1 for _, p in seen_params(module) if not p.requires_grad and p not in units}
         self._make_reducer()
         self._optimizer.core.mesh = self._mesh
         self._optimizer.begin_averages_anew()  # from the weights that the ranks have by now
@@ -182,6 +184,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
     def before_forward(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Begin a forward pass; called by the module's hook, as is `after_forward`."""
         self.units.forget_calls()
+        self._versions = {param: param._version for param in self._versions}
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._reducer.begin_forward()
         if self._sends_buffers and self._options.get("broadcast_buffers") is not False:
@@ -197,8 +200,20 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         self._sends_buffers = trains and syncs
         if trains:
             self._check_frozen()
+            self._check_written()
             self._reducer.end_forward(output, syncs=syncs)
         return output
+
+    def _check_written(self) -> None:
+        """Raise RuntimeError if the forward pass wrote NaN into frozen parameters, as freed ones show it."""
+        written = [param for param, version in self._versions.items() if param._version != version]
+        firsts = [param.detach().flatten()[0].isnan() for param in written if param.numel()]
+        if firsts and torch.stack(firsts).any():
+            raise RuntimeError(
+                "the forward pass wrote NaN into frozen parameters, as a momentum encoder does that reads "
+                "weights of a unit that is not running: update it between passes, inside "
+                "zero_optim.ddp.unsharded(module)"
+            )
 
     @property
     def process_group(self) -> dist.ProcessGroup:

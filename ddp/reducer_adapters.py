@@ -1,7 +1,9 @@
 """Our reducer behind the method names by which PyTorch's class knows its own, and its logger."""
 
 from dataclasses import dataclass
+from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -17,6 +19,12 @@ class TorchReducerAdapter:
 
     own: Reducer
     num_forwards: int = 0  # whose gradients are reduced
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"PyTorch {torch.__version__} asks the reducer for {name}, which that of zero_optim.ddp does not "
+            "have: leave out the option or method of DistributedDataParallel that needs it"
+        )
 
     @eager
     def prepare_for_forward(self) -> None:
@@ -99,6 +107,7 @@ def logging_data(reducer: Reducer) -> dict[str, int | str]:
     sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
     rebuilt = {"rebuilt_bucket_sizes": sizes} if history.has_rebuilt else {}
     hook = {"comm_hook": reducer.slot.name} if reducer.slot.name else {}
+    static = {"static_graph": 1} if reducer.options.static_graph else {}
     return {
         "world_size": reducer.group.size,
         "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],
@@ -108,4 +117,5 @@ def logging_data(reducer: Reducer) -> dict[str, int | str]:
         "can_set_static_graph": int(history.looks_static),
         **rebuilt,
         **hook,
+        **static,
     }

@@ -56,6 +56,7 @@ REFUSED = {
     "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
     "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
 }
+KNOWN = {*OPTIONS, *REFUSED, *_NOT_COMPARED, "forward_sync_buffers"}  # of PyTorch's constructor
 
 
 def agree_on_model(
@@ -87,6 +88,12 @@ def _agree(
         check_flags(init_sync=syncs)
         if arguments.get("mixed_precision") is not None:
             raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no mixed_precision: {_CASTS}")
+        new = [name for name in arguments if name not in KNOWN]
+        if new:
+            raise TypeError(
+                f"zero_optim.ddp.DistributedDataParallel takes no {', '.join(new)}, which is new in PyTorch "
+                f"{torch.__version__}: leave it out, or use PyTorch's DistributedDataParallel"
+            )
         if any(isinstance(param, UninitializedParameter) for _, param in seen_params(module)):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "

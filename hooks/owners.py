@@ -72,7 +72,7 @@ class OwnerReduction:
     def _flags(self) -> list[Tensor]:
         params, slots = self._ownership.params, self._ownership.slots
         used = [params[slot].grad is not None for of_rank in slots for slot in of_rank]
-        flags = to_device(torch.tensor(used, dtype=torch.uint8), self._flat.device)
+        flags = to_device(torch.tensor(used, dtype=torch.uint8, device="cpu"), self._flat.device)
         return list(torch.split(flags, [len(of_rank) for of_rank in slots]))
 
     def wait(self) -> Tensor:

@@ -195,6 +195,6 @@ def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
     first = gradients[filled[0]]
     starts = [int(gradients[place].storage_offset() - first.storage_offset()) for place in filled]
     flat = first.as_strided((starts[-1] + 1,), (1,))
-    index = to_device(torch.tensor(starts), flat.device)
+    index = to_device(torch.tensor(starts, device="cpu"), flat.device)
     suspects = (flat[index] == 0).nonzero().flatten().tolist()
     return {filled[suspect] for suspect in suspects if not gradients[filled[suspect]].any()}

@@ -287,6 +287,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(tmp_path: 
     for part in (
         "conv.weight: shape (32, 3, 3, 3) in the checkpoint, (5, 3, 3, 3) here",
         "conv.bias: shape (32,)",
+        "as for a larger vocabulary, write weights and state to files with zero-optim consol",
         "model entry extra.weight is not in the checkpoint",
         "parameter extra.bias is not in the checkpoint",
     ):

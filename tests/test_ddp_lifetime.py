@@ -220,6 +220,7 @@ def test_names_and_values_are_those_of_pytorch() -> None:
         for key in ("bucket_cap_bytes", "has_rebuilt_buckets", "world_size"):
             if key in theirs and not (key == "has_rebuilt_buckets" and options.get("static_graph")):
                 assert ours[key] == theirs[key], (key, ours[key], theirs[key])
+        assert ours.get("static_graph") == theirs.get("static_graph")
         assert ours["can_set_static_graph"] == 1
         sizes = [int(size) for size in ours["bucket_sizes"].split(", ")]
         assert sum(sizes) == 4 * sum(p.numel() for p in pair.ours.parameters())
@@ -236,3 +237,12 @@ def test_a_graph_with_the_same_unused_parameters_is_told_to_be_static() -> None:
     model = DistributedDataParallel(net, find_unused_parameters=True)
     mlp_loss(model, 0).backward()
     assert model.get_ddp_logging_data()["can_set_static_graph"] == 1
+
+
+@on_ranks(1)
+def test_a_built_in_hook_has_the_name_that_pytorch_gives_it() -> None:
+    pair = Pair.of(mlp())
+    for model in pair:
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)  # type: ignore[attr-defined,operator]
+    ours, theirs = (model._get_ddp_logging_data() for model in pair)  # type: ignore[operator]
+    assert ours["comm_hook"] == theirs["comm_hook"] == "BuiltinCommHookType.FP16_COMPRESS"

@@ -1,6 +1,8 @@
 """Constructor arguments: the effect of each. `test_ddp_bits` and `test_parity` show which bits they give."""
 
 import copy
+import functools
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -26,7 +28,12 @@ from ddp_pairs import (
 )
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+    data_parallel,
+)
 
 
 def sizes(model: nn.Module) -> list[int]:
@@ -255,3 +262,55 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         DistributedDataParallel(net)
     with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
         DistributedDataParallel(net, bucket_cap=1)
+
+
+@on_ranks(2)
+def test_a_wrapped_constructor_of_pytorch_is_the_same_constructor() -> None:
+    plain = TorchDistributedDataParallel.__init__
+
+    @functools.wraps(plain)
+    def traced(*args: Any, **options: Any) -> None:
+        plain(*args, **options)
+
+    with mock.patch.object(TorchDistributedDataParallel, "__init__", traced):
+        model = DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
+    mlp_loss(model, 0).backward()
+    assert_averaged(model.module, mlp(), of_batch(0), "wrapped")
+
+
+@on_ranks(2)
+def test_options_and_calls_of_a_newer_pytorch_are_refused_by_name() -> None:
+    new = {"lazy_bucket_allocation": False, "also_new": None}
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=new[name]) for name in new]
+    signature = data_parallel._SIGNATURE
+    newer = signature.replace(parameters=[*signature.parameters.values(), *more])
+    with (
+        mock.patch.object(data_parallel, "_SIGNATURE", newer),
+        mock.patch.dict(data_parallel._DEFAULTS, new),
+        pytest.raises(TypeError, match="takes no lazy_bucket_allocation, which is new in PyTorch"),
+    ):
+        DistributedDataParallel(mlp(), lazy_bucket_allocation=dist.get_rank() == 1, also_new=None)
+    with (
+        mock.patch.object(data_parallel, "_SIGNATURE", newer),
+        mock.patch.dict(data_parallel._DEFAULTS, new),
+    ):
+        model = DistributedDataParallel(mlp())
+    with pytest.raises(AttributeError, match="_set_manual_finalization_required, which that of zero_optim"):
+        model.reducer._set_manual_finalization_required(True)
+
+
+@on_ranks(2)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="PyTorch has no grad_dtype")
+def test_parameters_that_ask_for_gradients_of_another_dtype_are_refused() -> None:
+    for wrap in (
+        lambda net, _: DistributedDataParallel(net),
+        ShardedDataParallel,
+        lambda net, optimizer: FullyShardedDataParallel(net, optimizer, units=[net[0]]),
+    ):
+        net = mlp().bfloat16()
+        optimizer: Any = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+        net[2].weight.grad_dtype = torch.float32
+        with pytest.raises(
+            ValueError, match=r"2\.weight is torch.bfloat16 and asks for gradients in torch.float32"
+        ):
+            wrap(net, optimizer)  # type: ignore[no-untyped-call]

@@ -307,3 +307,24 @@ def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded() -> None:
     optimizer = adamw(wrapped)
     assert_equal(state_of(wrapped), state)
     train(wrapped, optimizer)
+
+
+@on_ranks(2)
+def test_a_frozen_model_without_optimizer_is_evaluated_and_passes_gradients_on() -> None:
+    plain, model, student = (Tower().requires_grad_(False) for _ in range(3))
+    student.requires_grad_(True)
+    teacher = FullyShardedDataParallel(model, units=[*model.blocks])
+    assert not any(param.requires_grad for param in teacher.parameters())
+    x = batch(0)
+    with torch.no_grad():
+        assert torch.equal(teacher(x), plain(x))
+    for _ in range(2):
+        (student(x) - teacher(x)).square().mean().backward()
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        for net, each in zip((teacher, plain), inputs, strict=True):
+            net(each).square().mean().backward()
+        assert inputs[0].grad is not None
+        assert torch.equal(*(each.grad for each in inputs))
+        assert teacher.units.nbytes_live() == 0
+    assert student.first.weight.grad is not None
+    assert_equal(state_of(teacher), plain.state_dict())

@@ -13,10 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fully import Block, Tower, batch, both, fully, loss_of, train, trains_alike
+from fully import (
+    Block,
+    Tower,
+    adamw,
+    assert_equal,
+    batch,
+    both,
+    fully,
+    loss_of,
+    state_of,
+    train,
+    trains_alike,
+)
 from pool import on_ranks
 from waiting import wait_until
-from zero_optim.ddp import DistributedDataParallel, unsharded
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel, fully_shard, unsharded
 
 KEPT: dict[str, Tensor] = {}  # what modules below keep outside of themselves
 
@@ -350,3 +363,44 @@ def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass() -> N
         # let go of what it has waited for.
         wait_until(partial(are_gone, buckets))
         assert [bucket() for bucket in buckets] == [None] * len(buckets)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["reentrant", "other"])
+def test_a_unit_with_another_inside_may_be_computed_again(how: str) -> None:
+    results = []
+    for model in (Tower(), Tower(how=how)):
+        units = [module for block in model.blocks for module in (block, block.up)]
+        optimizer = adamw(model)
+        wrapped = fully_shard(model, optimizer, units=units)
+        results.append((train(wrapped, optimizer), state_of(wrapped)))
+    assert results[0][0] == results[1][0]
+    assert_equal(results[0][1], results[1][1])
+
+
+class Momentum(Tower):
+    """Has a frozen copy of its blocks, which follows them in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.ModuleList([Block(24) for _ in range(3)]).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.blocks.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_copy_that_follows_freed_weights_in_a_forward_pass_is_refused() -> None:
+    for units, raises in (("blocks", True), ("none", False)):
+        model = Momentum()
+        optimizer: Any = ZeroRedundancyOptimizer(
+            [param for param in model.parameters() if param.requires_grad], torch.optim.SGD, lr=0.1
+        )
+        fully_shard(model, optimizer, units=[*model.blocks] if units == "blocks" else [])
+        with (
+            pytest.raises(RuntimeError, match="wrote NaN into frozen parameters") if raises else nullcontext()
+        ):
+            loss_of(model, 0).backward()

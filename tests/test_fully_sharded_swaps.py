@@ -2,17 +2,19 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from fully import NARROW, Tower, adamw, assert_equal, batch, fully, fully_later, loss_of, state_of, train
 from pool import on_ranks
-from zero_optim import ReductionError
+from zero_optim import ReductionError, checkpoint
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
@@ -178,11 +180,77 @@ def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused() 
 def test_parameters_may_be_taken_out_or_get_other_names() -> None:
     wrapped, optimizer = fully(find_unused_parameters=True)
     wrapped.module.blocks[1].up.bias = None
-    prune.random_unstructured(wrapped.module.blocks[0].down, "weight", 0.5)
+    with unsharded(wrapped):
+        prune.l1_unstructured(wrapped.module.blocks[0].down, "weight", 0.5)
     train(wrapped, optimizer)
     loss = loss_of(wrapped, 0)
     assert loss.isfinite()
     loss.backward()
+
+
+@on_ranks(2)
+def test_pruning_behind_the_wrapper_raises_in_the_next_training_pass() -> None:
+    for inside in (None, "first"):
+        wrapped, _ = fully(find_unused_parameters=True)
+        where = nullcontext() if inside is None else unsharded(wrapped.module.get_submodule(inside))
+        with where, torch.no_grad():
+            prune.l1_unstructured(wrapped.module.blocks[0].down, "weight", 0.5)
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"blocks\.0\.down\.weight of a .* has another name.*unsharded"
+            ):
+                wrapped(batch(1))
+
+
+def rebuild(model: Tower) -> None:
+    fresh = Tower()
+    for name, _ in [*model.named_children()]:
+        setattr(model, name, getattr(fresh, name))
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.scale = base.requires_grad_(False), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) * self.scale
+
+
+def inject(model: Tower) -> None:
+    model.requires_grad_(False)
+    model.blocks[0] = Adapter(model.blocks[0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_training_pass_without_any_parameter_that_was_wrapped_is_refused(keeps: bool) -> None:
+    for replace, new in (
+        (rebuild, r"has gone, and .*first\.weight"),
+        (inject, r"frozen by now, and blocks\.0\.scale"),
+    ):
+        wrapped, _ = fully(find_unused_parameters=True)
+        loss_of(wrapped, 0).backward()
+        kept = [*wrapped.modules()] if keeps else []
+        replace(wrapped.module)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"{new}.* came in its place"):
+                wrapped(batch(1))
+        kept.clear()
+
+
+@on_ranks(2)
+def test_a_parameter_with_other_data_is_not_saved_with_its_old_values(tmp_path: Path) -> None:
+    wrapped, optimizer = fully()
+    train(wrapped, optimizer, 1)
+    weight = wrapped.module.first.weight
+    if dist.get_rank() == 1:
+        weight.data = torch.zeros(weight.shape)
+    with pytest.raises(RuntimeError, match="given other memory, while it was not whole"):
+        checkpoint.save(tmp_path / "x", model=wrapped, optimizer=optimizer)
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="given other memory, while it was not whole"):
+            wrapped.local_state_dict()
 
 
 # ---------------------------------------------------------------------- state dicts that break off, or inside

@@ -188,7 +188,8 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
             model = Tower()
             with pytest.raises(RankMismatchError, match=f"(?s)the optimizers of the replicas.*{words}"):
                 wrap(model, built_over(model, inner, lr=lr, cuts=cuts), mesh=mesh)
-    wrapped, _ = built(Tower(), "gradients", mesh)
+    wrapped, optimizer = built(Tower(), "gradients", mesh)
+    assert not any("parameter parameter" in item for item in optimizer.core.describe())
     with pytest.raises(RuntimeError, match="takes no part in Join"), Join([wrapped]):
         pass
     wrapped.detach()

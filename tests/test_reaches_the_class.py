@@ -166,3 +166,10 @@ def test_a_group_may_have_values_that_cannot_be_hashed(kind: str) -> None:
     groups = [{"params": [param], "tag": value}]
     optimizer = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=1.0, allow_unsaved=True)
     assert step([param], optimizer) == [-1.0]
+
+
+@on_ranks(1)
+def test_a_private_name_of_the_class_is_refused_with_the_reason() -> None:
+    optimizer: Any = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.Adafactor, lr=0.1)
+    with pytest.raises(AttributeError, match="no attribute '_init_group', and shows no private names"):
+        optimizer._init_group  # noqa: B018

@@ -194,7 +194,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         core = vars(self).get("core")  # none in a copy that is being made
         matches = [] if core is None or name.startswith("_") else core.owned.local.find(name)
         if not matches:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+            is_private = name.startswith("_") and not name.startswith("__")
+            why = ", and shows no private names of the class that it shards" if is_private else ""
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{why}")
         return self.iteration.of_class(name, matches)
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -9,11 +9,12 @@ Note [How conversions are seen]
 Note [Parameters in the place of others]
     ``weight_norm`` and ``parametrize`` compute a parameter from new ones. After wrapping these begin with
     NaN, and no owner steps them. So each training pass looks whether modules have other parameters than
-    before: 0.1 µs for each. Parameters that have gone, with nothing in their place, are unused.
+    before: 0.1 µs for each. Parameters that have gone, with nothing in their place, are unused. Other names,
+    as pruning gives, are taken from `unsharded` only: elsewhere a mask would be made from NaN.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from zero_optim.compat import private
 from zero_optim.compat.engine import eager
+from zero_optim.plan.groups import names_text
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.shard.row_bucket import Uncopied
 
@@ -117,36 +119,73 @@ def _storage(tensor: Tensor) -> object:
 
 
 class UnitMembers:
-    """The parameters that each module of a model has."""
+    """The parameters and children of each module of a model, as a training pass saw them last."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._of_modules: list[tuple[str, weakref.ref[nn.Module], Sequence[Tensor | None]]] = [
-            (name, weakref.ref(module), tuple(module._parameters.values()))
+        self._model = weakref.ref(model)
+        self._known = dict.fromkeys(model.parameters())
+        self._note(model)
+
+    def _note(self, model: nn.Module) -> None:
+        self._of_modules: list[tuple[str, weakref.ref[nn.Module], dict[str, Tensor | None], list[int]]] = [
+            (name, weakref.ref(module), dict(module._parameters), list(map(id, module._modules.values())))
             for name, module in model.named_modules()
-            if module._parameters
         ]
 
     def check(self) -> None:
-        """Raise RuntimeError if a module has new parameters in the place of old ones."""
-        for number, (name, reference, before) in enumerate(self._of_modules):
+        """Raise RuntimeError if new parameters are in the place of old ones, or these have other names."""
+        for _, reference, before, children in self._of_modules:
             module = reference()
-            if module is None:
-                continue
-            now = module._parameters
-            if len(now) != len(before) or not all(map(is_, now.values(), before)):
-                self._compare(name, module, before)
-                self._of_modules[number] = name, reference, tuple(now.values())
+            now = {} if module is None else module._parameters
+            if (
+                module is None
+                or len(now) != len(before)
+                or not all(map(is_, now.values(), before.values()))
+                or list(map(id, module._modules.values())) != children
+            ):
+                break
+        else:
+            return
+        model = self._model()
+        if model is not None:
+            self._compare(model)
+            self._note(model)
 
-    def _compare(self, name: str, module: nn.Module, before: Sequence[Tensor | None]) -> None:
-        ids = {id(param) for _, _, params in self._of_modules for param in params}
-        now = dict(module.named_parameters())
-        are_here = {id(param) for param in now.values()}
-        gone = [param for param in before if param is not None and id(param) not in are_here]
-        new = [f"{name}.{own}".lstrip(".") for own, param in now.items() if id(param) not in ids]
-        if gone and new:
-            shapes = ", ".join(str(tuple(param.shape)) for param in gone)
+    def accept_names(self, whole: set[Tensor]) -> None:
+        """Take the present names in modules whose parameters are all ``whole``, as in `unsharded`."""
+        for _, reference, before, _ in self._of_modules:
+            now = {} if (module := reference()) is None else module._parameters
+            if {*now.values()} == {*before.values()} and whole.issuperset(
+                each for each in before.values() if each is not None
+            ):
+                before.clear()
+                before.update(now)
+
+    def _compare(self, model: nn.Module) -> None:
+        now = {param: name for name, param in model.named_parameters()}
+        gone = [
+            (name, param)
+            for name, _, before, _ in self._of_modules
+            for param in before.values()
+            if param is not None and param not in now
+        ]
+        new = [name for param, name in now.items() if param not in self._known]
+        trains = any(param.requires_grad for param in now if param in self._known)
+        if new and (gone or not trains):
+            where = names_text([name or "the outermost module" for name in dict.fromkeys(dict(gone))])
+            shapes = names_text([str(tuple(param.shape)) for _, param in gone])
+            what = f"a parameter of {where} of shape {shapes} of a fully sharded model has gone, and "
             raise RuntimeError(
-                f"a parameter of {name or 'the outermost module'} of shape {shapes} of a fully sharded model "
-                f"has gone, and {', '.join(new)} came in its place, as by weight_norm(), parametrize or an "
-                "assignment. No rank keeps or steps it. Do that before the model is wrapped"
+                f"{what if gone else 'all parameters of a fully sharded model are frozen by now, and '}"
+                f"{names_text(new)} came in its place, as by weight_norm(), parametrize or an assignment. No "
+                "rank keeps or steps it. Do that before the model is wrapped"
             )
+        for name, reference, before, _ in self._of_modules:
+            own = {} if (module := reference()) is None else module._parameters
+            for short, param in before.items():
+                if param is not None and param is not own.get(short) and id(param) in map(id, own.values()):
+                    raise RuntimeError(
+                        f"{f'{name}.{short}'.lstrip('.')} of a fully sharded model has another name by "
+                        "now, as by pruning, and showed NaN at that time. Do it before the model is wrapped, "
+                        "or inside zero_optim.ddp.unsharded(model)"
+                    )

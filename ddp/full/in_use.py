@@ -17,7 +17,7 @@ Note [The next unit]
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -33,6 +33,9 @@ from zero_optim.flow.schedule import ZERO3, ZERO3_KEPT, Moment, Operation, Sched
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
+
+if TYPE_CHECKING:
+    from zero_optim.ddp.full.guards import UnitMembers
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
@@ -61,6 +64,7 @@ class UnitsInUse(Uncopied):
                 self._waiting.setdefault(index, []).append(unit)
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
+        self.members: UnitMembers
 
     def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps, places: LaunchPlaces) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
@@ -186,11 +190,11 @@ class UnitsInUse(Uncopied):
         unit.depth -= 1
         if unit.depth:
             return
+        if in_backward():  # activations are computed again
+            return
         stays = False
         if torch.is_grad_enabled() and output is not None:
             stays = self._watch(unit, output, call.passage)
-        if in_backward():
-            return
         self._at(Moment.AFTER_FORWARD, unit, Purpose.TRAINING, schedule=ZERO3_KEPT if stays else ZERO3)
         if not self._calls:
             if outermost in self._forward:
@@ -214,12 +218,11 @@ class UnitsInUse(Uncopied):
     def _watch(self, unit: Unit, output: object, passage: Passage | None) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
         tensors = list(tensors_in(output))
-        if not in_backward():
-            reached = weakly(self._output_reached)
-            place = self._places.returned()
-            for tensor in tensors:
-                if tensor.grad_fn is not None:
-                    on_gradient(tensor, lambda _: reached(unit.number, place, passage))
+        reached = weakly(self._output_reached)
+        place = self._places.returned()
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                on_gradient(tensor, lambda _: reached(unit.number, place, passage))
         if not self._calls or not tensors or self._keeps is None:
             return True
         last = list(dict.fromkeys(reversed(self._forward[self._calls[0].number].before)))
@@ -288,9 +291,9 @@ class UnitsInUse(Uncopied):
     # ------------------------------------------------------------------ on request
 
     def check_unpinned(self) -> None:
-        """Raise RuntimeError if somebody needs parameters of any unit whole."""
+        """Raise RuntimeError if parameters of any unit are needed whole, or were given other memory."""
         for bucket in self.buckets:
-            bucket.check_unpinned()
+            bucket.refresh()
 
     def gather_as_kept(self, unit: Unit) -> list[WideBucket]:
         """Gather a unit as its owners keep it, beside the parameters; RuntimeError if they are pinned."""
@@ -337,6 +340,7 @@ class UnitsInUse(Uncopied):
             try:
                 for unit in units if writes else ():
                     unit.take_written()
+                self.members.accept_names({param for unit in units for param in unit.params})
             finally:
                 self._free_unused(units)
 

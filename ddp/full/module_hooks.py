@@ -36,13 +36,12 @@ if TYPE_CHECKING:
 class _CallHooks:
     units: UnitsInUse
     unit: Unit
-    members: UnitMembers
 
     @eager
     def before(self, _: nn.Module, *inputs: object) -> None:
         self.units.enter(self.unit, inputs)  # in any case, as the hook behind the call leaves it
         if self.units.is_outermost_call and torch.is_grad_enabled() and not in_backward():
-            self.members.check()
+            self.units.members.check()
 
     @eager
     def after(self, _: nn.Module, __: object, output: object) -> object:
@@ -64,12 +63,13 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
     """Register the hooks of all modules that are units, or have parameters in one."""
     in_units = {param for unit in units.units for param in unit.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
-    values, members = [UnitValues(units, unit) for unit in units.units], UnitMembers(choice.modules[0])
+    values = [UnitValues(units, unit) for unit in units.units]
+    units.members = UnitMembers(choice.modules[0])
     for module in choice.modules[0].modules():
         used = {choice.unit_of[param] for param in module.parameters(recurse=False) if param in in_units}
         numbers = {number_of[module]} if module in number_of else used & {0}
         for number in sorted(numbers):
-            hooks = _CallHooks(units, units.units[number], members)
+            hooks = _CallHooks(units, units.units[number])
             module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
             module.register_forward_hook(hooks.after, always_call=True)
         for number in sorted(used | numbers):

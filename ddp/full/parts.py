@@ -23,7 +23,10 @@ _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
 def make_units(construction: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]:
     """Make the units, by number; `trained` are the parameters with gradients, in order."""
-    choice, index_of = construction.choice, {param: index for index, param in enumerate(trained)}
+    choice, index_of = (
+        construction.choice,
+        {param: index for index, param in enumerate(trained) if param.requires_grad},
+    )
     units = []
     for number, (name, some) in enumerate(zip(choice.names, construction.registration.buckets, strict=True)):
         params = [param for bucket in some for param in bucket.params]
@@ -43,23 +46,33 @@ def make_reducer(
 ) -> OwnerReducer:
     """Make the reducer, with the wrapper's options; all ranks call, and it communicates."""
     pairs, with_sparse = seen_params(construction.module), sparse_names(construction.module)
-    pairs = [(name, param) for name, param in pairs if param.requires_grad]
-    return OwnerReducer(
-        pairs,
-        optimizer,
-        ReducerOptions(
-            bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,),
-            find_unused_parameters=bool(options.get("find_unused_parameters", False)),
-            static_graph=bool(options.get("static_graph", False)),
-            reduce_dtype=construction.policy.reduce_dtype,
-            timeout=options.get("timeout"),
-            on_stall=options.get("on_stall", "raise"),
-        ),
-        sparse=[name for name, _ in pairs if name in with_sparse],
-        wanted=wanted,
-        mesh=mesh,
-        outermost={param for param, number in construction.choice.unit_of.items() if not number},
+    trained = [(name, param) for name, param in pairs if param.requires_grad]
+    if not trained and construction.stands_in:  # only evaluated: a reducer that will never get a gradient
+        trained = [(name, param) for name, param in pairs if param.is_floating_point()]
+    reducer_options = ReducerOptions(
+        bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,),
+        find_unused_parameters=bool(options.get("find_unused_parameters", False)),
+        static_graph=bool(options.get("static_graph", False)),
+        reduce_dtype=construction.policy.reduce_dtype,
+        timeout=options.get("timeout"),
+        on_stall=options.get("on_stall", "raise"),
     )
+    frozen = [param for _, param in trained if not param.requires_grad]
+    try:
+        for param in frozen:
+            param.requires_grad_(True)
+        return OwnerReducer(
+            trained,
+            optimizer,
+            reducer_options,
+            sparse=[name for name, _ in trained if name in with_sparse],
+            wanted=wanted,
+            mesh=mesh,
+            outermost={param for param, number in construction.choice.unit_of.items() if not number},
+        )
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def make_gathers(construction: UnitConstruction, optimizer: ZeroRedundancyOptimizer) -> UnitGathers:

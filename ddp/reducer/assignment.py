@@ -93,6 +93,11 @@ class ReducedParams:
                 raise TypeError(f"expected parameters or (name, parameter) pairs, got {type(param).__name__}")
             if not param.requires_grad or not param.is_leaf:
                 raise ValueError(f"{name} gets no gradient: expected leaf tensors with requires_grad=True")
+            if getattr(param, "grad_dtype", None) not in (None, param.dtype):
+                raise ValueError(
+                    f"{name} is {param.dtype} and asks for gradients in {param.grad_dtype}, which would be "
+                    "rounded: leave out its grad_dtype, as buckets have the parameters' dtype"
+                )
             pairs.append((name, param))
         if not pairs:
             raise ValueError("expected at least one parameter that requires a gradient, got none")

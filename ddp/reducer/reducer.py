@@ -150,7 +150,7 @@ class Reducer:
         if not history.rebuild_is_due:
             return False
         history.rebuild_is_due = False
-        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self.group.device)
+        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64, device="cpu"), self.group.device)
         # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
         for work in self.group.during("order").broadcast_rows([(0, agreed)], "gradients"):
             work.wait()

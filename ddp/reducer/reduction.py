@@ -57,17 +57,13 @@ class HookSlot:
         self._hook: tuple[Hook, object] | None = None
         self._names: NamesBuckets | None = None
         self._version: object = None
+        self.name = ""
         self.failure: str | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no hook."""
         return self._hook is None
-
-    @property
-    def name(self) -> str:
-        """Its name; empty without one."""
-        return "" if self._hook is None else hook_name(self._hook[0])
 
     def register(self, state: object, hook: Hook) -> None:
         """Set the hook; see `Reducer.register_comm_hook`."""
@@ -78,7 +74,7 @@ class HookSlot:
                 f"{self.name} is registered already: to do both, wrap one in the other and "
                 f"register that instead of {hook_name(hook)}"
             )
-        self._hook = (hook, state)
+        self._hook, self.name = (hook, state), hook_name(hook)
         names = getattr(hook, "buckets", None)
         self._names = names if isinstance(names, NamesBuckets) else None
 

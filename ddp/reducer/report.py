@@ -45,7 +45,9 @@ class FailureReport:
         self._answer: HostCopy | None = None  # the word, or the counts
         if in_last_bucket:
             return
-        self._counts = to_device(torch.tensor([failure is not None, *used], dtype=torch.int32), group.device)
+        self._counts = to_device(
+            torch.tensor([failure is not None, *used], dtype=torch.int32, device="cpu"), group.device
+        )
         if group.size > 1:
             _, self._work = group.start_sum(self._counts)
 

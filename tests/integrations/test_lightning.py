@@ -1,5 +1,7 @@
 """Lightning trains at stages 1 to 3 as with its own `DDPStrategy`: bits, checkpoints, resume."""
 
+import copy
+import pickle
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -244,6 +246,16 @@ def test_a_module_that_was_trained_can_be_tested(stage: int) -> None:
         with as_torchrun_says():
             results.append(trainer.test(module, batches(), verbose=False))
     assert results[1] == results[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_trainer_can_be_pickled(stage: int) -> None:
+    trainer = pl.Trainer(strategy=ZeroStrategy(stage), accelerator="cpu", logger=False)
+    for copied in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
+        plugin, other = trainer.precision_plugin, copied.precision_plugin
+        assert type(other).clip_grad_by_norm is type(plugin).clip_grad_by_norm
+        assert vars(other) == vars(plugin)
+        assert copied.strategy.stage == stage
 
 
 @on_ranks(2)

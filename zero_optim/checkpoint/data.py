@@ -180,14 +180,14 @@ def tensor_in(
     storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] = ()
 ) -> Tensor:
     """Return a tensor that uses a storage as its memory; contiguous if no strides are given."""
-    return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(strides))
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """Lay a tensor out with dense strides; copies if it has others."""
     if tensor.stride() == tuple(strides) or tensor.numel() == 0:
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 class CheckpointReader:
@@ -240,7 +240,7 @@ class CheckpointReader:
         if is_all and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
             self.read(key, chunk, bytes_of(into))
             return
-        whole = torch.empty(chunk.sizes, dtype=dtype)
+        whole = torch.empty(chunk.sizes, dtype=dtype, device="cpu")
         self.read(key, chunk, bytes_of(whole))
         into.copy_(whole[_slices(offsets, into.shape)])
 
@@ -254,7 +254,7 @@ class CheckpointReader:
         """Read a tensor, or the chunks that have some of its rows, into CPU memory, contiguous."""
         entry = self._entry(key)
         box = box_of(key, entry.dtype, entry.shape, rows)
-        tensor = torch.empty(box.sizes, dtype=entry.dtype)
+        tensor = torch.empty(box.sizes, dtype=entry.dtype, device="cpu")
         for chunk in entry.chunks:
             both = list(zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True))
             starts = [max(own, first) for own, _, first, _ in both]

@@ -249,9 +249,11 @@ class Owned(dict[str, Any]):
                 shape, dtype = tuple(about.size), about.properties.dtype
                 if cut_here is not None and cut_here[0].is_cut(path[3], shape):
                     cut, piece = cut_here
-                    place = RowsToLoad.of(torch.empty(cut.shape_of(piece), dtype=dtype), shape, piece.start)
+                    place = RowsToLoad.of(
+                        torch.empty(cut.shape_of(piece), dtype=dtype, device="cpu"), shape, piece.start
+                    )
                 else:
-                    place = torch.empty(shape, dtype=dtype)
+                    place = torch.empty(shape, dtype=dtype, device="cpu")
             target: dict[Any, Any] = self
             for part in path[1:-1]:
                 target = target.setdefault(part, {})

@@ -33,6 +33,11 @@ from zero_optim.step.leaves import MASTER
 
 _NOT_OF_A_CLASS = {"step", MASTER, EMA}  # or of too many
 
+_RESIZE = (
+    "\nTo load parameters of another shape, as for a larger vocabulary, write weights and state to files "
+    "with zero-optim consolidate, change these tensors there, and give them to load_state_dict()"
+)
+
 
 def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
     """Return the sections that a load asks for; StateMismatchError names all that does not fit."""
@@ -50,7 +55,10 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
     if objects.optimizer is not None:
         wrong += _wrong_optimizer(reader, objects, objects.optimizer)
     if wrong:
-        raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)))
+        hint = _RESIZE if any(": shape " in line for line in wrong) else ""
+        raise StateMismatchError(
+            "the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)) + hint
+        )
     return sections
 
 
@@ -158,7 +166,7 @@ class RankInput:
         """Return what this rank needs of a tensor, read once; or memory for what another rank has read."""
         if not is_read:
             entry = self._reader.manifest.entries[key]
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         if key not in self._tensors:
             self._tensors[key] = self._reader.read_tensor(key, self._rows.get(key))
         return self._tensors[key]

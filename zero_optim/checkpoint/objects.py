@@ -100,6 +100,8 @@ class Objects:
                 )
         if self.model is not None and self.optimizer is not None:
             self.optimizer.core.check_weights()  # those that are saved must be those that train
+            for bucket in self.optimizer.core.sharding.row_buckets:
+                bucket.refresh()
 
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
@@ -191,7 +193,7 @@ def random_state(device: torch.device | None) -> dict[str, Any]:
     """Copy the random states of Python, numpy, PyTorch's CPU, and of a CUDA device, else the current one."""
     kind, internal, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": (kind, torch.tensor(internal), gauss),
+        "python": (kind, torch.tensor(internal, device="cpu"), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }

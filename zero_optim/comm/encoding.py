@@ -269,7 +269,7 @@ def new_memory(
     _path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Tensor:
     """Allocate an uninitialised CPU tensor."""
-    return torch.empty_strided(shape, strides, dtype=dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
 def blank_tensors(skeleton: Skeleton, place: Place = new_memory, path: tuple[Any, ...] = ()) -> list[Tensor]:

@@ -63,7 +63,7 @@ def met_otherwise(reports: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]
 def bytes_to_tensor(payload: bytes) -> Tensor:
     """Copy bytes into a 1-D uint8 tensor on the CPU."""
     if not payload:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 

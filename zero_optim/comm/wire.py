@@ -113,7 +113,7 @@ def _like(tensor: Tensor, copy: Tensor) -> Tensor:
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
     """Send an encoded value to ranks that call `recv_value` or `recv_encoded`."""
     header = bytes_to_tensor(skeleton_to_bytes(skeleton))
-    send(group, torch.tensor([header.numel()]), *to)
+    send(group, torch.tensor([header.numel()], device="cpu"), *to)
     send(group, header, *to)
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in pieces_of([memory.numel() for memory in memories]):
@@ -136,9 +136,9 @@ def recv_value(group: RankGroup, source: int) -> Nested:
 
 def recv_encoded(group: RankGroup, source: int, place: Place = new_memory) -> tuple[Skeleton, list[Tensor]]:
     """Receive a value into CPU memory, for `decode`; ``place`` allocates a tensor with given strides."""
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     recv(group, length, source)
-    header = torch.empty(int(length), dtype=torch.uint8)
+    header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     recv(group, header, source)
     skeleton = skeleton_from_bytes(tensor_to_bytes(header))
     tensors = blank_tensors(skeleton, place)
@@ -152,6 +152,6 @@ def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
     if len(parts) == 1:
         recv(group, parts[0], source)
         return
-    received = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
+    received = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8, device="cpu")
     recv(group, received, source)
     private.foreach_copy_(parts, list(torch.split(received, [part.numel() for part in parts])))

@@ -130,7 +130,7 @@ class GroupWorks:
             if other == group.rank():
                 continue
             with suppress(RuntimeError, ValueError):  # that it took too long, or that it was broken before
-                work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
+                work = group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, _NO_TAG)
                 work.wait(timedelta(milliseconds=1))
 
     def wait_for(self, handle: Any) -> bool:  # noqa: ANN401 - a work of gloo, or sends and receives

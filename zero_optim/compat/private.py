@@ -7,7 +7,7 @@ Note [Private names]
     `require`.
 """
 
-from inspect import getattr_static, isclass, isdatadescriptor, signature
+from inspect import getattr_static, isclass, isdatadescriptor, signature, unwrap
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
@@ -95,6 +95,7 @@ INHERITED: dict[str, tuple[str, ...]] = {
         "torch.nn.Module._apply",
         "torch.nn.Module._buffers",
         "torch.nn.Module._forward_pre_hooks",
+        "torch.nn.Module._modules",
         "torch.nn.Module._parameters",
     ),
     "DistributedDataParallel of zero_optim": tuple(
@@ -199,7 +200,7 @@ def _is_there(path: str) -> bool:
         owner = resolve_name(owner_path)
     except (AttributeError, ImportError):
         return False
-    code = getattr(getattr(owner, "__init__", None), "__code__", None)
+    code = getattr(unwrap(getattr(owner, "__init__", owner.__class__)), "__code__", None)
     declared = getattr(owner, "__annotations__", ())
     return hasattr(owner, name) or name in declared or (code is not None and name in code.co_names)
 

@@ -138,7 +138,7 @@ class UnitMarks:
         """As `start_broadcasts`, with marks beside."""
         self._check_known()
         ranks = lanes[0]
-        heads = torch.zeros(ranks.size, HEAD_NBYTES, dtype=torch.uint8)
+        heads = torch.zeros(ranks.size, HEAD_NBYTES, dtype=torch.uint8, device="cpu")
         head = marked(bytes(HEAD_NBYTES), mark)
         heads[ranks.rank] = bytes_to_tensor(head)
         works = spread_rows(ranks, list(enumerate(heads)), lanes, _TAG, label)

@@ -77,15 +77,26 @@ class ZeroMixin(SavesSharded):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None and self.stage > 1 and not isinstance(plugin, _Clips):
-            kind, plugin = type(plugin), copy.copy(plugin)
-            names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}  # a checkpoint's key
-            plugin.__class__ = type(kind.__name__, (_Clips, kind), names)
+            plugin = _clipping(copy.copy(plugin))
         self._precision_plugin = plugin
 
 
 class _Clips:
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         inner(optimizer).clip_grad_norm_(clip_val)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle would look for the class by its name
+        plugin: Any = object.__new__(type(self).__mro__[2])
+        vars(plugin).update(vars(self))
+        return _clipping, (plugin,)
+
+
+def _clipping(plugin: Any) -> Any:
+    """Let the optimizer clip for a precision plugin."""
+    kind = type(plugin)
+    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}  # a checkpoint's key
+    plugin.__class__ = type(kind.__name__, (_Clips, kind), names)
+    return plugin
 
 
 def register(registry: Any, strategy: Any) -> None:

@@ -76,7 +76,7 @@ def digests(memories: Sequence[Tensor]) -> list[bytes]:
 
 
 def _packed(tensors: Sequence[Tensor], nbytes: int) -> bytes:
-    packed = torch.empty(nbytes, dtype=torch.uint8)
+    packed = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     pack(tensors, packed)
     return packed.numpy().tobytes()
 

@@ -211,7 +211,7 @@ class Core:
             f"buckets of {self.sharding.cap_nbytes} bytes",
             *self.owned.local.describe_specs(),
             *self.inputs.options.describe(),
-            *(f"parameter {name} {owned_by_text(each)}" for name, each in pieces),
+            *(f"parameter {name.removeprefix('parameter ')} {owned_by_text(each)}" for name, each in pieces),
         ]
 
     def describe_options(self, groups: Sequence[ParamGroup] | None = None) -> list[str]:

@@ -108,13 +108,14 @@ class Joined:
         num_rows = piece.stop - piece.start
         if key not in self._whole:
             form = strides_of_rows(strides, num_rows, cut.shape)
-            self._whole[key] = torch.empty_strided(cut.shape, form, dtype=dtype)
+            self._whole[key] = torch.empty_strided(cut.shape, form, dtype=dtype, device="cpu")
         rows = self._whole[key][piece.start : piece.stop]
         if rows.dtype == dtype:
             self._num_rows[key] += num_rows
             if rows.stride() == tuple(strides) == dense_strides(rows):
                 return rows
-        apart = torch.empty_strided(rows.shape, strides, dtype=dtype)  # rows are not one run of memory
+        # Rows are not one run of memory.
+        apart = torch.empty_strided(rows.shape, strides, dtype=dtype, device="cpu")
         self._apart.append((rows, apart))
         return apart
 

@@ -40,7 +40,7 @@ class Scaling:
         if not is_unscaled:
             private.check_inf_per_device(scaler, optimizer)
         flags = list(private.found_inf_per_device(scaler, optimizer).values())
-        found_inf = torch.zeros(()) if not flags else flags[0]
+        found_inf = torch.zeros((), device="cpu") if not flags else flags[0]
         for flag in flags[1:]:
             found_inf = found_inf + brought_to(flag, found_inf.device)
         return cls(found_inf, None if is_unscaled else private.get_scale_async(scaler), scaler)

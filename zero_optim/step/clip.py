@@ -159,10 +159,10 @@ def _total(
     measured: Sequence[tuple[Tensor, list[int]]], values: Tensor, order: float, goes_to: torch.device | None
 ) -> Tensor:
     if not measured:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     held = [p.grad.dtype if isinstance(p.grad, PartialGradient) else p.dtype for p, _ in measured]
     dtypes = [dtype.to_real() if dtype.is_complex else dtype for dtype in held]
-    places = torch.tensor([place for _, of_param in measured for place in of_param])
+    places = torch.tensor([place for _, of_param in measured for place in of_param], device="cpu")
     norms = values.flatten()[to_device(places, values.device) if goes_to is None else places]
     if len(measured) < norms.numel():  # some are cut
         parts = torch.split(norms, [len(of_param) for _, of_param in measured])

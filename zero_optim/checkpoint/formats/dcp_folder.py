@@ -54,7 +54,7 @@ def _loaded(folder: Path, metadata: meta.Metadata, index: meta.MetadataIndex) ->
 
 
 def _tensor(folder: Path, metadata: meta.Metadata, key: str, entry: meta.TensorStorageMetadata) -> Tensor:
-    whole = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+    whole = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="cpu")
     for chunk in entry.chunks:
         part = _loaded(folder, metadata, meta.MetadataIndex(key, chunk.offsets))
         if part.shape != chunk.sizes or part.dtype != whole.dtype:
