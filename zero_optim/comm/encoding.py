@@ -139,10 +139,11 @@ def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skele
         attributes, context = flattened(tensor)
         rest = _encode(context, f"the context of {where}", [])
         form = [tuple(tensor.shape), tensor.stride()]
-        return ["wrapper", [name, rest, form, *(_inner(tensor, a, where, tensors) for a in attributes)]]
+        inner = [[a, _encode(getattr(tensor, a), f"{where}.{a}", tensors)] for a in attributes]
+        return ["wrapper", [name, rest, form, *inner]]
     with private.DisableTorchFunctionSubclass():
-        inner = tensor.detach().as_subclass(Tensor)
-    return ["subclass", [name, _encode(vars(tensor), where, tensors), _encode(inner, where, tensors)]]
+        plain = tensor.detach().as_subclass(Tensor)
+    return ["subclass", [name, _encode(vars(tensor), where, tensors), _encode(plain, where, tensors)]]
 
 
 def flattened(tensor: Any) -> tuple[list[str], Any]:  # noqa: ANN401 - a class that only has the method in common
@@ -157,10 +158,6 @@ def rewrapped(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     inner = {attribute: change(getattr(tensor, attribute)) for attribute in attributes}
     whole: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
     return whole
-
-
-def _inner(tensor: Tensor, attribute: str, where: str, tensors: list[Tensor]) -> list[Any]:
-    return [attribute, _encode(getattr(tensor, attribute), f"{where}.{attribute}", tensors)]
 
 
 def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PLR0911 - one a kind

@@ -1,23 +1,20 @@
 """Process groups of the same ranks as another, lent to one user at a time.
 
 Note [Lanes]
-    Collectives of two threads on one process group mix. Code beside the main thread, or that must not queue
-    behind its traffic, uses its own groups: lanes. A gloo group costs three threads and several file
-    descriptors, so a user borrows lanes until its `Lease` is dropped. Ranks agree which lanes are free.
-
-    A failed rank may have started fewer collectives, which would pair later ones wrongly. So a user abandons
-    its lanes after a failure, and a lane is lent only if every rank started as many collectives.
+    Collectives of two threads on one process group mix. So code beside the main thread uses its own groups:
+    lanes. A gloo group costs three threads, so a user borrows lanes until its `Lease` is dropped. Ranks agree
+    which lanes are free. A failed rank may have started fewer collectives, which would pair later ones
+    wrongly: a user abandons its lanes after a failure, and a lane is lent only if ranks started as many.
 
 Note [Lanes end with the default group]
     PyTorch names a group by the number of groups in the process: if one rank destroyed a lane earlier, names
-    would differ and ranks would hang. So lanes are not destroyed, and ranks agree on names. A gloo thread
-    must not hold a group's last reference: the group's end waits for it.
+    would differ and ranks would hang. So lanes are not destroyed, and ranks agree on names.
 """
 
 import gc
 import secrets
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -82,29 +79,24 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes for a group's data, one for each rank up to `Transport.most_lanes`; one through memory.
-
-    All ranks call; communicates as `lease`.
-    """
-    backend = group.data_backend
-    most = TRANSPORTS.get(backend, Transport).most_lanes
-    shared = [group.shared_memory(device) is not None for device in group.data_devices]
-    in_memory = bool(shared) and all(shared)
-    return lease(group, 1 if in_memory else min(group.size, most), backend)
+    """Take lanes for a group's data, one a rank up to `Transport.most_lanes`; as `lease`."""
+    return _lanes_for(group, group.data_devices, group.data_backend)
 
 
 def host_lanes_beside(group: RankGroup) -> Lease:
     """Take lanes as `lanes_beside`, for CPU tensors alone."""
-    on_host = group.transport(torch.device("cpu"))
-    in_memory = group.works.shared_memory is not None
-    return lease(group, 1 if in_memory else min(group.size, on_host.most_lanes), on_host.name)
+    on_host = torch.device("cpu")
+    return _lanes_for(group, (on_host,), group.transport(on_host).name)
+
+
+def _lanes_for(group: RankGroup, devices: Sequence[torch.device], backend: str) -> Lease:
+    shared = [group.shared_memory(device) is not None for device in devices]
+    most = 1 if shared and all(shared) else TRANSPORTS.get(backend, Transport).most_lanes
+    return lease(group, min(group.size, most), backend)
 
 
 def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
-    """Take lanes to exchange CPU gradients of ``params``; else return the group itself.
-
-    On accelerators two communicators in use at once may deadlock. Communicates as `lease`.
-    """
+    """Take lanes for CPU gradients of ``params``, else the group: on accelerators two may deadlock."""
     return lanes_beside(group) if may_run_beside(group, params) else Lease.of(group)
 
 

@@ -32,10 +32,9 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, owners: RankGroup) -> "RankMesh | None":
-        """Build it from a 2-D mesh (replicas, ranks of a replica). All ranks call; communicates.
+        """Build it from a 2-D mesh whose row is ``owners``; None without a mesh or for one replica.
 
-        ``owners``: the optimizer's ranks, this replica. Returns None without a mesh or for one replica. A
-        mesh that does not fit raises on every rank of ``owners``.
+        All ranks call; communicates. A mesh that does not fit raises on every rank of ``owners``.
         """
         with failing_together(owners):
             table = None if mesh is None else _table(mesh, owners)

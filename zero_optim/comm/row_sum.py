@@ -9,8 +9,8 @@ Note [Sums of 16 bits]
 
 Note [Parts of long rows]
     An owner of most rows would hold them W - 1 times. So a row of more than twice the mean length is sent in
-    parts, two at a time. On gloo all sends start at once, and parts are received while the caller waits.
-    Other backends exchange parts at construction, on a second stream, so collectives have one order.
+    parts, two at a time. gloo receives parts while the caller waits; other backends exchange them at
+    construction, on a second stream, so collectives have one order.
 """
 
 from collections import deque
@@ -48,10 +48,7 @@ def _parts(row: Tensor, count: int) -> list[Tensor]:
 
 
 class RowExchange:
-    """A pending exchange of rows, by receiving rank. Rows must not change until `wait` returns.
-
-    All ranks construct it, in the same order; communicates.
-    """
+    """A pending exchange of rows, by receiving rank, which must not change until `wait` returns."""
 
     def __init__(
         self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor], about: str = ""
@@ -73,10 +70,7 @@ class RowExchange:
 
 
 class RowSum:
-    """A pending sum of rows, as `RowExchange`; ``in_place`` overwrites this rank's row.
-
-    All ranks construct sums and wait for them in the same order; communicates.
-    """
+    """A pending sum of rows, as `RowExchange`; all ranks construct sums and wait for them in one order."""
 
     def __init__(
         self,
@@ -88,20 +82,20 @@ class RowSum:
         about: str = "",
     ) -> None:
         own, rank = rows[group.rank], group.rank
-        self._total = own if in_place else torch.empty_like(own)
+        self._total = total = own if in_place else torch.empty_like(own)
         sending = replace(lanes[0], phase=group.during("reduce").phase)
         memory = sending.shared_memory(own.device) if group.size > 1 else None
         if memory is not None:
             work = sending.begin_work(about, own.device)
             with work.starting():
-                call = memory.sum_rows(rows, self._total, _add)
+                call = memory.sum_rows(rows, total, _add)
             sending.phase.sent(call.nbytes)
             self._finish: Callable[[], object] = work.take(call).wait
             return
         counts = num_parts([row.numel() for row in rows], own.element_size())
         if max(counts) == 1:  # as on every rank
             exchange = RowExchange(group, lanes, rows, about)
-            self._finish = partial(_finish, exchange, rank, self._total)
+            self._finish = lambda: _add(exchange.wait(), rank, total)
             return
         parts = [_parts(row, count) for row, count in zip(rows, counts, strict=True)]
         totals = _parts(self._total, counts[rank])
@@ -111,9 +105,7 @@ class RowSum:
             self._finish = partial(_receive_parts, parts, rank, totals, coming, receive, sent)
         else:
             beside = StreamBeside()
-            here = recorded_event(own.device)
-            with beside.using(own.device):
-                wait_for_event(own.device, here)
+            with beside.behind(own.device):
                 for some in zip_longest(*parts, fillvalue=own[:0]):
                     arrivals = RowExchange(group, lanes, some, about).wait()
                     _add(arrivals, rank, totals.pop(0) if totals else own[:0])
@@ -126,10 +118,6 @@ class RowSum:
         finish()
         record_use(total)
         return total
-
-
-def _finish(exchange: RowExchange, rank: int, total: Tensor) -> None:
-    _add(exchange.wait(), rank, total)
 
 
 def _receive_parts(

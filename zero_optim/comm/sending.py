@@ -3,12 +3,11 @@
 Note [gloo and CUDA]
     gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host
     memory. So gloo exchanges CUDA tensors by an all-to-all of one tensor of bytes; `send` and `recv` go
-    through the CPU. CPU tensors go piece by piece, without a second copy.
+    through the CPU.
 
 Note [Two ranks of many]
     For a single send NCCL makes a communicator of two ranks, of some hundred MiB, which stays. Sends started
-    as one use the group's communicator, so all are. All ranks make it, in the group's first call, so that
-    call must not be a send: ranks agree first.
+    as one use the group's communicator, which all ranks make in the group's first call: that must be no send.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +32,10 @@ Received = tuple[Waitable, list[Tensor]]
 def exchange(
     group: RankGroup, pieces: Sequence[Tensor], lanes: Lanes, about: str = ""
 ) -> tuple[list[Waitable], list[Tensor]]:
-    """Start sending one piece to each rank, and receiving one from each. All ranks call.
+    """Start sending one piece to each rank; returns handles and received pieces by rank. All ranks call.
 
-    ``pieces``: by receiving rank; 1-D, contiguous, one dtype, equal lengths for one receiver. ``lanes``:
-    groups of the same ranks, one a sender, as one gloo group is not reliably full duplex. Returns handles and
-    received pieces by sending rank; this rank's own piece is not copied.
+    ``pieces``: 1-D, contiguous, one dtype, equal lengths for one receiver; the own one is not copied.
+    ``lanes``: groups of the same ranks, one a sender, as one gloo group is not reliably full duplex.
     """
     mine = pieces[group.rank]
     received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
@@ -85,8 +83,7 @@ def start_parts(
 ) -> tuple[Waitable, Callable[[Tensor], Received]]:
     """Start sending parts to each rank, where `Transport.waits_on_host` holds; all ranks call.
 
-    Returns the handle of all sends, and a function that starts to receive the next parts: from this rank's
-    own part it returns a handle, and the parts by sending rank.
+    Returns the handle of all sends, and a function that starts to receive parts, from this rank's own one.
     """
     lane, device = replace(lanes[0], phase=group.phase), parts[group.rank][0].device
     work = lane.begin_work(about, device)
@@ -114,10 +111,9 @@ def start_parts(
 def spread_rows(
     group: RankGroup, rows: Sequence[tuple[int, Tensor]], lanes: Lanes, tag: int, about: str = ""
 ) -> list[Waitable]:
-    """Start sending each row from its owner to all others, on gloo and CPU. All ranks call.
+    """As `RankGroup.broadcast_rows`, on gloo and CPU, but rows with different tags never meet.
 
-    As `RankGroup.broadcast_rows`, but rows with different tags (1 to 2**31 - 2) never meet: rows of different
-    lengths that meet end the process, in gloo's own thread.
+    Rows of different lengths that meet end the process, in gloo's own thread. Tags: 1 to 2**31 - 2.
     """
     if group.size == 1 or not rows:
         return []
@@ -144,8 +140,8 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     staged = tensor.to(group.device)
     work = group.begin_work("", staged.device)
     with work.starting(), _at_once(group, staged.device) as started:
-        each = [_isend(group, staged, rank) for rank in to]
-    handles = started or _started(each)
+        each = _started([_isend(group, staged, rank) for rank in to])
+    handles = started or each
     group.phase.sent(staged.nbytes * len(handles), len(handles))
     on_host = group.transport(staged.device).waits_on_host
     work.take(*([Paired(handles)] if on_host else handles)).wait()

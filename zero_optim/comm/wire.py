@@ -87,7 +87,7 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy plain dense tensors with their strides to the CPU, from an accelerator by way of pinned pieces."""
+    """Copy plain dense tensors with their strides to the CPU, by way of pinned pieces."""
     copies = [
         torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
         if is_asynchronous(tensor.device)
@@ -144,14 +144,10 @@ def recv_encoded(group: RankGroup, source: int, place: Place = new_memory) -> tu
     tensors = blank_tensors(skeleton, place)
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in pieces_of([memory.numel() for memory in memories]):
-        _recv_piece(group, source, [memories[index][start:stop] for index, start, stop in piece])
+        parts = [memories[index][start:stop] for index, start, stop in piece]
+        sizes = [part.numel() for part in parts]
+        received = parts[0] if len(parts) == 1 else torch.empty(sum(sizes), dtype=torch.uint8)
+        recv(group, received, source)
+        if len(parts) > 1:
+            private.foreach_copy_(parts, list(torch.split(received, sizes)))
     return skeleton, tensors
-
-
-def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
-    if len(parts) == 1:
-        recv(group, parts[0], source)
-        return
-    received = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
-    recv(group, received, source)
-    private.foreach_copy_(parts, list(torch.split(received, [part.numel() for part in parts])))

@@ -24,11 +24,10 @@ Connect = Callable[[Sequence[int], str], dist.ProcessGroup]  # makes a group of 
 
 
 def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost | SeveralHosts | None, str]:
-    """Return what sends through memory, or None where that cannot be, and why; the same on every rank.
-
-    Communicates three times by ``tell``. ``limit``: seconds that a call may take.
-    """
-    hosts, why = _hosts(tell([_host(), _why_not()]))
+    """Return what sends through memory, or None and why; the same on every rank. ``limit``: of a call."""
+    is_able = futex.has_futex() and hasattr(os, "pidfd_open")
+    why_not = "" if is_able else "this system lacks what sharing memory needs: Linux on x86-64"
+    hosts, why = _hosts(tell([_host(), why_not]))
     if why:
         return None, why
     here = next(host for host in hosts if rank in host)
@@ -60,12 +59,6 @@ def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost
     number, name = here.index(rank), f"zero_optim:{everyone[0]['tokens'][0]}"
     across = connect([host[number] for host in hosts], f"{name}:{number}")
     return SeveralHosts(messages[0], messages[1], across, hosts, rank), ""
-
-
-def _why_not() -> str:
-    if not futex.has_futex() or not hasattr(os, "pidfd_open"):
-        return "this system lacks what sharing memory needs: Linux on x86-64"
-    return ""
 
 
 def _hosts(said: Sequence[tuple[str, str]]) -> tuple[list[list[int]], str]:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat.engine import is_profiling
-from zero_optim.host.channel import Message, Receiver
-from zero_optim.host.pending_calls import Act, HostWork
+from zero_optim.host.channel import Act, HostWork, Message, Receiver
 from zero_optim.host.shared_memory import SharedMemory
 
 # Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
@@ -47,10 +46,7 @@ class OneHost:
         return self._memory.failure
 
     def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0, then: Then = None) -> HostWork:
-        """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
-
-        With tags that differ between ranks nothing is written. ``then`` as of `sum_all`.
-        """
+        """Send contiguous rows from their owners to all others; nothing is written if ranks' tags differ."""
         memory = self._memory
         lists: list[list[Tensor]] = [[] for _ in range(memory.size)]
         for owner, row in rows:
@@ -97,11 +93,7 @@ class OneHost:
         return memory.start((rows, totals), begin, then)
 
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostWork:
-        """Sum a tensor over all ranks in place: Note [Bits of a sum].
-
-        As gloo, it sums elements in the order in which they lie, whatever their strides on a rank. ``then``
-        is called at its end, with the failure if it has one.
-        """
+        """Sum a tensor over all ranks in place, in the order of memory; ``then`` gets the failure, if any."""
         memory = self._memory
         flat = flattened(tensor)
         size = flat.element_size()

@@ -2,9 +2,8 @@
 
 Note [Segments without names]
     A segment is an anonymous file (`memfd_create`): it has no name that a killed job could leave behind,
-    and no limit as ``/dev/shm`` has in containers. Another process maps it by ``/proc/PID/fd/N``, which the
-    system allows to the same user in the same process namespace, until the descriptor is closed, when all
-    have mapped it. All pages are reserved at once, so a write cannot end in a bus error.
+    and no limit as ``/dev/shm`` has in containers. Another process of the user maps it by
+    ``/proc/PID/fd/N``. All pages are reserved at once, so a write cannot end in a bus error.
 """
 
 import ctypes

@@ -1,19 +1,16 @@
 """The memory that the ranks of a group share, and the calls that go through it.
 
-Every rank starts the same calls in the same order. A call copies what it sends into the rings of its
-receivers as far as there is room, so what it sends may change once it has ended, and nobody sees another
-process's tensors. Sums are added up straight from the rings. `messages` has what is sent in them.
+Every rank starts the same calls in one order. A call copies what it sends into the rings of its receivers as
+far as there is room; sums are added up straight from the rings. `messages` has what is sent in them.
 
 Note [Who moves the bytes]
-    A thread that waits for a call moves the bytes of all, its own and what others wait for. While nobody
-    waits, and calls are pending, a thread of this memory does it, as gloo's does: a rank that does something
-    else holds nobody up. Whoever finds nothing to move sleeps until a word of its segment, the bell, changes,
-    which the others change after each piece.
+    A thread that waits for a call moves the bytes of all calls. While nobody waits, and calls are pending, a
+    thread of this memory does it, so a rank that does something else holds nobody up. Whoever finds nothing
+    to move sleeps until a word of its segment, the bell, changes; the others change it after each piece.
 
 Note [Calls that differ]
     Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
-    ranks wait, and the watchdog tells what each of them does, as where such calls meet on sockets. Messages
-    of one call with different tags are read and dropped.
+    ranks wait, and the watchdog tells what each does. Messages of one call with different tags are dropped.
 """
 
 import atexit
@@ -33,8 +30,7 @@ from torch import Tensor
 from zero_optim.compat import futex
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
-from zero_optim.host.channel import PIECE, Message, Receiver, Sender, padded
-from zero_optim.host.pending_calls import Act, HostWork, Step
+from zero_optim.host.channel import PIECE, Act, HostWork, Message, Receiver, Sender, Step, padded
 from zero_optim.host.segment import LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
@@ -93,7 +89,7 @@ class SharedMemory:
             self._works.append(work)
             self._move()
             ended = self._ended()
-        self._tell(ended)
+        _end_all(ended)
         if work.num_pending:
             self._leave_to_thread()
         return work
@@ -130,7 +126,7 @@ class SharedMemory:
             for step in steps:
                 step.drop()
             if nbytes:
-                Step(work, receivers, nbytes, _leave, is_next=True)
+                Step(work, receivers, nbytes, lambda _start, _count: None, is_next=True)
             return True
 
         Step(work, receivers, LINE, check)
@@ -179,11 +175,6 @@ class SharedMemory:
             self._ring(self.rank)  # another thread may sleep that waits for it
         return ended
 
-    def _tell(self, ended: Sequence[HostWork]) -> None:
-        """End calls, without the lock: they may start others."""
-        for work in ended:
-            work.end()
-
     def wait(self, work: HostWork, seconds: float | None) -> None:
         """Move bytes until a call has ended."""
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -213,7 +204,7 @@ class SharedMemory:
             elif work is not None and work.is_completed():  # another thread has moved the rest
                 return
         if has_moved:
-            self._tell(ended)
+            _end_all(ended)
             return
         began = time.monotonic()
         futex.wait(own.bell, rings, seconds)
@@ -230,7 +221,7 @@ class SharedMemory:
                 self.close(f"Connection closed by peer: rank {missing[0]} of the group has ended")
             elif self._works and time.monotonic() - self._works[0].began > self._limit:
                 self.close(f"Timed out waiting {self._limit:g} s for the other ranks of this host")
-        self._tell(ended)
+        _end_all(ended)
 
     def _heed(self) -> None:
         """Give up where another rank has: it must not be told that a call went well which failed there."""
@@ -240,13 +231,10 @@ class SharedMemory:
 
     def let_go(self) -> None:
         """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
-        self._close("Connection closed: this rank has let its process group go", gives_up=False)
+        self.close("Connection closed: this rank has let its process group go", gives_up=False)
 
-    def close(self, why: str) -> None:
+    def close(self, why: str, *, gives_up: bool = True) -> None:
         """Give up: all pending calls fail, here and elsewhere. Takes no lock."""
-        self._close(why, gives_up=True)
-
-    def _close(self, why: str, *, gives_up: bool) -> None:
         if os.getpid() != self._alive.process or self.failure is not None:
             return
         self.failure = why
@@ -293,13 +281,14 @@ class SharedMemory:
             work.end(self.failure)
 
 
+def _end_all(ended: Sequence[HostWork]) -> None:
+    for work in ended:  # without the lock: they may start others
+        work.end()
+
+
 def _head(work: HostWork, kind: int, tag: int, parts: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
     """Return what tells a message, of parts of so many bytes."""
     return _HEAD(work.number, kind, sum(parts), tag, sum(map(padded, parts)))
-
-
-def _leave(_start: int, _count: int) -> None:
-    """Do nothing with bytes of another call."""
 
 
 # Those whose threads must end before Python does.
@@ -333,7 +322,6 @@ def _close_fds(fds: Sequence[int]) -> None:
 
 
 def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[Sender, Receiver]:
-    """Return this rank's ends of the two channels of a pair. A ring lies with its sender."""
     own, other, size = segments[rank], segments[peer], len(segments)
     return (
         Sender(peer, own.words, 2 * peer, 2 * peer + 1, _ring_of(own.pages, size, rank, peer)),
