@@ -25,10 +25,7 @@ class ZeroOptimError(Exception):
 
 
 class RankMismatchError(ZeroOptimError, RuntimeError):
-    """The ranks of one process group were given different parameters, options or calls.
-
-    In a step it means that parameters are equal on all ranks, and were stepped with different options.
-    """
+    """Ranks have different parameters, options or calls; after a step parameters are equal on all ranks."""
 
 
 class RemoteRankError(ZeroOptimError, RuntimeError):
@@ -67,10 +64,6 @@ class StalledError(RemoteRankError):
         super().__init__(message)
         self.missing = missing
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with both arguments."""
-        return type(self), (str(self), self.missing)
-
 
 class RankFailedError(RemoteRankError):
     """A rank failed or was killed; the message begins with its own traceback.
@@ -84,7 +77,6 @@ class RankFailedError(RemoteRankError):
         self.rank = rank
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with both arguments."""
         return type(self), (str(self), self.rank)
 
 

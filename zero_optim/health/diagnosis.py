@@ -18,8 +18,8 @@ _ADVICE = (
 class Status:
     """What a process says of itself; as JSON, tuples are lists.
 
-    ``waits``: of its threads, longest first. ``open``: names and counts of its calls, outermost first.
-    ``last``: begin or end. ``verdict``: message and missing ranks. ``is_deciding``: it is about to give up.
+    ``waits``: longest first. ``open``: names and counts of its calls, outermost first. ``last``: begin or
+    end. ``verdict``: message and missing ranks. ``is_deciding``: it is about to give up.
     """
 
     waits: Sequence[str]
@@ -67,10 +67,7 @@ def without_absent(reports: Reports) -> Reports:
 
 
 def judge(reports: Reports, own: int, seconds: float | None) -> Verdict:
-    """Describe the missing ranks, what they did last, and what the others wait for.
-
-    ``seconds``: how long ``own`` has waited; None if its wait failed early.
-    """
+    """Describe missing ranks and the others' waits; ``seconds``: of the own one, None if it failed early."""
     mine = reports[own]
     assert isinstance(mine, Status)  # it can always be asked
     call = mine.open[0] if mine.open else None

@@ -3,11 +3,8 @@
 Note [Giving up together]
     The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It sends
     them a verdict and breaks its connections; so do they: waits raise, and no work begins. A rank whose wait
-    fails early, as gloo saw a closed connection, does so too if ranks have ended.
-
-    Several ranks may decide at once. So a verdict first goes to the lowest rank that answers, which keeps the
-    first; if it answered before, it is asked for some seconds. If it answers only one of two in the same
-    second, reasons differ, and nobody hangs. The store would often be on the silent rank.
+    fails early, as gloo saw a closed connection, does so too if ranks have ended. Several ranks may decide at
+    once: a verdict first goes to the lowest rank that answers, which keeps the first.
 """
 
 import logging
@@ -38,10 +35,7 @@ logger = logging.getLogger("zero_optim")
 
 
 class Verdicts:
-    """Finds out why a wait does not end, and gives up with all ranks; thread-safe.
-
-    ``exits``: giving up ends the process; else its waits raise.
-    """
+    """Finds out why a wait does not end, and gives up with all ranks; ``exits``: by ending the process."""
 
     def __init__(self, log: WorkLog, directory: Directory) -> None:
         self.exits = False

@@ -23,10 +23,10 @@ def answer_with_stacks(path: Path) -> TextIO:
 
 
 def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Return each process's heading and stacks, or why it did not answer; waits for the answers.
+    """Return each process's stacks, or why it did not answer; waits for the answers.
 
-    ``processes``: rank -> (process id, the file of `answer_with_stacks`), on this host. One that has reset
-    its handlers, as Lightning's Trainer does, is not asked: the signal would end it.
+    ``processes``: rank -> (process id, the file of `answer_with_stacks`). One that has reset its handlers, as
+    Lightning's Trainer does, is not asked: the signal would end it.
     """
     for pid, _ in processes.values():
         with suppress(ProcessLookupError):
