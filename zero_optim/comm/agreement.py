@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text
-from zero_optim.compat.engine import make_group, timeout_of
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,
@@ -177,23 +176,20 @@ class SharedCall:
         self._then = then
         self._is_called = False
 
-    def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function; the first call communicates."""
-        if self._is_called:
-            return self._function()
-        self._is_called = True
-        with failing_together(self._group):
-            result = self._function()
-        self._then()
-        return result
+    def __call__(self) -> Any:  # noqa: ANN401, D102 - whatever the function returns
+        return self._function() if self._is_called else self._call_first(self._function)
 
     def finish(self) -> None:
         """Take part in the other ranks' first call if there was none here."""
         if not self._is_called:
-            self._is_called = True
-            with failing_together(self._group):
-                pass
-            self._then()
+            self._call_first(lambda: None)
+
+    def _call_first(self, function: Callable[[], Any]) -> Any:  # noqa: ANN401 - as above
+        self._is_called = True
+        with failing_together(self._group):
+            result = function()
+        self._then()
+        return result
 
 
 # ------------------------------------------------------------------------------------ arguments
@@ -232,12 +228,9 @@ def find_memory(group: RankGroup) -> None:
         return
 
     def connect(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        try:
-            process_group = make_group(
-                [works.ranks[rank] for rank in ranks], on_cpu.name, name, timeout_of(group.process_group)
-            )
-        except RuntimeError as error:
-            raise group.unanswered("no process group could be made across the hosts", error) from error
+        global_ranks = [works.ranks[rank] for rank in ranks]
+        what = "no process group could be made across the hosts"
+        process_group = group.new_group(global_ranks, on_cpu.name, name, what)
         works.beside = RankGroup.of(process_group).works
         return process_group
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 ON_HOST = "gloo"  # the backend that every PyTorch has, for CPU tensors
 # In what a backend raises where a rank does not come, and where it is gone.
-_LATE = ("imed out",)
+_LATE = "imed out"
 _CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe", "o route to host", "nreachable")
 _PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
 # Such as "[…/gloo/transport/tcp/pair.cc:534]"; or what a wait raises after another one took too long.
@@ -207,14 +207,10 @@ def raised_by_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None
 
 
-def tells_of_late_rank(error: BaseException) -> bool:
-    """Return whether a backend's error is a timeout."""
-    return any(word in str(error) for word in _LATE)
-
-
-def tells_of_closed_connection(error: BaseException) -> bool:
-    """Return whether a backend's error is a closed connection."""
-    return any(word in str(error) for word in _CLOSED)
+def late_or_closed(error: BaseException) -> tuple[bool, bool]:
+    """Return whether a backend's error is a timeout, and whether it is a closed connection."""
+    text = str(error)
+    return _LATE in text, any(word in text for word in _CLOSED)
 
 
 def aborts_of(group: dist.ProcessGroup) -> list[Callable[[], None]]:

@@ -14,7 +14,8 @@ Note [Agreements that meet]
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -45,7 +46,7 @@ from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, 
 from zero_optim.comm.work_log import GroupWorks, log_of
 from zero_optim.comm.works import Work
 from zero_optim.compat import private
-from zero_optim.compat.engine import coalesced, coalesces, timeout_of
+from zero_optim.compat.engine import coalesced, coalesces, make_group, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
 from zero_optim.host.messages import OneHost, can_sum
@@ -171,8 +172,19 @@ class RankGroup:
         """Return the global rank of a group rank."""
         return dist.get_global_rank(self.process_group, rank)
 
-    def unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
-        """Build the error for a collective without all ranks; ``what`` begins its message."""
+    def new_group(
+        self, ranks: Sequence[int], backend: str, name: str, what: str, work: Work | None = None
+    ) -> dist.ProcessGroup:
+        """Make a group of global ``ranks``, all of which call; else an error that begins with ``what``."""
+        try:
+            with nullcontext() if work is None else work.waiting():
+                return make_group(ranks, backend, name, timeout_of(self.process_group))
+        except StalledError:
+            raise
+        except RuntimeError as error:
+            raise self._unanswered(what, error) from error
+
+    def _unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
         limit = timeout_of(self.process_group)
         within = "the timeout" if limit is None else f"{limit.total_seconds():g} s"
         return RemoteRankError(f"{what}: a rank has ended, or did not come within {within} ({error})")
@@ -311,7 +323,7 @@ class RankGroup:
         except StalledError:
             raise
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
-            raise self.unanswered("the ranks could not agree", error) from error
+            raise self._unanswered("the ranks could not agree", error) from error
         return gathered
 
     def start_all_gather(self, mine: Tensor, about: str = "") -> tuple[Tensor, Waitable]:

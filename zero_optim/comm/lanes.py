@@ -26,11 +26,12 @@ from torch import Tensor
 from zero_optim.comm.agreement import find_memory
 from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import make_group, timeout_of
-from zero_optim.errors import RankMismatchError, StalledError
+from zero_optim.compat.engine import timeout_of
+from zero_optim.errors import RankMismatchError
 
 # Beyond this number, garbage is collected before a lane is made: it may hold lanes. That takes some 0.1 s.
 _MADE_FREELY = 16
+_NOT_MADE = "no process groups could be made beside the one given"
 
 
 class Lease:
@@ -122,7 +123,8 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         chosen = _common(everyone)[:number]
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
-            pool.lanes[name] = _new_group(group, backend, name)
+            work = group.begin_work("process groups to be made beside the one given")
+            pool.lanes[name] = group.new_group(group.works.ranks, backend, name, _NOT_MADE, work)
             find_memory(RankGroup.of(pool.lanes[name]))
             offered[name] = None
             chosen.append(name)
@@ -172,14 +174,3 @@ def num_started(lane: RankGroup) -> int:
     count = getattr(lane.process_group, "_get_sequence_number_for_group", None)
     in_memory = 0 if lane.works.memory is None else lane.works.memory.num_started
     return in_memory + (int(count()) - lane.works.apart if count is not None else 0)
-
-
-def _new_group(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group.process_group)
-    try:
-        with group.begin_work("process groups to be made beside the one given").waiting():
-            return make_group(ranks, backend, name, timeout_of(group.process_group))
-    except StalledError:
-        raise
-    except RuntimeError as error:
-        raise group.unanswered("no process groups could be made beside the one given", error) from error

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import agree, failing_together, find_memory
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import make_group, timeout_of
 
 _Table = list[list[int]]  # global ranks, by replica
 
@@ -95,9 +94,6 @@ def made_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> Rank
     """Make a process group of all ranks of a mesh. All call; communicates."""
     token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
     token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
-    name, timeout = f"zero_optim:{token.decode()}", timeout_of(inner.process_group)
-    try:
-        process_group = make_group(ranks, inner.data_backend, name, timeout)
-    except RuntimeError as error:
-        raise across.unanswered("no process group of the whole mesh could be made", error) from error
+    what = "no process group of the whole mesh could be made"
+    process_group = inner.new_group(ranks, inner.data_backend, f"zero_optim:{token.decode()}", what)
     return RankGroup.of(process_group, inner.data_devices).within(inner.phase.timeout)

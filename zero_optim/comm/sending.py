@@ -155,10 +155,8 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
             each = [_irecv(group, staged, source)]
         for work in started or _started(each):
             work.wait()
-    if tensor.device.type == "cpu" and staged is not tensor:
-        tensor.copy_(group.read(HostCopy(staged)))
-    elif staged is not tensor:
-        tensor.copy_(staged)
+    if staged is not tensor:
+        tensor.copy_(group.read(HostCopy(staged)) if tensor.device.type == "cpu" else staged)
 
 
 def _start_paired(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 
-from zero_optim.comm.backends import tells_of_closed_connection, tells_of_late_rank
+from zero_optim.comm.backends import late_or_closed
 from zero_optim.comm.records import Verdict
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
@@ -158,7 +158,7 @@ class Verdicts:
         """Build what a wait raises, see `WorkLog.explain`. May take seconds."""
         works = work.group
         began = time.monotonic()
-        is_late, is_closed = tells_of_late_rank(error), tells_of_closed_connection(error)
+        is_late, is_closed = late_or_closed(error)
         while works.verdict is None and self._directory.is_current():
             if works.whole in self._deciding:
                 _verdict_within(works, 0.1)

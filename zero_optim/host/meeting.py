@@ -14,7 +14,7 @@ from zero_optim.host.channel import padded
 from zero_optim.host.messages import OneHost
 from zero_optim.host.segment import Segment
 from zero_optim.host.several_hosts import SeveralHosts
-from zero_optim.host.shared_memory import SharedMemory, first_ring
+from zero_optim.host.shared_memory import first_ring
 
 _MOST = 2**22  # bytes of a rank's rings
 _LEAST = 2**16  # bytes of one ring
@@ -43,7 +43,7 @@ def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost
         tokens = [segment.token for segment in own]
         everyone = tell({"pid": os.getpid(), "fds": fds, "tokens": tokens, "why": why})
         why = next((place["why"] for place in everyone if place["why"]), "")
-        memories = list[SharedMemory]()
+        memories = list[OneHost]()
         if not why:
             places = [everyone[other] for other in here]
             with suppress(OSError, RuntimeError):
@@ -53,12 +53,11 @@ def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost
     finally:
         for fd in fds:
             os.close(fd)  # the others have mapped it
-    messages = [OneHost(memory) for memory in memories]
     if len(hosts) == 1:
-        return messages[0], ""
+        return memories[0], ""
     number, name = here.index(rank), f"zero_optim:{everyone[0]['tokens'][0]}"
     across = connect([host[number] for host in hosts], f"{name}:{number}")
-    return SeveralHosts(messages[0], messages[1], across, hosts, rank), ""
+    return SeveralHosts(memories[0], memories[1], across, hosts, rank), ""
 
 
 def _hosts(said: Sequence[tuple[str, str]]) -> tuple[list[list[int]], str]:
@@ -76,7 +75,7 @@ def _hosts(said: Sequence[tuple[str, str]]) -> tuple[list[list[int]], str]:
 
 def _mapped(
     rank: int, way: int, own: Sequence[Segment], places: Sequence[dict[str, Any]], limit: float
-) -> SharedMemory:
+) -> OneHost:
     """Map the others' segments; OSError if one has another token."""
     nbytes, size = own[way].pages.numel(), len(places)
     segments = [
@@ -85,7 +84,7 @@ def _mapped(
     ]
     if any(place["tokens"][way] != there.token for place, there in zip(places, segments, strict=True)):
         raise OSError("another process has taken the number of a rank")
-    return SharedMemory(rank, segments, [place["pid"] for place in places], limit)
+    return OneHost(rank, segments, [place["pid"] for place in places], limit)
 
 
 def _nbytes(size: int) -> int:

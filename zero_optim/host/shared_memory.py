@@ -44,7 +44,7 @@ class SharedMemory:
 
     def __init__(self, rank: int, segments: Sequence[Segment], pids: Sequence[int], limit: float) -> None:
         self.rank, self.size, self.num_started = rank, len(segments), 0
-        self.failure: str | None = None
+        self.failure: str | None = None  # why no call ends well any more
         self._segments, self._limit = segments, limit
         self._ends = {peer: _ends(segments, rank, peer) for peer in range(self.size) if peer != rank}
         self._alive = _Alive({peer: pids[peer] for peer in self._ends})
