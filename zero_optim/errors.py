@@ -15,7 +15,7 @@
 Wrong arguments raise plain ``ValueError`` and ``TypeError``, as in ``torch.optim``.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -72,12 +72,9 @@ class RankFailedError(RemoteRankError):
         rank: the rank that failed first.
     """
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.rank)
 
 
 class LaunchTimeoutError(RemoteRankError, TimeoutError):

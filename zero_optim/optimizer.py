@@ -77,8 +77,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             the class orthogonalizes matrices (Muon), or a function of the parameter. Also a group key.
         master_dtype: dtype of the owner's copies, through which parameters of narrower floating-point dtypes
             are stepped: torch.float32 for bf16 and fp16. In the state: ``zero_optim.master``.
-        ema_decay: factor below 1 for the past in a moving average of the weights, for `averaged_weights`. In
-            the state: ``zero_optim.ema``.
+        ema_decay: factor below 1 of a moving average of the weights, in the state: ``zero_optim.ema``.
         gather_lazily: a model for `gather_lazily`. A copy of the optimizer waits in `step`.
         assume_separable: do not try the class. Otherwise it steps small tensors, for 10 to 60 ms the first
             time (seconds if it writes into its groups), and is refused if results differ in parts.
@@ -102,8 +101,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         core, iteration: its parts, for other modules of this library.
 
     Raises:
-        ValueError: no parameters, sparse ones, some that share memory, options the class refuses, a class
-            whose step couples parameters.
+        ValueError: no, sparse or overlapping parameters, wrong options, a class that couples parameters.
         TypeError: parameters or a class of the wrong kind, or one whose state cannot be saved.
         RuntimeError: torch.distributed is not initialised.
     """
@@ -132,7 +130,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         allow_unsaved: bool = False,
         **defaults: object,
     ) -> None:
-        """Plan, agree on the plan with the other ranks, and build."""
         private.require("ZeroRedundancyOptimizer")
         options = ShardingOptions(
             parameters_as_bucket_view=parameters_as_bucket_view,
@@ -180,10 +177,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             watch(self, self.core.ranks, self.core.inputs.options.on_stall)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
-        """Return an attribute of the user's class, such as ``train()`` and ``eval()`` of schedule-free ones.
-
-        All ranks call such a method; then parameters are gathered.
-        """
+        """Return an attribute of the user's class; all ranks call a method, which then gathers parameters."""
         if name in ("_overlap_with_ddp", "_overlap_info"):
             raise AttributeError(views.NOT_FOR_OURS)
         core = vars(self).get("core")  # none in a copy that is being made
@@ -265,7 +259,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.iteration.clip(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 
     def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; the current stream with NCCL on CUDA.
+        """Wait, or with NCCL the current stream, for every parameter's new value on this rank.
 
         After a ``backward()`` that raised, call it to train on: part of the step may have been taken.
         """
@@ -329,9 +323,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in ``torch.optim`` format, with the current options. No communication.
 
-        The plain optimizer loads it, and this one on any number of ranks. Calls share tensors, which are
-        never written to. After a step only targets of `consolidate_state_dict` have it, until the next step;
-        else NotConsolidatedError.
+        The plain optimizer loads it, and this one on any number of ranks. After a step only targets of
+        `consolidate_state_dict` have it, until the next step; else NotConsolidatedError.
         """
         own = self.state
         # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.
@@ -372,10 +365,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return state_dict
 
     def owned_state(self) -> dict[Any, Any]:
-        """Return the state that this rank owns, by parameter, and global entries. No communication.
-
-        Of a cut parameter, tensors of the parameter's shape have the shape of this rank's piece.
-        """
+        """Return the state that this rank owns, by parameter, and global entries. No communication."""
         return self.core.own_state()
 
     @called_by_all

@@ -49,10 +49,7 @@ _KINDS = {
 
 
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
-    """Raise RankMismatchError on every rank unless all have the same items. All ranks call.
-
-    One small collective, and once those of `find_memory`. ``hints``: by the first word of an item.
-    """
+    """Raise RankMismatchError on all ranks unless items are equal; ``hints`` are by an item's first word."""
     _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
     find_memory(group)
 

@@ -168,10 +168,6 @@ class RankGroup:
         known = backend_for(self.backends, self.data_devices) if self.backends else ""
         return known or str(dist.get_backend(self.process_group))
 
-    def global_rank(self, rank: int) -> int:
-        """Return the global rank of a group rank."""
-        return dist.get_global_rank(self.process_group, rank)
-
     def new_group(
         self, ranks: Sequence[int], backend: str, name: str, what: str, work: Work | None = None
     ) -> dist.ProcessGroup:
@@ -214,10 +210,7 @@ class RankGroup:
         return Work(self.works, self.phase, about, late_on=transport.late_on, polls=transport.waits_on_host)
 
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
-        """Start broadcasts of (owner, 1-D tensor) pairs on one device; all ranks call.
-
-        Note [Rows at once]. Returns one work, or none.
-        """
+        """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once]."""
         if not (listed := list(rows) if self.size > 1 else []):
             return []
         device = listed[0][1].device
@@ -283,10 +276,7 @@ class RankGroup:
         return [got[:length] for got, length in zip(self.all_gather_fixed(padded), lengths, strict=True)]
 
     def all_gather_fixed(self, payload: bytes) -> list[bytes]:
-        """Gather bytes of equal length, by rank. One collective.
-
-        RemoteRankError if a rank is missing, RankMismatchError if short payloads differ in length.
-        """
+        """Gather bytes of equal length by rank, in one collective; RankMismatchError if short ones differ."""
         if self.size == 1 or not payload:
             return [payload] * self.size
         is_framed = len(payload) <= SHORT

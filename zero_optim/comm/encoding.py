@@ -64,7 +64,6 @@ def holds_objects(value: Nested) -> bool:
 
 
 def _objects_in(value: Nested, seen: set[int]) -> Iterator[object]:
-    """Iterate over the objects in a value, also inside each other."""
     if isinstance(value, Mapping | list | tuple | deque | set | frozenset):
         if isinstance(value, deque):
             yield value
@@ -161,10 +160,7 @@ def rewrapped(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PLR0911 - one a kind
-    """Rebuild a value from its skeleton and its tensors, in order.
-
-    TypeError for a tensor subclass whose module is not imported here.
-    """
+    """Rebuild a value from skeleton and tensors; TypeError if a tensor subclass is not imported here."""
     kind, body = skeleton
     if kind == "plain":
         return body

@@ -59,8 +59,6 @@ _Free: TypeAlias = dict[str, None]
 
 @dataclass(slots=True)
 class _Pool:
-    """The lanes of some ranks, and the free ones."""
-
     lanes: WeakValueDictionary[str, dist.ProcessGroup] = field(default_factory=WeakValueDictionary)
     free: _Free = field(default_factory=dict)
 
@@ -70,8 +68,8 @@ class _Pool:
         return {name: None for name in offered if name in self.lanes}
 
     def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
-        groups = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
-        return Lease({name: replace(lane, phase=group.phase) for name, lane in groups.items()}, self.free)
+        lanes = ((name, RankGroup.of(self.lanes[name], group.data_devices)) for name in names)
+        return Lease({name: replace(lane, phase=group.phase) for name, lane in lanes}, self.free)
 
 
 # By the default group, then by ranks, backend and timeout. PyTorch keeps groups in globals, so this has to be
@@ -108,11 +106,11 @@ def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:
-    """Take lanes with a group's ranks and timeout; all ranks call. A new gloo lane takes some 20 ms.
-
-    RankMismatchError if ranks want different lanes, RemoteRankError if a rank is missing.
-    """
-    pool = _pool_of(group, backend)
+    """Take lanes with a group's ranks and timeout; all ranks call; RankMismatchError if they differ."""
+    world = dist.group.WORLD
+    assert world is not None  # there is a group, so there is a default group
+    key = (group.works.ranks, backend, timeout_of(group.process_group))
+    pool = _POOLS.setdefault(world, {}).setdefault(key, _Pool())
     offered = pool.offer()
     try:
         everyone = _exchange(group, pool, offered, number, backend)
@@ -135,14 +133,6 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         pool.free.update(offered)
 
 
-def _pool_of(group: RankGroup, backend: str) -> _Pool:
-    world = dist.group.WORLD
-    assert world is not None  # there is a group, so there is a default group
-    ranks = dist.get_process_group_ranks(group.process_group)
-    key = (tuple(ranks), backend, timeout_of(group.process_group))
-    return _POOLS.setdefault(world, {}).setdefault(key, _Pool())
-
-
 def _exchange(
     group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
 ) -> list[dict[str, Any]]:
@@ -161,7 +151,6 @@ def _exchange(
 
 
 def _common(everyone: list[dict[str, Any]]) -> list[str]:
-    """Return the lanes that are free, with as many collectives, on every rank."""
     return [
         name
         for name, started in everyone[0]["free"].items()

@@ -16,15 +16,13 @@ Note [Parts of long rows]
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.sending import exchange, start_parts
-from zero_optim.comm.traffic import Waitable
+from zero_optim.comm.sending import Lanes, exchange, start_parts
 from zero_optim.compat.streams import StreamBeside, record_use, recorded_event, wait_for_event
 
 LEAST_PART_NBYTES = 2**16
@@ -50,9 +48,7 @@ def _parts(row: Tensor, count: int) -> list[Tensor]:
 class RowExchange:
     """A pending exchange of rows, by receiving rank, which must not change until `wait` returns."""
 
-    def __init__(
-        self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor], about: str = ""
-    ) -> None:
+    def __init__(self, group: RankGroup, lanes: Lanes, rows: Sequence[Tensor], about: str = "") -> None:
         self._rows = rows  # alive until they have been sent
         self._works, self._came = exchange(group.during("reduce"), rows, lanes, about)
         # In a group of one nothing is sent, and no handle orders the stream that waits behind this one.
@@ -75,7 +71,7 @@ class RowSum:
     def __init__(
         self,
         group: RankGroup,
-        lanes: Sequence[RankGroup],
+        lanes: Lanes,
         rows: Sequence[Tensor],
         *,
         in_place: bool = False,
@@ -100,9 +96,7 @@ class RowSum:
         parts = [_parts(row, count) for row, count in zip(rows, counts, strict=True)]
         totals = _parts(self._total, counts[rank])
         if lanes[0].transport(own.device).waits_on_host:
-            sent, receive = start_parts(group.during("reduce"), parts, lanes, about)
-            coming = deque([receive(parts[rank][0])])
-            self._finish = partial(_receive_parts, parts, rank, totals, coming, receive, sent)
+            self._finish = _receiving(group.during("reduce"), lanes, parts, totals, about)
         else:
             beside = StreamBeside()
             with beside.behind(own.device):
@@ -120,20 +114,22 @@ class RowSum:
         return total
 
 
-def _receive_parts(
-    parts: Sequence[Sequence[Tensor]],
-    rank: int,
-    totals: Sequence[Tensor],
-    coming: "deque[tuple[Waitable, list[Tensor]]]",
-    receive: Callable[[Tensor], tuple[Waitable, list[Tensor]]],
-    sent: Waitable,
-) -> None:
-    for number, total in enumerate(totals, 1):
-        work, arrivals = coming.popleft()
-        work.wait()
-        coming.extend(map(receive, parts[rank][number : number + 1]))
-        _add(arrivals, rank, total)
-    sent.wait()
+def _receiving(
+    group: RankGroup, lanes: Lanes, parts: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], about: str
+) -> Callable[[], None]:
+    own = parts[group.rank]
+    sent, receive = start_parts(group, parts, lanes, about)
+    coming = deque([receive(own[0])])
+
+    def finish() -> None:
+        for number, total in enumerate(totals, 1):
+            work, arrivals = coming.popleft()
+            work.wait()
+            coming.extend(map(receive, own[number : number + 1]))
+            _add(arrivals, group.rank, total)
+        sent.wait()
+
+    return finish
 
 
 def _add(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> None:

@@ -81,10 +81,7 @@ def _all_to_all(
 def start_parts(
     group: RankGroup, parts: Sequence[Sequence[Tensor]], lanes: Lanes, about: str = ""
 ) -> tuple[Waitable, Callable[[Tensor], Received]]:
-    """Start sending parts to each rank, where `Transport.waits_on_host` holds; all ranks call.
-
-    Returns the handle of all sends, and a function that starts to receive parts, from this rank's own one.
-    """
+    """Start sending parts to each rank; returns that handle, and what receives the next parts."""
     lane, device = replace(lanes[0], phase=group.phase), parts[group.rank][0].device
     work = lane.begin_work(about, device)
     tag = 1 + next(lane.works.tags) % 2**30  # as parts of another exchange may be received in between
@@ -111,10 +108,7 @@ def start_parts(
 def spread_rows(
     group: RankGroup, rows: Sequence[tuple[int, Tensor]], lanes: Lanes, tag: int, about: str = ""
 ) -> list[Waitable]:
-    """As `RankGroup.broadcast_rows`, on gloo and CPU, but rows with different tags never meet.
-
-    Rows of different lengths that meet end the process, in gloo's own thread. Tags: 1 to 2**31 - 2.
-    """
+    """As `RankGroup.broadcast_rows`, on gloo, but rows with different tags, perhaps lengths, never meet."""
     if group.size == 1 or not rows:
         return []
     memory = group.shared_memory(rows[0][1].device)
@@ -152,8 +146,8 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
     with group.phase.held_up(), group.begin_work().waiting():
         with _at_once(group, staged.device) as started:
-            each = [_irecv(group, staged, source)]
-        for work in started or _started(each):
+            each = _started([_irecv(group, staged, source)])
+        for work in started or each:
             work.wait()
     if staged is not tensor:
         tensor.copy_(group.read(HostCopy(staged)) if tensor.device.type == "cpu" else staged)
@@ -179,7 +173,6 @@ def _count_as_one(group: RankGroup, lanes: Lanes) -> None:
 
 
 def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[list[dist.Work]]:
-    """Start sends and receives as one, if the backend can."""
     if coalesces(group.process_group, device):
         return coalesced(group.process_group, device)
     return nullcontext([])
@@ -187,12 +180,12 @@ def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[l
 
 def _isend(group: RankGroup, tensor: Tensor, to: int, tag: int = 0) -> dist.Work | None:
     group.works.apart += 1
-    return dist.isend(tensor, group.global_rank(to), group=group.process_group, tag=tag)
+    return dist.isend(tensor, group=group.process_group, tag=tag, group_dst=to)
 
 
 def _irecv(group: RankGroup, tensor: Tensor, source: int, tag: int = 0) -> dist.Work | None:
     group.works.apart += 1
-    return dist.irecv(tensor, group.global_rank(source), group=group.process_group, tag=tag)
+    return dist.irecv(tensor, group=group.process_group, tag=tag, group_src=source)
 
 
 def _started(works: Iterable[dist.Work | None]) -> list[dist.Work]:

@@ -105,10 +105,8 @@ class Phase:
 
 
 class _OpenSpans(threading.local):
-    """The open spans of a thread, two numbers each: seconds of inner spans, and its begin."""
-
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.seconds: list[float] = []  # two of each span: of inner spans, and its begin
 
 
 _OPEN = _OpenSpans()

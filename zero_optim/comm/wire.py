@@ -1,7 +1,4 @@
-"""Nested values with tensors, sent between ranks without pickle.
-
-The skeleton goes first, then the tensors' memory in bounded pieces, so no side needs a second copy of all.
-"""
+"""Nested values sent between ranks without pickle: a skeleton, then tensors' memory in bounded pieces."""
 
 from collections.abc import Iterator, Sequence
 

@@ -84,7 +84,8 @@ class GroupWorks:
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.let_go()
-            self._drop_ended()  # calls through it keep it
+            self._drops_from = 0
+            self.drop_ended()  # calls through it keep it
 
     @property
     def shared_memory(self) -> "OneHost | SeveralHosts | None":
@@ -98,22 +99,15 @@ class GroupWorks:
 
     def drop_ended(self) -> None:
         """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
-        if len(self.pending) >= self._drops_from:
-            self._drop_ended()
-            self._drops_from = max(_FEW, 2 * len(self.pending))
-
-    def _drop_ended(self) -> None:
-        if self.has_failed or self.verdict is not None:
+        if len(self.pending) < self._drops_from:
             return
-        for work in list(self.pending):
+        for work in list(self.pending) if self.verdict is None and not self.has_failed else ():
             if work.waiting_since is None and work.handles and work.is_completed():
                 self.pending.discard(work)
+        self._drops_from = max(_FEW, 2 * len(self.pending))
 
     def cut(self) -> None:
-        """Break the group's connections, on any thread: Note [Waits that end].
-
-        gloo breaks them when a receive times out, but not from a rank that has ended, so each rank is tried.
-        """
+        """Break the group's connections, on any thread: Note [Waits that end]."""
         group = self.group()
         if group is None:
             return
@@ -123,6 +117,7 @@ class GroupWorks:
             self.beside.cut()
         for abort in aborts_of(group):  # each may take long
             start_thread(partial(_attempt, abort), "zero_optim abort")
+        # gloo breaks them when a receive times out, but not from a rank that has ended: each rank is tried.
         for other in range(len(self.ranks) if self._can_cut else 0):
             if other == group.rank():
                 continue

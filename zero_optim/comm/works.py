@@ -58,7 +58,6 @@ class Work:
     is_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        """Take the phase's timeout, or the group's."""
         self.timeout = self.group.limit if self.phase.timeout is None else self.phase.timeout
 
     @property
@@ -72,11 +71,6 @@ class Work:
         """Return its name for a profiler."""
         bucket = self.about.partition(" (")[0]
         return f"zero_optim.{self.phase.name} {bucket}" if bucket else f"zero_optim.{self.phase.name}"
-
-    def waited(self, now: float) -> float:
-        """Return the seconds that a thread has waited."""
-        since = self.waiting_since
-        return 0.0 if since is None else now - since
 
     def starting(self) -> "_InBackend":
         """Return a context in which the backend starts the calls."""

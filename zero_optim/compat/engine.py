@@ -11,7 +11,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -95,8 +95,7 @@ _disable: Any = private.or_none("disable_dynamo") or torch.compiler.disable
 
 def eager(function: F) -> F:
     """Exclude a function and its callees from ``torch.compile``; not for bound methods."""
-    disabled: F = _disable(function)
-    return disabled
+    return cast("F", _disable(function))
 
 
 _skip_code: Any = private.or_none("skip_code") or (lambda _: None)

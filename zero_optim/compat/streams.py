@@ -28,6 +28,7 @@ from zero_optim.compat.memory import pinned_in_full
 Stream: TypeAlias = Any  # torch.Stream of the device's own kind, such as torch.cuda.Stream
 Event: TypeAlias = Any
 
+_IS_CAPTURING = "is_current_stream_capturing"  # of a device's module, which may lack it
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 
 
@@ -60,11 +61,6 @@ class Accelerator:
     def current_stream(self, device: torch.device) -> Stream:
         """Return this thread's current stream on a device."""
         return self.module.current_stream(device)
-
-    def is_capturing(self) -> bool:
-        """Return whether this thread's current stream captures a graph."""
-        asks = getattr(self.module, "is_current_stream_capturing", None)
-        return asks is not None and bool(asks())
 
     @contextmanager
     def asking(self, device: torch.device) -> Iterator[None]:
@@ -137,7 +133,7 @@ def asking(device: torch.device) -> AbstractContextManager[None]:
 def is_capturing(device: torch.device) -> bool:
     """Return whether this thread captures a graph on the device; its work cannot be queried."""
     accelerator = accelerator_of(device)
-    return accelerator is not None and accelerator.is_capturing()
+    return accelerator is not None and bool(getattr(accelerator.module, _IS_CAPTURING, bool)())
 
 
 def using_stream(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:

@@ -35,7 +35,7 @@ class Status:
     ) -> "Status":
         """Build it from what this process does."""
         now = time.monotonic()
-        listed = sorted(waits, key=lambda work: -work.waited(now))
+        listed = sorted(waits, key=lambda work: work.waiting_since or now)
         last, text = activity.last, ""
         if last is not None:
             verb = "ended" if last.is_over else "began"

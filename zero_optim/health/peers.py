@@ -266,10 +266,8 @@ class Directory:
         return Presence.ABSENT if is_gone and rank in self._unsure else answer
 
     def _ask(self, rank: int, question: Message, patience: float) -> Message | Presence:
-        if rank not in self._addresses:
-            absence = self._look_up(rank)
-            if absence is not None:
-                return absence
+        if rank not in self._addresses and (absence := self._look_up(rank)) is not None:
+            return absence
         address = self._addresses[rank]
         answer = ask(address, question, patience)
         if answer is not Presence.ENDED or "verdict" in question:  # not why: the store may be stopped

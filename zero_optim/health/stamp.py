@@ -1,7 +1,4 @@
-"""Stamps: what each rank tells the others, how it travels, and the verdict on those of all ranks.
-
-A stamp has 4 bytes beside rows of a unit, 32 in a row, and more between replicas; the text fills the rest.
-"""
+"""Stamps: what each rank tells the others, how it travels, and the error from those of all ranks."""
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +13,8 @@ from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.layout import Span
 from zero_optim.plan.option_values import DIGEST_NBYTES
 
-STAMP_NBYTES = 32  # in a row
-HEAD_NBYTES = 4
+STAMP_NBYTES = 32  # in a row; between replicas more, of the text
+HEAD_NBYTES = 4  # beside the rows of a unit
 _MARK_NBYTES, _MARKS = 2, 2**16
 Read: TypeAlias = Callable[[HostCopy], Tensor]
 Header: TypeAlias = tuple[int, Tensor]  # an owner, and its header space in a flat tensor, as bytes

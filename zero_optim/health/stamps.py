@@ -92,7 +92,6 @@ class _Step:
     _octets: bytes = b""
 
     def octets(self) -> bytes:
-        """Return this rank's stamp."""
         if not self._octets:
             text = self.name if self.failure is None else self.failure[0]
             stamp = Stamp(0, self.failure is not None, self.number % 2**32, self.digest, text.encode())
@@ -126,8 +125,6 @@ class Stamps:
 
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         return Stamps, (self._own_options,)
-
-    # ------------------------------------------------------------------ before and in the gathers
 
     def begin(self, groups: Sequence[ParamGroup], call: Call) -> None:
         """Begin a call before its gathers; all ranks call, with all public groups."""
@@ -171,8 +168,6 @@ class Stamps:
     def last(self) -> bytes:
         """This rank's stamp of the last call."""
         return self._step.octets()
-
-    # ------------------------------------------------------------------ when they have come
 
     def check_failures(self) -> None:
         """Raise RemoteRankError if only other ranks failed in the last call, as far as stamps are here."""
@@ -233,7 +228,6 @@ class Stamps:
         return error
 
     def _different_gradients(self, group: RankGroup, name: str, sampled: list[Sampled]) -> Exception | None:
-        """Return the error for gradients that differ by more than rounding."""
         for param in sampled[0] if all(each.keys() == sampled[0].keys() for each in sampled) else ():
             elements = {rank: each[param] for rank, each in zip(group.numbers, sampled, strict=True)}
             known = {rank: text for rank, text in elements.items() if text is not None}

@@ -96,7 +96,6 @@ class Verdicts:
             logger.warning("%s. All ranks give up after %g s", reason, work.timeout)
 
     def _decide(self, work: Work, seconds: float | None, reports: Reports | None = None) -> Verdict:
-        """Find the missing ranks, and give up: Note [Giving up together]."""
         works = work.group
         me, tells = self._rank_in(works), False
         self._deciding.add(works.whole)
@@ -221,7 +220,6 @@ def _beside(work: Callable[[], object]) -> threading.Thread:
 
 
 def _flush() -> None:
-    """Flush prints and logs."""
     for stream in (*logging.getLogger().handlers, *logger.handlers, sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()

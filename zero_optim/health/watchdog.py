@@ -143,8 +143,6 @@ class Watchdog:
         self._thread.start()
         atexit.register(self.end)
 
-    # ------------------------------------------------------------------ who needs it
-
     def add(self, user: object, group: RankGroup, on_stall: object) -> bool:
         """Live as long as an object; False if the watchdog has ended."""
         with self._lock:
@@ -173,8 +171,6 @@ class Watchdog:
         self._is_over = True
         self._listener.wake()
         self._thread.join(_LONGEST_END)
-
-    # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
@@ -223,7 +219,6 @@ class Watchdog:
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a forked process, which would keep them open."""
     for listener in list(_LISTENERS):
         listener.close()
 

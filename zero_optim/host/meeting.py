@@ -31,7 +31,9 @@ def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost
     if why:
         return None, why
     here = next(host for host in hosts if rank in host)
-    own, fds, nbytes = list[Segment](), list[int](), _nbytes(len(here))
+    own, fds = list[Segment](), list[int]()
+    others = len(here) - 1
+    nbytes = first_ring(len(here)) + others * max(_LEAST, padded(_MOST // others))
     try:
         try:
             for _ in range(min(2, len(hosts))):  # of several hosts one for each way: see `SeveralHosts`
@@ -61,7 +63,6 @@ def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost
 
 
 def _hosts(said: Sequence[tuple[str, str]]) -> tuple[list[list[int]], str]:
-    """Return the ranks of each host, or why they share no memory."""
     hosts = dict[str, list[int]]()
     for rank, (host, _) in enumerate(said):
         hosts.setdefault(host, []).append(rank)
@@ -85,10 +86,6 @@ def _mapped(
     if any(place["tokens"][way] != there.token for place, there in zip(places, segments, strict=True)):
         raise OSError("another process has taken the number of a rank")
     return OneHost(rank, segments, [place["pid"] for place in places], limit)
-
-
-def _nbytes(size: int) -> int:
-    return first_ring(size) + (size - 1) * max(_LEAST, padded(_MOST // (size - 1)))
 
 
 def _host() -> str:

@@ -125,7 +125,6 @@ def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor], name: st
 
 
 def _seen(name: str, act: Act) -> Act:
-    """Have a profiler see what is done, if there is one."""
     if not is_profiling():
         return act
 

@@ -86,11 +86,7 @@ class HostsCall:
 
 
 class SeveralHosts:
-    """The messages of ranks of several hosts. All ranks call every method, in one order.
-
-    ``up``, ``down``: of this host's ranks. ``across``: of this rank and those with its number on the other
-    hosts. ``ranks``: by host, then by number.
-    """
+    """The messages of ranks of several hosts; ``ranks`` are by host, then by number, as ``across``."""
 
     def __init__(
         self, up: OneHost, down: OneHost, across: dist.ProcessGroup, ranks: Sequence[Sequence[int]], rank: int
@@ -134,8 +130,7 @@ class SeveralHosts:
                 _wait_for(cross())
             self._spread(rows, call, tag)
 
-        self._then(call, finish)
-        return call
+        return self._then(call, finish)
 
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostsCall:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
@@ -146,8 +141,7 @@ class SeveralHosts:
             add_up()
             call.end()
 
-        self._then(call, finish)
-        return call
+        return self._then(call, finish)
 
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostsCall:
         """Sum a tensor over all ranks in place; ``then`` is called at its end, with the failure if any."""
@@ -161,8 +155,7 @@ class SeveralHosts:
             _wait_for(self._crossing(rows, tag + 1, call)())
             self._spread(rows, call)
 
-        self._then(call, finish)
-        return call
+        return self._then(call, finish)
 
     def sum_nbytes(self, tensor: Tensor) -> int:
         """Return how many bytes this rank sends in `sum_all`, inside and across."""
@@ -171,10 +164,7 @@ class SeveralHosts:
         inside, across = (len(self._ranks[0]) - 1) * sum(of_hosts), (num_hosts - 2) * of_hosts[self._host]
         return tensor.nbytes + inside + across
 
-    # ------------------------------------------------------------------ the ways
-
     def _chunks(self, tensor: Tensor) -> list[Tensor]:
-        """Return the part of a tensor that each rank adds up."""
         flat, size = flattened(tensor), sum(map(len, self._ranks))
         edges = [flat.numel() * rank // size for rank in range(size + 1)]
         return [flat[start:stop] for start, stop in pairwise(edges)]
@@ -186,7 +176,6 @@ class SeveralHosts:
         return HostsCall(self, then), 2 * (self.num_started % _TAGS)
 
     def _rank_at(self, host: int) -> int:
-        """Return the rank with this one's number on a host."""
         return self._ranks[host][self._number]
 
     def _start_sum(
@@ -255,9 +244,7 @@ class SeveralHosts:
     def _spread(self, rows: Sequence[tuple[int, Tensor]], call: HostsCall, tag: int = 0) -> None:
         self._down.spread_rows([(self._numbers[owner], row) for owner, row in rows], tag, call.end)
 
-    # ------------------------------------------------------------------ the thread
-
-    def _then(self, call: HostsCall, finish: Callable[[], None]) -> None:
+    def _then(self, call: HostsCall, finish: Callable[[], None]) -> HostsCall:
         """Finish a call on the thread, after those before it."""
 
         def job() -> None:
@@ -272,6 +259,7 @@ class SeveralHosts:
             is_new, self._is_served = not self._is_served, True
         if is_new:
             start_thread(self._serve, "zero_optim hosts")
+        return call
 
     def _serve(self) -> None:
         while True:

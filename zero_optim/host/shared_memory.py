@@ -31,7 +31,7 @@ from zero_optim.compat import futex
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
 from zero_optim.host.channel import PIECE, Act, HostWork, Message, Receiver, Sender, Step, padded
-from zero_optim.host.segment import LINE, Segment
+from zero_optim.host.segment import GIVEN_UP, LEFT, LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _GRACE = 0.005  # seconds that the thread leaves to a caller who starts a call and waits for it
@@ -163,9 +163,10 @@ class SharedMemory:
         return bool(heard)
 
     def _ring(self, peer: int) -> None:
-        segment = self._segments[peer]
-        segment.ring((next(self._bells) * self.size + self.rank) % 2**32)
-        futex.wake(segment.bell)
+        bell = self._segments[peer].bell
+        # A value that was never shown before: then nobody misses it, whoever rings at the same time.
+        bell.value = (next(self._bells) * self.size + self.rank) % 2**32
+        futex.wake(ctypes.addressof(bell))
 
     def _ended(self) -> list[HostWork]:
         ended = [work for work in self._works if not work.num_pending]
@@ -195,9 +196,9 @@ class SharedMemory:
 
     def _move_or_sleep(self, seconds: float, work: HostWork | None = None) -> None:
         """Move what can be moved; if there is nothing, sleep, unless the call has ended."""
-        own, ended = self._segments[self.rank], list[HostWork]()
+        bell, ended = self._segments[self.rank].bell, list[HostWork]()
         with self._lock:
-            rings = own.rings
+            rings = bell.value
             has_moved = self._move()
             if has_moved:
                 ended = self._ended()
@@ -207,13 +208,13 @@ class SharedMemory:
             _end_all(ended)
             return
         began = time.monotonic()
-        futex.wait(own.bell, rings, seconds)
+        futex.wait(ctypes.addressof(bell), rings, seconds)
         if time.monotonic() - began >= seconds:
             self._look()
 
     def _look(self) -> None:
         """Fail if another rank has ended or left, or this one waits too long."""
-        gone = [peer for peer in self._ends if self._segments[peer].has_left or not self._alive(peer)]
+        gone = [peer for peer in self._ends if self._segments[peer].left.value or not self._alive(peer)]
         with self._lock:
             ended = self._ended() if self._move() else []
             missing = [peer for peer in gone if self._ends[peer][0].queue or self._ends[peer][1].lacks()]
@@ -226,7 +227,7 @@ class SharedMemory:
     def _heed(self) -> None:
         """Give up where another rank has: it must not be told that a call went well which failed there."""
         for peer in self._ends:
-            if self._segments[peer].has_given_up:
+            if self._segments[peer].left.value == GIVEN_UP:
                 self.close(f"Connection closed by peer: rank {peer} of the group has given up")
 
     def let_go(self) -> None:
@@ -238,7 +239,7 @@ class SharedMemory:
         if os.getpid() != self._alive.process or self.failure is not None:
             return
         self.failure = why
-        self._segments[self.rank].leave(gives_up=gives_up)
+        self._segments[self.rank].left.value = GIVEN_UP if gives_up else LEFT
         for peer in range(self.size):
             self._ring(peer)
         self._wake_thread()
@@ -287,7 +288,6 @@ def _end_all(ended: Sequence[HostWork]) -> None:
 
 
 def _head(work: HostWork, kind: int, tag: int, parts: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
-    """Return what tells a message, of parts of so many bytes."""
     return _HEAD(work.number, kind, sum(parts), tag, sum(map(padded, parts)))
 
 

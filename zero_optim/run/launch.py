@@ -113,7 +113,6 @@ def _start(processes: list[BaseProcess], job: Job) -> None:
 
 
 def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
-    """Wait for all ranks or the deadline; after a failure only `_GRACE` longer."""
     grace: float | None = None
     while running := [process.sentinel for process in processes if process.exitcode is None]:
         if grace is None and any(process.exitcode for process in processes):
