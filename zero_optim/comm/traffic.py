@@ -19,6 +19,7 @@ Note [Exposed seconds]
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Traffic:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self._counts: dict[str, _Counts] = {}
+        self._counts = defaultdict[str, _Counts](_Counts)
         self._steps = 0
         self._lock = threading.Lock()
 
@@ -60,9 +61,7 @@ class Traffic:
     def add(self, phase: str, *, seconds: float = 0.0, nbytes: int = 0, collectives: int = 0) -> None:
         """Add to the counts of a phase."""
         with self._lock:
-            counts = self._counts.get(phase)
-            if counts is None:
-                counts = self._counts[phase] = _Counts()
+            counts = self._counts[phase]
             counts.seconds += seconds
             counts.nbytes += nbytes
             counts.collectives += collectives
@@ -82,7 +81,8 @@ class Traffic:
             figures |= {f"collectives/{phase}": float(each.collectives) for phase, each in named.items()}
             figures[steps] = float(self._steps)
             if reset:
-                self._counts, self._steps = {}, 0
+                self._counts.clear()
+                self._steps = 0
         return figures
 
 
