@@ -70,8 +70,7 @@ class HostsCall:
             left = began + seconds - time.monotonic()
             if left <= 0:
                 raise RuntimeError(f"Timed out waiting {seconds} s for a call across hosts")
-        failure = self.exception()
-        if failure is not None:
+        if (failure := self.exception()) is not None:
             raise failure
         return True
 
@@ -86,7 +85,7 @@ class HostsCall:
 
 
 class SeveralHosts:
-    """The messages of ranks of several hosts; ``ranks`` are by host, then by number, as ``across``."""
+    """The messages of ranks of several hosts; ``across`` joins those of one number, ``ranks`` is by host."""
 
     def __init__(
         self, up: OneHost, down: OneHost, across: dist.ProcessGroup, ranks: Sequence[Sequence[int]], rank: int

@@ -190,8 +190,7 @@ class SharedMemory:
             self._waiting.remove(work)
             if self._works and not self._waiting:
                 self._leave_to_thread()
-        failure = work.exception()
-        if failure is not None:
+        if (failure := work.exception()) is not None:
             raise failure
 
     def _move_or_sleep(self, seconds: float, work: HostWork | None = None) -> None:
