@@ -245,8 +245,8 @@ def rows_after_one_has_left() -> str:
         group.start_all_gather(row.view(torch.uint8))
         memory.let_go()
     if group.rank == 1:
-        looks = mock.Mock(side_effect=memory._memory._look)
-        with mock.patch.object(memory._memory, "_look", looks):
+        looks = mock.Mock(side_effect=memory._look)
+        with mock.patch.object(memory, "_look", looks):
             _, work = group.start_all_gather(row.view(torch.uint8))
             wait_until(lambda: looks.call_count > 1)  # by the thread
         default_store().set("looked", "")
@@ -331,7 +331,7 @@ def test_every_other_rank_names_one_that_is_lost(how: str, said: str) -> None:
 def fill_a_ring(how: str) -> str:
     """Rank 0 sends more than a ring holds to rank 1, which does not read it until the ring is full."""
     group, memory = shared()
-    sender = memory._memory._ends[1 - group.rank][0]
+    sender = memory._ends[1 - group.rank][0]
     count = 3 * sender._size // 4 + 5  # elements of 4 bytes
     row = torch.arange(count, dtype=torch.float32) if group.rank == 0 else torch.zeros(count)
     pids = group.all_gather_json(os.getpid())

@@ -232,14 +232,18 @@ def assert_same_value(got: Any, expected: Any) -> None:
 
 @given(st.lists(st.integers(0, 3 * 2**24), max_size=8))
 def test_pieces_hold_every_byte_once_and_in_order_within_the_bound(sizes: list[int]) -> None:
-    pieces = list(wire.pieces_of(sizes))
-    assert all(sum(stop - start for _, start, stop in piece) <= wire.PIECE_NBYTES for piece in pieces)
+    memories = [torch.empty(size, dtype=torch.uint8) for size in sizes]  # of no pages: nobody writes
+    pieces = list(wire.pieces_of(memories))
+    assert all(sum(part.numel() for part in piece) <= wire.PIECE_NBYTES for piece in pieces)
+    index = {memory.untyped_storage().data_ptr(): number for number, memory in enumerate(memories)}
     places = [0] * len(sizes)
     last = 0
-    for index, start, stop in (part for piece in pieces for part in piece):
-        assert index >= last
-        assert start == places[index] < stop
-        places[index], last = stop, index
+    for part in (part for piece in pieces for part in piece):
+        number = index[part.untyped_storage().data_ptr()]
+        assert number >= last
+        assert part.storage_offset() == places[number]
+        assert part.numel() > 0
+        places[number], last = places[number] + part.numel(), number
     assert places == sizes
 
 

@@ -15,7 +15,7 @@
 Wrong arguments raise plain ``ValueError`` and ``TypeError``, as in ``torch.optim``.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -25,10 +25,7 @@ class ZeroOptimError(Exception):
 
 
 class RankMismatchError(ZeroOptimError, RuntimeError):
-    """The ranks of one process group were given different parameters, options or calls.
-
-    In a step it means that parameters are equal on all ranks, and were stepped with different options.
-    """
+    """Ranks have different parameters, options or calls; after a step parameters are equal on all ranks."""
 
 
 class RemoteRankError(ZeroOptimError, RuntimeError):
@@ -67,10 +64,6 @@ class StalledError(RemoteRankError):
         super().__init__(message)
         self.missing = missing
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with both arguments."""
-        return type(self), (str(self), self.missing)
-
 
 class RankFailedError(RemoteRankError):
     """A rank failed or was killed; the message begins with its own traceback.
@@ -79,13 +72,9 @@ class RankFailedError(RemoteRankError):
         rank: the rank that failed first.
     """
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with both arguments."""
-        return type(self), (str(self), self.rank)
 
 
 class LaunchTimeoutError(RemoteRankError, TimeoutError):

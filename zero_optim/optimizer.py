@@ -50,65 +50,59 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Shard the state of an optimizer over the ranks of a process group (ZeRO stage 1).
 
     Use it in place of ``optimizer_class(params, **defaults)``. As with DDP, every rank holds all parameters,
-    and all gradients before `step`. The state of a parameter lives on one rank, its owner, which steps it and
-    broadcasts the result; a large one may be cut into rows of several owners. For every class that treats
+    and all gradients before `step`. One rank, the owner, keeps a parameter's state, steps it and broadcasts
+    the result; a large parameter may be cut into rows of several owners. For every class that treats
     parameters one by one, a step gives the bits of the unsharded optimizer.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
     All ranks construct it with the same arguments (else RankMismatchError), and together call every method
-    that communicates. An error on one rank is raised on every rank; unless the method says otherwise, nothing
-    has changed then.
-
-    ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``. Scripts must leave out
-    that class's iterations for warm-up with ``overlap_with_ddp=True``: this one trains in all of them.
+    that communicates. An error on one rank is raised on every rank, and nothing has changed unless the method
+    says otherwise. ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``, but it
+    trains in all iterations: leave out that class's warm-up for ``overlap_with_ddp=True``.
 
     Args:
-        params: as for ``torch.optim``, dense; the same on every rank, in the same order. Ranks compare names;
-            without names the values of parameters that look alike, if ranks start with equal ones.
+        params: as for ``torch.optim``, dense; the same on every rank, in order. Ranks compare names, or
+            the values of nameless parameters that look alike.
         optimizer_class: the class, or a callable that builds one from groups. Ranks compare its code and
             arguments, so it must find out what differs between ranks when it is called.
         process_group: ranks to shard over; None for the default group, or that of the fully sharded model.
-        parameters_as_bucket_view: move parameters into flat tensors, each with its own storage, where gathers
-            write in place. False copies at each step, as for shared memory and devices without DLPack.
+        parameters_as_bucket_view: move parameters into flat tensors, where gathers write in place. False
+            copies at each step, as for shared memory and devices without DLPack.
         overlap_with_ddp: a comm hook (``hook_with_zero_step``, ``zero_step`` of `zero_optim.hooks`) steps
-            during the backward pass. The class is checked now; `step` raises if no hook ran.
+            during the backward pass; `step` raises if none ran.
         bucket_cap_mb: capacity of a bucket in MiB, above 0. A step sends one broadcast for each bucket and
-            owner. Construction takes one bucket of extra memory, and so does each gather without views.
+            owner. Construction, and each gather without views, takes one bucket of extra memory.
         cost: of a parameter for its owner, balanced over ranks: "numel" for element-wise steps, "matmul" if
             the class orthogonalizes matrices (Muon), or a function of the parameter. Also a group key.
         master_dtype: dtype of the owner's copies, through which parameters of narrower floating-point dtypes
             are stepped: torch.float32 for bf16 and fp16. In the state: ``zero_optim.master``.
-        ema_decay: factor below 1 for the past in a moving average of the weights, for `averaged_weights`. In
-            the state: ``zero_optim.ema``.
-        gather_lazily: a model, in DDP or not, for `gather_lazily`. A copy of the optimizer waits in `step`.
+        ema_decay: factor below 1 of a moving average of the weights, in the state: ``zero_optim.ema``.
+        gather_lazily: a model for `gather_lazily`. A copy of the optimizer waits in `step`.
         assume_separable: do not try the class. Otherwise it steps small tensors, for 10 to 60 ms the first
-            time (seconds if it writes notes into its groups), and is refused if results differ in parts.
+            time (seconds if it writes into its groups), and is refused if results differ in parts.
         cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
-            same bits; never what the CPU steps in half precision. ValueError in `step` and `load_state_dict`
-            if later options forbid existing cuts, or in `step` for a sparse gradient of a cut parameter. Also
-            a group key.
-        timeout: longest wait in seconds; None for the process group's timeout, and for 60 s where all ranks
-            wait for each other, and not for the same. After half of it a warning is logged; then every rank
-            raises `StalledError` with the missing ranks and their last calls.
+            same bits; never what the CPU steps in half precision. Later options that forbid existing cuts
+            raise ValueError in `step` and `load_state_dict`. Also a group key.
+        timeout: longest wait in seconds; None for the process group's, and for 60 s where all ranks wait for
+            each other, and not for the same. After half of it a warning is logged; then every rank raises
+            `StalledError` with the missing ranks and their last calls.
         on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
             jobs, and for NCCL, where a CPU that waits for the device cannot raise.
-        own_options: group options that each rank may set for itself, such as ``("lr",)``. Each step compares
-            the others if they are plain values, and raises RankMismatchError if one differs.
-        allow_unsaved: train a class whose state cannot be saved and resumed, as trials show; otherwise it is
-            refused now, not at the first save.
+        own_options: group options that ranks may set differently, such as ``("lr",)``. Each step compares
+            other plain values, and raises RankMismatchError if one differs.
+        allow_unsaved: train a class whose state cannot be saved and resumed, as trials show.
         **defaults: keyword arguments of ``optimizer_class``.
 
-    A group may have its own ``optimizer_class``, for example Muon for matrices beside AdamW. Its other
-    options are then that class's arguments, and ``defaults`` do not apply.
+    A group may have its own ``optimizer_class``, such as Muon for matrices beside AdamW. Its other options
+    are then that class's arguments, and ``defaults`` do not apply.
 
     Attributes:
         defaults: as the class itself sets them.
         core, iteration: its parts, for other modules of this library.
 
     Raises:
-        ValueError: no parameters, sparse ones, some that share memory, options the class refuses, a class
-            whose step couples parameters.
+        ValueError: no, sparse or overlapping parameters, wrong options, a class that couples parameters.
         TypeError: parameters or a class of the wrong kind, or one whose state cannot be saved.
         RuntimeError: torch.distributed is not initialised.
     """
@@ -137,7 +131,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         allow_unsaved: bool = False,
         **defaults: object,
     ) -> None:
-        """Plan, agree on the plan with the other ranks, and build."""
         private.require("ZeroRedundancyOptimizer")
         options = ShardingOptions(
             parameters_as_bucket_view=parameters_as_bucket_view,
@@ -185,10 +178,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             watch(self, self.core.ranks, self.core.inputs.options.on_stall)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
-        """Return an attribute of the user's class, such as ``train()`` and ``eval()`` of schedule-free ones.
-
-        All ranks call such a method; then parameters are gathered.
-        """
+        """Return an attribute of the user's class; all ranks call a method, which then gathers parameters."""
         if name in ("_overlap_with_ddp", "_overlap_info"):
             raise AttributeError(views.NOT_FOR_OURS)
         core = vars(self).get("core")  # none in a copy that is being made
@@ -215,10 +205,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the modules wait.
 
         Args:
-            closure: evaluates the model and returns the loss; on all ranks or none. Takes one more collective
-                of a byte: if it raises on a rank, all raise before anything is stepped, but not inside
-                ``Join`` with an overlapped step. A rank inside an all-reduce of its own closure then waits
-                until the group's timeout.
+            closure: evaluates the model and returns the loss; on all ranks or none. One more collective of a
+                byte: if it raises on a rank, all raise before anything is stepped, but not inside ``Join``
+                with an overlapped step. A rank inside a collective of its own closure waits for its timeout.
             **kwargs: for the class's own ``step``. Some scalers pass themselves as ``grad_scaler``.
 
         Returns:
@@ -228,9 +217,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: ``closure`` cannot be called.
             ValueError: a cut parameter has a sparse gradient, see ``cuts``. Nothing was stepped.
             RankMismatchError: options differ, see ``own_options``, or ranks are in different calls. The step
-                was taken, and parameters are equal on all ranks. Or, before anything is stepped: a parameter
-                was frozen when `zero_optim.ddp` wrapped the model, trains now, and its gradients differ
-                between ranks; inside ``Join`` a RuntimeError.
+                was taken, and parameters are equal on all ranks. Or, before anything is stepped: gradients
+                differ of a parameter that was frozen when `zero_optim.ddp` wrapped the model; inside ``Join``
+                a RuntimeError.
             Exception: the class's own step raises. The other ranks have stepped what they own; parameters are
                 equal on all ranks.
         """
@@ -261,10 +250,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Scale all gradients so that their global norm is at most ``max_norm``; all ranks call.
 
         As ``torch.nn.utils.clip_grad_norm_``; returns the norm before clipping, 0-d and equal on all ranks.
-        With sharded gradients its last bits may differ from PyTorch's if a parameter is cut. Takes one small
-        collective; the CPU waits for it and the gradients. If an accelerator's group has a CPU backend, it
-        takes two: the CPU waits for other ranks, but for no gradient, except with ``error_if_nonfinite``.
-        Inside ``Join`` all active ranks must clip, by the norm of their gradients; one more collective.
+        With sharded gradients and cuts its last bits may differ from PyTorch's. One small collective; the CPU
+        waits for it and the gradients. If an accelerator's group has a CPU backend, two: the CPU waits for
+        ranks, but for gradients only with ``error_if_nonfinite``. Inside ``Join`` all active ranks must clip,
+        by the norm of their gradients; one more collective.
 
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
@@ -273,7 +262,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.iteration.clip(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 
     def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; the current stream with NCCL on CUDA.
+        """Wait, or with NCCL the current stream, for every parameter's new value on this rank.
 
         After a ``backward()`` that raised, call it to train on: part of the step may have been taken.
         """
@@ -290,8 +279,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
         """Let gathers run on after `step`: forward passes of ``model`` wait for the parameters they need.
 
-        Each module waits for its own; with clipping, the backward pass waits for the norm alone. All ranks
-        call, before a step and before ``torch.compile``. No communication. Parameters read through this
+        All ranks call, before a step and before ``torch.compile``. No communication. Reads through this
         optimizer or ``model.state_dict()`` also wait. Other code must call `wait_for_gathers` first:
         ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module before it
         calls that module. The handle's ``remove()`` makes `step` wait again.
@@ -307,16 +295,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Put the averaged weights into the model inside a ``with``; all ranks enter and leave it.
 
-        Needs ``ema_decay``. Communicates like a step, at both ends. Inside, a step, a load and a save of
-        model and optimizer together raise.
+        Needs ``ema_decay``. Communicates like a step, at both ends. Inside, steps, loads and saves raise.
         """
         return self.iteration.averaged_weights()
 
     def begin_averages_anew(self) -> None:
-        """Restart the averages at the present weights, after code that changed them. No communication.
-
-        After a step or a load it does nothing.
-        """
+        """Restart averages at weights that other code changed; nothing after a step or load. Local."""
         self.core.owned.average.begin_anew()
 
     # ------------------------------------------------------------------ groups and state
@@ -328,9 +312,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @called_by_all
     def consolidate_state_dict(self, to: int | Sequence[int] | None = 0) -> None:
-        """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
-
-        Owners send directly to the targets, which get a copy in CPU memory that later steps do not change.
+        """Bring a copy of the whole state to the CPU of some ranks, for `state_dict`; all ranks call.
 
         Args:
             to: group rank that receives, or several, or None for all.
@@ -344,9 +326,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in ``torch.optim`` format, with the current options. No communication.
 
-        Before any step it works on every rank; after a step on the targets of `consolidate_state_dict`, until
-        the next step. The plain optimizer loads it, and this one on any number of ranks. Two calls share
-        tensors, which are never written to. NotConsolidatedError without a state of the last step.
+        The plain optimizer loads it, and this one on any number of ranks. After a step only targets of
+        `consolidate_state_dict` have it, until the next step; else NotConsolidatedError.
         """
         own = self.state
         # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.
@@ -365,13 +346,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             state_dict: the same dict on every rank; with ``src`` on that rank alone, None on the others.
-            src: the only group rank that has the dict. It sends each rank what that rank owns; no other rank
-                ever holds the whole state.
+            src: the only group rank that has the dict. It sends each rank what that rank owns.
 
         Raises:
             StateMismatchError: names each parameter whose state does not fit.
-            ValueError: a rank has a dict although only ``src`` may, or lacks one; or the class does not bear
-                cuts with the options in the dict.
+            ValueError: a rank has a dict although only ``src`` may, or lacks one; or the options in the dict
+                forbid existing cuts.
             Exception: of the class, or after the load of a hook of `register_load_state_dict_post_hook`.
         """
         with self.core.group.doing("load_state_dict()"):
@@ -388,18 +368,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return state_dict
 
     def owned_state(self) -> dict[Any, Any]:
-        """Return the state that this rank owns, by parameter, and global entries. No communication.
-
-        Of a cut parameter, tensors of the parameter's shape have the shape of this rank's piece.
-        """
+        """Return the state that this rank owns, by parameter, and global entries. No communication."""
         return self.core.own_state()
 
     @called_by_all
     def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
-        """Load what `owned_state` returned, and each group's options, equal on every rank; all ranks call.
-
-        Tensors keep their dtypes and become the optimizer's own; `load_state_dict` casts them.
-        """
+        """Load what `owned_state` returned, dtypes kept, and options equal on every rank; all ranks call."""
         self.core.check_attached()
         self.wait_for_gathers()  # and for steps of a backward pass that broke off
         dicts.load_owned(self.core, state, options)
@@ -409,14 +383,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def detach(self, *, wait: bool = True) -> None:
         """Release the process group and everything built on it. No communication.
 
-        Every rank calls it for itself between steps, before ``destroy_process_group()``, also when another
-        rank has failed. Then `state`, `param_groups` and other things of this rank can be read and saved;
-        what needs the group raises until `rebind`. Unsharded gradients stay. A second call does nothing. A
-        wrapper of `zero_optim.ddp` has its own `detach`, which also drops comm hooks.
+        Each rank calls it between steps, before ``destroy_process_group()``, also when another rank has
+        failed. `state` and `param_groups` of this rank can still be read and saved; what needs the group
+        raises until `rebind`. A second call does nothing. A wrapper of `zero_optim.ddp` has its own `detach`,
+        which also drops comm hooks.
 
         Args:
-            wait: wait for pending gathers, whose parameters may have old values until `rebind` if their owner
-                has died. Use False if a rank is stopped: the wait would last until the group's timeout.
+            wait: wait for pending gathers; else their parameters may have old values until `rebind`. Use
+                False if a rank is stopped: the wait would last until the group's timeout.
 
         Raises:
             RuntimeError: the optimizer is that of a fully sharded model. It stays attached.
@@ -430,12 +404,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
         """Go on in another process group, which has all ranks that own state; all its ranks call, detached.
 
-        Owners are planned anew, state moves to them in pieces of bounded size, and parameters are gathered.
-        New ranks build their optimizer with the same arguments in any group of their own, detach it, and get
-        the others' options. A lazily gathered model stays so; comm hooks must be registered anew.
-
-        In a group of fewer ranks, or after a rank has failed, bind with ``keep_state=False``, then load a
-        checkpoint with `zero_optim.checkpoint.load`, which gives the same bits.
+        Owners are planned anew, state moves to them in bounded pieces, and parameters are gathered. New ranks
+        build their optimizer with the same arguments in any group of their own, detach it, and get the
+        others' options. Comm hooks must be registered anew. In a group of fewer ranks, or after a rank has
+        failed, bind with ``keep_state=False``, then load a checkpoint with `zero_optim.checkpoint.load`,
+        which gives the same bits.
 
         Args:
             process_group: the new ranks; None for the default group.
@@ -445,11 +418,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             `num_steps` of the state, equal on every rank.
 
         Raises:
-            LostStateError: no rank of the group holds the state of some parameters, which are named, or a
-                step broke off half way.
+            LostStateError: no rank holds the state of the named parameters, or a step broke off half way.
             RankMismatchError: ranks hold state of different steps, or have other parameters or arguments.
             RuntimeError: an optimizer is not detached on some rank.
-            ValueError: the class does not bear cuts with the present options.
+            ValueError: the present options forbid cuts.
             Exception: of the class. After each of these the optimizer is detached as before.
         """
         group = rebinding.new_group(self.core, process_group)
@@ -479,10 +451,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return {param: pieces[0].owner for param, pieces in self.pieces().items()}
 
     def pieces(self) -> dict[Tensor, Pieces]:
-        """Return each parameter's pieces (owner, start, stop), equal on every rank; one if it is not cut.
-
-        The owner is the group rank that keeps the state of rows ``[start, stop)`` of dimension 0.
-        """
+        """Return each parameter's pieces, equal on every rank: owner of rows ``[start, stop)`` of dim 0."""
         return {param: self.core.sharding.pieces[param] for param in self.core.params}
 
     def state_nbytes(self) -> int:
@@ -490,38 +459,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.core.state_nbytes()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Return what this rank communicated since the last call, for any logger. No communication.
+        """Return what this rank communicated since construction or the last call. No communication.
 
-        The first call counts from the construction; a copy of the optimizer counts from zero. ``reset=False``
-        leaves the counts alone, for a second reader.
+        ``reset=False`` leaves the counts alone, for a second reader.
 
         - ``exposed_seconds/PHASE``: time that callers waited for communication and late ranks, packed and
           added up on the CPU; ``sent_bytes/PHASE``: what this rank's network interface sends. Notes [Exposed
           seconds] and [Bytes sent] in `zero_optim.comm.traffic`.
         - ``collectives/PHASE``, ``steps``: how many.
 
-        Phases: ``gather`` (parameters from owners), ``reduce`` (gradients, to owners or averaged by
-        `zero_optim.hooks.zero_step`; our DDP has its own ``metrics()``), ``clip``, ``agree`` (construction,
-        closures, ``Join``, scalers of sharded gradients), ``state`` (consolidated, or sent by one rank; not
-        checkpoints), and ``total``.
+        Phases: ``gather`` (parameters from owners), ``reduce`` (gradients; our DDP has its own
+        ``metrics()``), ``clip``, ``agree`` (construction, closures, ``Join``, scalers of sharded gradients),
+        ``state`` (consolidated, or sent by one rank; not checkpoints), and ``total``.
         """
         return self.core.ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
 
     @called_by_all
     def explain(self, *, quiet: bool = False) -> Explanation:
-        """Print on rank 0 what each rank holds: parameters, state, balance, buckets; all ranks call.
-
-        Returns the same as data, on every rank. ``quiet`` prints nothing.
-        """
+        """Return what each rank holds, and unless ``quiet`` print it on rank 0; all ranks call."""
         return explain(self.core, quiet=quiet)
 
     # ------------------------------------------------------------------ Join
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Return the hook for ``torch.distributed.algorithms.Join`` that shadows this optimizer's steps.
-
-        Use ``with Join([ddp_model, optimizer]):``. Active ranks must step once in each iteration. No options.
-        """
+        """Return the hook for ``with Join([ddp_model, optimizer]):``; active ranks step once an iteration."""
         return self.iteration.join_hook()
 
     join_device = _part("iteration.joins.join_device", "Where ``Join`` places its own small tensors.")
@@ -536,8 +497,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def optim(self) -> Optimizer | views.OptimizerView:
         """This rank's local optimizer, or with several classes a view of all; only read it. No communication.
 
-        PyTorch's class has it too. Its ``param_groups`` have what this rank steps: parameters, rows of cut
-        ones, valid until the next step, or masters. Its ``state`` takes these and the model's parameters.
+        Its ``param_groups`` have what this rank steps until the next step: parameters, rows, or masters. Its
+        ``state`` takes these and the model's parameters.
         """
         return views.local_view(self.core)
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from zero_optim.comm.backends import ON_HOST, tells_of_closed_connection, tells_of_late_rank
+from zero_optim.comm.backends import ON_HOST, late_or_closed
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text
 from zero_optim.compat.engine import make_group, timeout_of
@@ -52,11 +52,7 @@ _KINDS = {
 
 
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
-    """Raise RankMismatchError on every rank unless all have the same items. All ranks call.
-
-    One small collective if they agree, and once those of `find_memory`. The message has the first difference,
-    and a hint by its first word.
-    """
+    """Raise RankMismatchError on all ranks unless items are equal; ``hints`` are by an item's first word."""
     _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
     find_memory(group)
 
@@ -69,18 +65,17 @@ class Agreement:
     beside: bytes = b""
     differs: bool = False
 
+    def _packed(self) -> bytes:
+        size = SHORT - 1 - _DIGEST_NBYTES
+        return _digest(self.items) + hashlib.blake2b(self.beside, digest_size=size).digest()
+
 
 @contextmanager
 def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None) -> Iterator[Agreement]:
     """Run the body as `failing_together`, then `agree` on the items that it adds, in one collective."""
     agreed = Agreement()
-    error: Exception | None = None
-    try:
+    with failing_together(group, agreed._packed) as everyone:
         yield agreed
-    except Exception as mine:  # noqa: BLE001 - sent to the others, raised again below
-        error = mine
-    beside = hashlib.blake2b(agreed.beside, digest_size=SHORT - 1 - _DIGEST_NBYTES).digest()
-    everyone = _all_well(group, error, _digest(agreed.items) + beside)
     _compare(group, [each[:_DIGEST_NBYTES] for each in everyone], agreed.items, what, hints or {})
     agreed.differs = len(set(everyone)) > 1
     find_memory(group)
@@ -117,41 +112,31 @@ def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def answering_together(group: RankGroup) -> Iterator[list[bool]]:
-    """Run the body as `failing_together`; then the answers that it adds are those that hold on every rank.
-
-    One small collective for up to 46 answers.
-    """
+    """Run the body as `failing_together`; then the answers that it adds are those that hold on every rank."""
     answers: list[bool] = []
-    error: Exception | None = None
-    try:
+    most = SHORT - 1  # in one collective
+    with failing_together(group, lambda: bytes(answers[:most]).ljust(most, b"\0")) as everyone:
         yield answers
-    except Exception as mine:  # noqa: BLE001 - sent to the others, raised again below
-        error = mine
-    most = SHORT - 1
-    everyone = _all_well(group, error, bytes(answers[:most]).ljust(most, b"\0"))
     common = [all(each) for each in zip(*everyone, strict=True)]
     answers[:] = common[: len(answers)] + said_by_all(group, answers[most:])
 
 
 @contextmanager
-def failing_together(group: RankGroup) -> Iterator[None]:
+def failing_together(group: RankGroup, payload: Callable[[], bytes] = bytes) -> Iterator[list[bytes]]:
     """Run the body; raise on every rank if it raised on any. The body must not communicate.
 
     All ranks enter and leave; one small collective, two more after a failure. The failed rank raises its own
     exception, others one of its class if in `_KINDS`, else `RemoteRankError`, with the failed rank's number.
+    Yields a list that then gets all ranks' payloads, of one length.
     """
+    payloads: list[bytes] = []
     mine: Exception | None = None
     try:
-        yield
+        yield payloads
     except Exception as error:  # noqa: BLE001 - sent to the others, raised again below
         mine = error
-    _all_well(group, mine)
-
-
-def _all_well(group: RankGroup, mine: Exception | None, payload: bytes = b"") -> list[bytes]:
-    """Raise any rank's exception on every rank, or return all ranks' payloads; they have one length."""
     try:
-        everyone = group.all_gather_fixed((b"\0" if mine is None else b"\1") + payload)
+        everyone = group.all_gather_fixed((b"\0" if mine is None else b"\1") + payload())
     except (RemoteRankError, RankMismatchError) as unanswered:
         if mine is None:
             raise
@@ -161,7 +146,7 @@ def _all_well(group: RankGroup, mine: Exception | None, payload: bytes = b"") ->
         failure = other if mine is None else mine
         if failure is not None:
             raise failure
-    return [each[1:] for each in everyone]
+    payloads += [each[1:] for each in everyone]
 
 
 def failure_of(error: BaseException, more: str = "") -> Failure:
@@ -191,23 +176,20 @@ class SharedCall:
         self._then = then
         self._is_called = False
 
-    def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function; the first call communicates."""
-        if self._is_called:
-            return self._function()
-        self._is_called = True
-        with failing_together(self._group):
-            result = self._function()
-        self._then()
-        return result
+    def __call__(self) -> Any:  # noqa: ANN401, D102 - whatever the function returns
+        return self._function() if self._is_called else self._call_first(self._function)
 
     def finish(self) -> None:
         """Take part in the other ranks' first call if there was none here."""
         if not self._is_called:
-            self._is_called = True
-            with failing_together(self._group):
-                pass
-            self._then()
+            self._call_first(lambda: None)
+
+    def _call_first(self, function: Callable[[], Any]) -> Any:  # noqa: ANN401 - as above
+        self._is_called = True
+        with failing_together(self._group):
+            result = function()
+        self._then()
+        return result
 
 
 # ------------------------------------------------------------------------------------ arguments
@@ -221,16 +203,14 @@ def check_flags(**flags: object) -> None:
 
 
 def ranks_of(process_group: object, data: object = None) -> RankGroup:
-    """Return the ranks of a user's process group (None: the default one) for ``data``, as `RankGroup.of`.
-
-    Another object raises TypeError on all ranks of the default group; that communicates.
-    """
+    """As `RankGroup.of`, for users: another object raises TypeError on all ranks of the default group."""
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
     is_outside = type(process_group) is type(outside) and process_group == outside
     if process_group is None or isinstance(process_group, dist.ProcessGroup) or is_outside:
         return RankGroup.of(process_group, data)  # type: ignore[arg-type]
-    is_option = isinstance(process_group, int | float) and not isinstance(process_group, bool)
-    hint = f"options are given by name: lr={process_group}" if is_option else _OF_A_MESH
+    hint = "of a DeviceMesh, give mesh.get_group()"
+    if isinstance(process_group, int | float) and not isinstance(process_group, bool):
+        hint = f"options are given by name: lr={process_group}"
     wrong = (
         "expected process_group to be a torch.distributed.ProcessGroup, or None for the default group, "
         f"got {type(process_group).__name__} ({hint})"
@@ -273,8 +253,7 @@ def make_together(
         patience = patience / 2 if backend == ON_HOST else math.inf
         made = make_group(ranks, backend, name, timeout_of(group.process_group), patience)
     except Exception as error:  # noqa: BLE001 - told below
-        heard = tells_of_late_rank(error) or tells_of_closed_connection(error)
-        failure = [heard, message_of(error)]
+        failure = [any(late_or_closed(error)), message_of(error)]
     failures = dict(zip(group.numbers, group.all_gather_json(failure), strict=True))
     failed = sorted((*said, rank) for rank, said in failures.items() if said is not None)
     if made is not None and not failed:
@@ -289,14 +268,11 @@ def share_host_memory(shares: bool = True) -> bool:
 
     Without a call they use memory where they can: on groups whose ranks are on one host, or as many on each
     of several, of one user, and see each other's processes, on Linux on x86-64, for the gloo backend. Bits
-    are the same either way, but for sums over several hosts. Each rank takes 4 MiB, there 8, for each of its
-    process groups. Call it before building optimizers, wrappers and hooks; it holds until the default group
-    ends. All ranks of the default group call; communicates.
+    are the same either way, but for sums over several hosts. Each rank takes 4 MiB, there 8, for each process
+    group. Call it before building anything; it holds until the default group ends. All ranks of the default
+    group call; communicates. RankMismatchError if their arguments differ.
 
     Returns whether the default group's ranks share memory; warns if they were told to and cannot.
-
-    Raises:
-        RankMismatchError: on every rank, the ranks gave different arguments.
     """
     world = RankGroup.of(None)
     with failing_together(world):
@@ -312,14 +288,8 @@ def share_host_memory(shares: bool = True) -> bool:
     return shared
 
 
-_OF_A_MESH = "of a DeviceMesh, give mesh.get_group()"
-
-
 def called_by_all(method: Callable[P, T]) -> Callable[P, T]:
-    """Raise on all ranks if Python refuses the arguments of a method.
-
-    For methods that all ranks call and that begin with a short agreement, on objects with ``ranks``.
-    """
+    """Raise on all ranks if Python refuses the arguments of a method of an object with ``ranks``."""
     signature = inspect.signature(method)
 
     @wraps(method)

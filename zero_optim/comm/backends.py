@@ -2,9 +2,8 @@
 
 Note [A new transport]
     `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
-    new transport is a subclass here, with its name in `TRANSPORTS`. Beside the launcher (`run`) nothing
-    compares their names. Collectives that start in another way get a branch in `collectives` or, for
-    exchanges, `sending`.
+    new one is a subclass, with its name in `TRANSPORTS`; only the launcher (`run`) compares names.
+    Collectives that start in another way get a branch in `collectives` or `sending`.
 
 Note [Devices of a group]
     A group's name does not tell its backends: "undefined" after a plain ``init_process_group()`` is NCCL on a
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 ON_HOST = "gloo"  # the backend that every PyTorch has, for CPU tensors
 # In what a backend raises where a rank does not come, and where it is gone.
-_LATE = ("imed out",)
+_LATE = "imed out"
 _CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe", "o route to host", "nreachable")
 _PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
 # Such as "[…/gloo/transport/tcp/pair.cc:534]"; or what a wait raises after another one took too long.
@@ -103,10 +102,7 @@ TRANSPORTS: dict[str, type[Transport]] = {"gloo": _Gloo}
 
 
 def devices_of(value: object) -> tuple[torch.device, ...]:
-    """Return the devices of tensors, modules, parameter groups and nested collections, in order.
-
-    Skips everything else, and generators.
-    """
+    """Return the devices of tensors, modules, parameter groups and collections of them, no generators."""
     return tuple(dict.fromkeys(device for device in _devices_in(value) if device.type != _PLACELESS))
 
 
@@ -114,26 +110,22 @@ def as_lists(value: T) -> T:
     """Replace iterators by lists. Reading the result raises the iterator's error."""
     if not isinstance(value, Iterable):
         named = value.__name__ if isinstance(value, type) else type(value).__name__
-        broken: Any = _Broken(
-            TypeError(f"expected params first, such as model.parameters(), or groups of them; got {named}")
-        )
-        return cast("T", broken)
+        wrong = f"expected params first, such as model.parameters(), or groups of them; got {named}"
+        return cast("T", _Broken(TypeError(wrong)))
     if not isinstance(value, Iterator | list | tuple):
         return value
-    read: list[Any] = []
-    result: Any = read
     try:
-        read.extend(value)
+        read: list[Any] = list(value)
     except Exception as error:  # noqa: BLE001 - raised where it is read, which all ranks do together
-        result = _Broken(error)
+        return cast("T", _Broken(error))
     for place, each in enumerate(read):
         if isinstance(each, dict) and isinstance(each.get("params"), Iterator):
             read[place] = {**each, "params": as_lists(each["params"])}
-    return cast("T", result)
+    return cast("T", read)
 
 
 class _Broken(Iterator[Any]):
-    """An iterator that raises what another one raised."""
+    """An iterator that raises what another one raised, whenever it is read."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -177,10 +169,7 @@ def parse_config(config: str) -> dict[str, str]:
 def device_for_small_tensors(
     backends: Mapping[str, str], data: Sequence[torch.device], bound: torch.device | None = None
 ) -> torch.device:
-    """Choose the device of the library's small tensors: Note [Devices of a group].
-
-    ``data``: devices of the parameters, if known; ``bound``: the group's ``device_id``.
-    """
+    """Choose the device of small tensors; ``bound``: the group's ``device_id``. Note [Devices of a group]."""
     if "cpu" in backends or not backends:
         return torch.device("cpu")
     served = (device for device in (*data, bound) if device is not None and device.type in backends)
@@ -218,20 +207,13 @@ def raised_by_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None
 
 
-def tells_of_late_rank(error: BaseException) -> bool:
-    """Return whether a backend's error is a timeout."""
-    return any(word in str(error) for word in _LATE)
-
-
-def tells_of_closed_connection(error: BaseException) -> bool:
-    """Return whether a backend's error is a closed connection."""
-    return any(word in str(error) for word in _CLOSED)
+def late_or_closed(error: BaseException) -> tuple[bool, bool]:
+    """Return whether a backend's error is a timeout, and whether it is a closed connection."""
+    text = str(error)
+    return _LATE in text, any(word in text for word in _CLOSED)
 
 
 def aborts_of(group: dist.ProcessGroup) -> list[Callable[[], None]]:
-    """Return the calls that abort a group's pending work, by backend; gloo has none.
-
-    Waiting streams and CPUs go on, with wrong values; the group is unusable afterwards.
-    """
+    """Return the calls that abort a group's work, by backend; gloo has none. Streams get wrong values."""
     gloo: Any = getattr(dist, "ProcessGroupGloo", ())  # PyTorch may be built without it
     return [backend.abort for backend in backends_behind(group) if not isinstance(backend, gloo)]

@@ -4,13 +4,13 @@ Ranks are group ranks, except here, in `sending`, and where `lanes` makes groups
 communicating method in one order.
 
 Note [Rows at once]
-    NCCL and XCCL launch a bucket's broadcasts at once. PyTorch's all-gather would copy the bucket, and takes
-    one tensor of each rank. gloo runs the broadcasts side by side, in a third of an all-gather's time.
+    NCCL launches a bucket's broadcasts at once; an all-gather would copy the bucket, and takes one tensor of
+    each rank. gloo runs the broadcasts side by side, in a third of an all-gather's time.
 
 Note [Agreements that meet]
     If a rank leaves out a call, different agreements may meet. If messages differ in length, gloo's own
     thread raises, which ends the process. So short messages travel in *frames* of one length that begin with
-    the message's length: if that differs, every rank raises. A longer message follows its frame.
+    the message's length: if that differs, every rank raises.
 """
 
 import json
@@ -33,9 +33,9 @@ from zero_optim.comm.backends import (
     unserved,
 )
 from zero_optim.comm.frames import (
+    SHORT,
     bytes_to_tensor,
     framed,
-    is_short,
     met_otherwise,
     tensor_to_bytes,
     unframed,
@@ -86,10 +86,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
-        """Build it for a process group (None: the default one) that sends ``data``.
-
-        RuntimeError if torch.distributed is not initialised, ValueError if this process is not a member.
-        """
+        """Build it for a process group (None: the default one) that sends ``data``; RuntimeError without."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is None:
             raise RuntimeError(
@@ -109,11 +106,9 @@ class RankGroup:
         return cls(group, dist.get_rank(group), len(ranks), small, devices, backends, works)
 
     def __deepcopy__(self, memo: object) -> "RankGroup":
-        """Return the same ranks and process group; traffic counts from zero."""
         return replace(self, phase=replace(self.phase, traffic=Traffic()))
 
     def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], float | None]]:
-        """Pickle only the default group, with its timeout; TypeError for others."""
         if self.is_let_go:
             raise TypeError("a detached optimizer cannot be pickled: save its owned_state() instead")
         if self.process_group is not dist.group.WORLD:
@@ -172,16 +167,6 @@ class RankGroup:
         known = backend_for(self.backends, self.data_devices) if self.backends else ""
         return known or str(dist.get_backend(self.process_group))
 
-    def global_rank(self, rank: int) -> int:
-        """Return the global rank of a group rank."""
-        return dist.get_global_rank(self.process_group, rank)
-
-    def unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
-        """Build the error for a collective without all ranks; ``what`` begins its message."""
-        limit = timeout_of(self.process_group)
-        within = "the timeout" if limit is None else f"{limit.total_seconds():g} s"
-        return RemoteRankError(f"{what}: a rank has ended, or did not come within {within} ({error})")
-
     def doing(self, name: str) -> Doing:
         """Return a context that records a call, such as ``step()``."""
         return Doing(self.works.log.activity, name)
@@ -207,10 +192,7 @@ class RankGroup:
         return Work(self.works, self.phase, about, late_on=transport.late_on, polls=transport.waits_on_host)
 
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
-        """Start broadcasts of (owner, 1-D tensor) pairs, in one order on every rank. All ranks call.
-
-        Rows are on one device, of any lengths: Note [Rows at once]. Returns one work, or none.
-        """
+        """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once]."""
         if not (listed := list(rows) if self.size > 1 else []):
             return []
         device = listed[0][1].device
@@ -276,22 +258,17 @@ class RankGroup:
         return [got[:length] for got, length in zip(self.all_gather_fixed(padded), lengths, strict=True)]
 
     def all_gather_fixed(self, payload: bytes) -> list[bytes]:
-        """Gather bytes of equal length, by rank. One collective.
-
-        RemoteRankError if a rank is missing, RankMismatchError if short payloads differ in length.
-        """
+        """Gather bytes of equal length by rank, in one collective; RankMismatchError if short ones differ."""
         if self.size == 1 or not payload:
             return [payload] * self.size
-        if not is_short(payload):
-            return self._gathered(payload)
-        payloads = unframed(self._gathered(framed(payload)))
+        is_framed = len(payload) <= SHORT
+        octets = bytes_to_tensor(framed(payload) if is_framed else payload)
+        gathered = self.read(HostCopy(self.all_gather_rows(to_device(octets, self.device))))
+        everyone = [tensor_to_bytes(row) for row in gathered]
+        payloads = unframed(everyone) if is_framed else everyone
         if payloads is None:
             raise self._met_otherwise()
         return payloads
-
-    def _gathered(self, payload: bytes) -> list[bytes]:
-        gathered = self.all_gather_rows(to_device(bytes_to_tensor(payload), self.device))
-        return [tensor_to_bytes(row) for row in self.read(HostCopy(gathered))]
 
     def read(self, copy: HostCopy) -> Tensor:
         """Wait on the CPU for a collective's result; StalledError if the ranks gave up."""
@@ -303,17 +280,13 @@ class RankGroup:
         return value
 
     def _met_otherwise(self) -> RankMismatchError:
-        """Build the error for ranks in different agreements; communicates."""
         activity = self.works.log.activity
         inside = [mark.name for mark in list(activity.open.values())][:1]
         reports = self.all_gather_json([dict(activity.counts), inside])
         return RankMismatchError(met_otherwise(dict(zip(self.numbers, reports, strict=True))))
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:
-        """Gather 1-D uint8 tensors of equal length, on `device`; returns (ranks, length). One collective.
-
-        A stream waits, the CPU does not. RemoteRankError if a rank is missing.
-        """
+        """Gather 1-D uint8 tensors of equal length, on `device`, as (ranks, length); a stream may wait."""
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)
         try:
@@ -322,7 +295,10 @@ class RankGroup:
         except StalledError:
             raise
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
-            raise self.unanswered("the ranks could not agree", error) from error
+            limit = timeout_of(self.process_group)
+            within = "the timeout" if limit is None else f"{limit.total_seconds():g} s"
+            why = f"a rank has ended, or did not come within {within} ({error})"
+            raise RemoteRankError(f"the ranks could not agree: {why}") from error
         return gathered
 
     def start_all_gather(self, mine: Tensor, about: str = "") -> tuple[Tensor, Waitable]:

@@ -64,7 +64,6 @@ def holds_objects(value: Nested) -> bool:
 
 
 def _objects_in(value: Nested, seen: set[int]) -> Iterator[object]:
-    """Iterate over the objects in a value, also inside each other."""
     if isinstance(value, Mapping | list | tuple | deque | set | frozenset):
         if isinstance(value, deque):
             yield value
@@ -139,10 +138,11 @@ def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skele
         attributes, context = flattened(tensor)
         rest = _encode(context, f"the context of {where}", [])
         form = [tuple(tensor.shape), tensor.stride()]
-        return ["wrapper", [name, rest, form, *(_inner(tensor, a, where, tensors) for a in attributes)]]
+        inner = [[a, _encode(getattr(tensor, a), f"{where}.{a}", tensors)] for a in attributes]
+        return ["wrapper", [name, rest, form, *inner]]
     with private.DisableTorchFunctionSubclass():
-        inner = tensor.detach().as_subclass(Tensor)
-    return ["subclass", [name, _encode(vars(tensor), where, tensors), _encode(inner, where, tensors)]]
+        plain = tensor.detach().as_subclass(Tensor)
+    return ["subclass", [name, _encode(vars(tensor), where, tensors), _encode(plain, where, tensors)]]
 
 
 def flattened(tensor: Any) -> tuple[list[str], Any]:  # noqa: ANN401 - a class that only has the method in common
@@ -159,15 +159,8 @@ def rewrapped(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return whole
 
 
-def _inner(tensor: Tensor, attribute: str, where: str, tensors: list[Tensor]) -> list[Any]:
-    return [attribute, _encode(getattr(tensor, attribute), f"{where}.{attribute}", tensors)]
-
-
 def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PLR0911 - one a kind
-    """Rebuild a value from its skeleton and its tensors, in order.
-
-    TypeError for a tensor subclass whose module is not imported here.
-    """
+    """Rebuild a value from skeleton and tensors; TypeError if a tensor subclass is not imported here."""
     kind, body = skeleton
     if kind == "plain":
         return body

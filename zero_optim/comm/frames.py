@@ -12,11 +12,6 @@ SHORT = 47  # bytes: a digest
 _FEW = 256  # bytes, which are copied one by one in a fifth of the time
 
 
-def is_short(message: bytes) -> bool:
-    """Return whether a message fits into a frame."""
-    return len(message) <= SHORT
-
-
 def framed(message: bytes) -> bytes:
     """Frame a short message: its length, then its bytes."""
     return bytes([len(message)]) + message.ljust(SHORT, b"\0")

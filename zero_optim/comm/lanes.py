@@ -1,23 +1,20 @@
 """Process groups of the same ranks as another, lent to one user at a time.
 
 Note [Lanes]
-    Collectives of two threads on one process group mix. Code beside the main thread, or that must not queue
-    behind its traffic, uses its own groups: lanes. A gloo group costs three threads and several file
-    descriptors, so a user borrows lanes until its `Lease` is dropped. Ranks agree which lanes are free.
-
-    A failed rank may have started fewer collectives, which would pair later ones wrongly. So a user abandons
-    its lanes after a failure, and a lane is lent only if every rank started as many collectives.
+    Collectives of two threads on one process group mix. So code beside the main thread uses its own groups:
+    lanes. A gloo group costs three threads, so a user borrows lanes until its `Lease` is dropped. Ranks agree
+    which lanes are free. A failed rank may have started fewer collectives, which would pair later ones
+    wrongly: a user abandons its lanes after a failure, and a lane is lent only if ranks started as many.
 
 Note [Lanes end with the default group]
     PyTorch names a group by the number of groups in the process: if one rank destroyed a lane earlier, names
-    would differ and ranks would hang. So lanes are not destroyed, and ranks agree on names. A gloo thread
-    must not hold a group's last reference: the group's end waits for it.
+    would differ and ranks would hang. So lanes are not destroyed, and ranks agree on names.
 """
 
 import gc
 import secrets
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -61,8 +58,6 @@ _Free: TypeAlias = dict[str, None]
 
 @dataclass(slots=True)
 class _Pool:
-    """The lanes of some ranks, and the free ones."""
-
     lanes: WeakValueDictionary[str, dist.ProcessGroup] = field(default_factory=WeakValueDictionary)
     free: _Free = field(default_factory=dict)
 
@@ -72,8 +67,8 @@ class _Pool:
         return {name: None for name in offered if name in self.lanes}
 
     def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
-        groups = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
-        return Lease({name: replace(lane, phase=group.phase) for name, lane in groups.items()}, self.free)
+        lanes = ((name, RankGroup.of(self.lanes[name], group.data_devices)) for name in names)
+        return Lease({name: replace(lane, phase=group.phase) for name, lane in lanes}, self.free)
 
 
 # By the default group, then by ranks, backend and timeout. PyTorch keeps groups in globals, so this has to be
@@ -82,29 +77,24 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes for a group's data, one for each rank up to `Transport.most_lanes`; one through memory.
-
-    All ranks call; communicates as `lease`.
-    """
-    backend = group.data_backend
-    most = TRANSPORTS.get(backend, Transport).most_lanes
-    shared = [group.shared_memory(device) is not None for device in group.data_devices]
-    in_memory = bool(shared) and all(shared)
-    return lease(group, 1 if in_memory else min(group.size, most), backend)
+    """Take lanes for a group's data, one a rank up to `Transport.most_lanes`; as `lease`."""
+    return _lanes_for(group, group.data_devices, group.data_backend)
 
 
 def host_lanes_beside(group: RankGroup) -> Lease:
     """Take lanes as `lanes_beside`, for CPU tensors alone."""
-    on_host = group.transport(torch.device("cpu"))
-    in_memory = group.works.shared_memory is not None
-    return lease(group, 1 if in_memory else min(group.size, on_host.most_lanes), on_host.name)
+    on_host = torch.device("cpu")
+    return _lanes_for(group, (on_host,), group.transport(on_host).name)
+
+
+def _lanes_for(group: RankGroup, devices: Sequence[torch.device], backend: str) -> Lease:
+    shared = [group.shared_memory(device) is not None for device in devices]
+    most = 1 if shared and all(shared) else TRANSPORTS.get(backend, Transport).most_lanes
+    return lease(group, min(group.size, most), backend)
 
 
 def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
-    """Take lanes to exchange CPU gradients of ``params``; else return the group itself.
-
-    On accelerators two communicators in use at once may deadlock. Communicates as `lease`.
-    """
+    """Take lanes for CPU gradients of ``params``, else the group: on accelerators two may deadlock."""
     return lanes_beside(group) if may_run_beside(group, params) else Lease.of(group)
 
 
@@ -115,11 +105,11 @@ def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:
-    """Take lanes with a group's ranks and timeout; all ranks call. A new gloo lane takes some 20 ms.
-
-    RankMismatchError if ranks want different lanes, RemoteRankError if a rank is missing.
-    """
-    pool = _pool_of(group, backend)
+    """Take lanes with a group's ranks and timeout; all ranks call; RankMismatchError if they differ."""
+    world = dist.group.WORLD
+    assert world is not None  # there is a group, so there is a default group
+    key = (group.works.ranks, backend, timeout_of(group.process_group))
+    pool = _POOLS.setdefault(world, {}).setdefault(key, _Pool())
     offered = pool.offer()
     try:
         everyone = _exchange(group, pool, offered, number, backend)
@@ -141,14 +131,6 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         pool.free.update(offered)
 
 
-def _pool_of(group: RankGroup, backend: str) -> _Pool:
-    world = dist.group.WORLD
-    assert world is not None  # there is a group, so there is a default group
-    ranks = dist.get_process_group_ranks(group.process_group)
-    key = (tuple(ranks), backend, timeout_of(group.process_group))
-    return _POOLS.setdefault(world, {}).setdefault(key, _Pool())
-
-
 def _exchange(
     group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
 ) -> list[dict[str, Any]]:
@@ -167,7 +149,6 @@ def _exchange(
 
 
 def _common(everyone: list[dict[str, Any]]) -> list[str]:
-    """Return the lanes that are free, with as many collectives, on every rank."""
     return [
         name
         for name, started in everyone[0]["free"].items()

@@ -20,10 +20,7 @@ _Table = list[list[int]]  # global ranks, by replica
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMesh:
-    """The ranks of one model in replicas, each of which has everything once.
-
-    ``inner``: this replica, the optimizer's ranks. ``across``: owners of the same rows in all replicas.
-    """
+    """A model's ranks: ``inner`` is this replica, ``across`` the owners of the same rows in all."""
 
     everyone: RankGroup
     inner: RankGroup
@@ -31,11 +28,7 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, owners: RankGroup) -> "RankMesh | None":
-        """Build it from a 2-D mesh (replicas, ranks of a replica). All ranks call; communicates.
-
-        ``owners``: the optimizer's ranks, this replica. Returns None without a mesh or for one replica. A
-        mesh that does not fit raises on every rank of ``owners``.
-        """
+        """Build it from a 2-D mesh; None without one, or for one replica. All ranks call; communicates."""
         with failing_together(owners):
             table = None if mesh is None else _table(mesh, owners)
         agree(owners, [f"mesh={table}"], "the mesh")

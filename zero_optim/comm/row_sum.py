@@ -9,22 +9,20 @@ Note [Sums of 16 bits]
 
 Note [Parts of long rows]
     An owner of most rows would hold them W - 1 times. So a row of more than twice the mean length is sent in
-    parts, two at a time. On gloo all sends start at once, and parts are received while the caller waits.
-    Other backends exchange parts at construction, on a second stream, so collectives have one order.
+    parts, two at a time. gloo receives parts while the caller waits; other backends exchange them at
+    construction, on a second stream, so collectives have one order.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.sending import exchange, start_parts
-from zero_optim.comm.traffic import Waitable
+from zero_optim.comm.sending import Lanes, exchange, start_parts
 from zero_optim.compat.streams import StreamBeside, record_use, recorded_event, wait_for_event
 
 LEAST_PART_NBYTES = 2**16
@@ -48,14 +46,9 @@ def _parts(row: Tensor, count: int) -> list[Tensor]:
 
 
 class RowExchange:
-    """A pending exchange of rows, by receiving rank. Rows must not change until `wait` returns.
+    """A pending exchange of rows, by receiving rank, which must not change until `wait` returns."""
 
-    All ranks construct it, in the same order; communicates.
-    """
-
-    def __init__(
-        self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor], about: str = ""
-    ) -> None:
+    def __init__(self, group: RankGroup, lanes: Lanes, rows: Sequence[Tensor], about: str = "") -> None:
         self._rows = rows  # alive until they have been sent
         self._works, self._came = exchange(group.during("reduce"), rows, lanes, about)
         # In a group of one nothing is sent, and no handle orders the stream that waits behind this one.
@@ -73,47 +66,40 @@ class RowExchange:
 
 
 class RowSum:
-    """A pending sum of rows, as `RowExchange`; ``in_place`` overwrites this rank's row.
-
-    All ranks construct sums and wait for them in the same order; communicates.
-    """
+    """A pending sum of rows, as `RowExchange`; all ranks construct sums and wait for them in one order."""
 
     def __init__(
         self,
         group: RankGroup,
-        lanes: Sequence[RankGroup],
+        lanes: Lanes,
         rows: Sequence[Tensor],
         *,
         in_place: bool = False,
         about: str = "",
     ) -> None:
         own, rank = rows[group.rank], group.rank
-        self._total = own if in_place else torch.empty_like(own)
+        self._total = total = own if in_place else torch.empty_like(own)
         sending = replace(lanes[0], phase=group.during("reduce").phase)
         memory = sending.shared_memory(own.device) if group.size > 1 else None
         if memory is not None:
             work = sending.begin_work(about, own.device)
             with work.starting():
-                call = memory.sum_rows(rows, self._total, _add)
+                call = memory.sum_rows(rows, total, _add)
             sending.phase.sent(call.nbytes)
             self._finish: Callable[[], object] = work.take(call).wait
             return
         counts = num_parts([row.numel() for row in rows], own.element_size())
         if max(counts) == 1:  # as on every rank
             exchange = RowExchange(group, lanes, rows, about)
-            self._finish = partial(_finish, exchange, rank, self._total)
+            self._finish = lambda: _add(exchange.wait(), rank, total)
             return
         parts = [_parts(row, count) for row, count in zip(rows, counts, strict=True)]
         totals = _parts(self._total, counts[rank])
         if lanes[0].transport(own.device).waits_on_host:
-            sent, receive = start_parts(group.during("reduce"), parts, lanes, about)
-            coming = deque([receive(parts[rank][0])])
-            self._finish = partial(_receive_parts, parts, rank, totals, coming, receive, sent)
+            self._finish = _receiving(group.during("reduce"), lanes, parts, totals, about)
         else:
             beside = StreamBeside()
-            here = recorded_event(own.device)
-            with beside.using(own.device):
-                wait_for_event(own.device, here)
+            with beside.behind(own.device):
                 for some in zip_longest(*parts, fillvalue=own[:0]):
                     arrivals = RowExchange(group, lanes, some, about).wait()
                     _add(arrivals, rank, totals.pop(0) if totals else own[:0])
@@ -128,24 +114,22 @@ class RowSum:
         return total
 
 
-def _finish(exchange: RowExchange, rank: int, total: Tensor) -> None:
-    _add(exchange.wait(), rank, total)
+def _receiving(
+    group: RankGroup, lanes: Lanes, parts: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], about: str
+) -> Callable[[], None]:
+    own = parts[group.rank]
+    sent, receive = start_parts(group, parts, lanes, about)
+    coming = deque([receive(own[0])])
 
+    def finish() -> None:
+        for number, total in enumerate(totals, 1):
+            work, arrivals = coming.popleft()
+            work.wait()
+            coming.extend(map(receive, own[number : number + 1]))
+            _add(arrivals, group.rank, total)
+        sent.wait()
 
-def _receive_parts(
-    parts: Sequence[Sequence[Tensor]],
-    rank: int,
-    totals: Sequence[Tensor],
-    coming: "deque[tuple[Waitable, list[Tensor]]]",
-    receive: Callable[[Tensor], tuple[Waitable, list[Tensor]]],
-    sent: Waitable,
-) -> None:
-    for number, total in enumerate(totals, 1):
-        work, arrivals = coming.popleft()
-        work.wait()
-        coming.extend(map(receive, parts[rank][number : number + 1]))
-        _add(arrivals, rank, total)
-    sent.wait()
+    return finish
 
 
 def _add(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> None:

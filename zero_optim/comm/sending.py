@@ -3,12 +3,11 @@
 Note [gloo and CUDA]
     gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host
     memory. So gloo exchanges CUDA tensors by an all-to-all of one tensor of bytes; `send` and `recv` go
-    through the CPU. CPU tensors go piece by piece, without a second copy.
+    through the CPU.
 
 Note [Two ranks of many]
     For a single send NCCL makes a communicator of two ranks, of some hundred MiB, which stays. Sends started
-    as one use the group's communicator, so all are. All ranks make it, in the group's first call, so that
-    call must not be a send: ranks agree first.
+    as one use the group's communicator, which all ranks make in the group's first call: that must be no send.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +32,10 @@ Received = tuple[Waitable, list[Tensor]]
 def exchange(
     group: RankGroup, pieces: Sequence[Tensor], lanes: Lanes, about: str = ""
 ) -> tuple[list[Waitable], list[Tensor]]:
-    """Start sending one piece to each rank, and receiving one from each. All ranks call.
+    """Start sending one piece to each rank; returns handles and received pieces by rank. All ranks call.
 
-    ``pieces``: by receiving rank; 1-D, contiguous, one dtype, equal lengths for one receiver. ``lanes``:
-    groups of the same ranks, one a sender, as one gloo group is not reliably full duplex. Returns handles and
-    received pieces by sending rank; this rank's own piece is not copied.
+    ``pieces``: 1-D, contiguous, one dtype, equal lengths for one receiver; the own one is not copied.
+    ``lanes``: groups of the same ranks, one a sender, as one gloo group is not reliably full duplex.
     """
     mine = pieces[group.rank]
     received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
@@ -83,11 +81,7 @@ def _all_to_all(
 def start_parts(
     group: RankGroup, parts: Sequence[Sequence[Tensor]], lanes: Lanes, about: str = ""
 ) -> tuple[Waitable, Callable[[Tensor], Received]]:
-    """Start sending parts to each rank, where `Transport.waits_on_host` holds; all ranks call.
-
-    Returns the handle of all sends, and a function that starts to receive the next parts: from this rank's
-    own part it returns a handle, and the parts by sending rank.
-    """
+    """Start sending parts to each rank; returns that handle, and what receives the next parts."""
     lane, device = replace(lanes[0], phase=group.phase), parts[group.rank][0].device
     work = lane.begin_work(about, device)
     tag = 1 + next(lane.works.tags) % 2**30  # as parts of another exchange may be received in between
@@ -114,11 +108,7 @@ def start_parts(
 def spread_rows(
     group: RankGroup, rows: Sequence[tuple[int, Tensor]], lanes: Lanes, tag: int, about: str = ""
 ) -> list[Waitable]:
-    """Start sending each row from its owner to all others, on gloo and CPU. All ranks call.
-
-    As `RankGroup.broadcast_rows`, but rows with different tags (1 to 2**31 - 2) never meet: rows of different
-    lengths that meet end the process, in gloo's own thread.
-    """
+    """As `RankGroup.broadcast_rows`, on gloo, but rows with different tags, perhaps lengths, never meet."""
     if group.size == 1 or not rows:
         return []
     memory = group.shared_memory(rows[0][1].device)
@@ -144,8 +134,8 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     staged = tensor.to(group.device)
     work = group.begin_work("", staged.device)
     with work.starting(), _at_once(group, staged.device) as started:
-        each = [_isend(group, staged, rank) for rank in to]
-    handles = started or _started(each)
+        each = _started([_isend(group, staged, rank) for rank in to])
+    handles = started or each
     group.phase.sent(staged.nbytes * len(handles), len(handles))
     on_host = group.transport(staged.device).waits_on_host
     work.take(*([Paired(handles)] if on_host else handles)).wait()
@@ -156,13 +146,11 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
     with group.phase.held_up(), group.begin_work().waiting():
         with _at_once(group, staged.device) as started:
-            each = [_irecv(group, staged, source)]
-        for work in started or _started(each):
+            each = _started([_irecv(group, staged, source)])
+        for work in started or each:
             work.wait()
-    if tensor.device.type == "cpu" and staged is not tensor:
-        tensor.copy_(group.read(HostCopy(staged)))
-    elif staged is not tensor:
-        tensor.copy_(staged)
+    if staged is not tensor:
+        tensor.copy_(group.read(HostCopy(staged)) if tensor.device.type == "cpu" else staged)
 
 
 def _start_paired(
@@ -185,7 +173,6 @@ def _count_as_one(group: RankGroup, lanes: Lanes) -> None:
 
 
 def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[list[dist.Work]]:
-    """Start sends and receives as one, if the backend can."""
     if coalesces(group.process_group, device):
         return coalesced(group.process_group, device)
     return nullcontext([])
@@ -193,12 +180,12 @@ def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[l
 
 def _isend(group: RankGroup, tensor: Tensor, to: int, tag: int = 0) -> dist.Work | None:
     group.works.apart += 1
-    return dist.isend(tensor, group.global_rank(to), group=group.process_group, tag=tag)
+    return dist.isend(tensor, group=group.process_group, tag=tag, group_dst=to)
 
 
 def _irecv(group: RankGroup, tensor: Tensor, source: int, tag: int = 0) -> dist.Work | None:
     group.works.apart += 1
-    return dist.irecv(tensor, group.global_rank(source), group=group.process_group, tag=tag)
+    return dist.irecv(tensor, group=group.process_group, tag=tag, group_src=source)
 
 
 def _started(works: Iterable[dist.Work | None]) -> list[dist.Work]:

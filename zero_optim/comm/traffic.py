@@ -9,18 +9,18 @@ Note [Bytes sent]
     - A gather of small tensors goes round a ring: W-1 times the tensor.
     - A sum of n bytes goes round twice: ``2 * (W-1) / W * n``; a sparse tensor's indices and values once.
 
-    Through memory what a rank copies into its rings: of a broadcast the owner W-1 copies, of a sum each rank
-    its chunk W-1 times, and the others' once. Over several hosts also what it sends across.
+    Through memory what a rank copies into its rings; over several hosts also what it sends across.
 
 Note [Exposed seconds]
     Time is exposed while a caller waits, or its CPU packs, starts or adds. The library's threads are not
-    exposed, but waits for them are. On an accelerator only waits of the CPU count; with NCCL a stream waits
-    instead. Spans nest, and a second counts once, in the innermost.
+    exposed, but waits for them are. With NCCL a stream waits, not the CPU. Spans nest, and a second counts
+    once, in the innermost.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,7 +49,7 @@ class Traffic:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self._counts: dict[str, _Counts] = {}
+        self._counts = defaultdict[str, _Counts](_Counts)
         self._steps = 0
         self._lock = threading.RLock()  # a signal handler may communicate too
 
@@ -61,9 +61,7 @@ class Traffic:
     def add(self, phase: str, *, seconds: float = 0.0, nbytes: int = 0, collectives: int = 0) -> None:
         """Add to the counts of a phase."""
         with self._lock:
-            counts = self._counts.get(phase)
-            if counts is None:
-                counts = self._counts[phase] = _Counts()
+            counts = self._counts[phase]
             counts.seconds += seconds
             counts.nbytes += nbytes
             counts.collectives += collectives
@@ -71,25 +69,21 @@ class Traffic:
     def figures(self, phases: tuple[str, ...], steps: str, *, reset: bool) -> dict[str, float]:
         """Return the counts of some phases and the totals; ``reset`` counts from zero again."""
         with self._lock:
-            counts, num_steps = self._counts, self._steps
-            figures = _figures(counts, phases)
+            named = {phase: self._counts.get(phase, _Counts()) for phase in phases}
+            every = list(self._counts.values())
+            named["total"] = _Counts(
+                sum((each.seconds for each in every), 0.0),
+                sum(each.nbytes for each in every),
+                sum(each.collectives for each in every),
+            )
+            figures = {f"exposed_seconds/{phase}": each.seconds for phase, each in named.items()}
+            figures |= {f"sent_bytes/{phase}": float(each.nbytes) for phase, each in named.items()}
+            figures |= {f"collectives/{phase}": float(each.collectives) for phase, each in named.items()}
+            figures[steps] = float(self._steps)
             if reset:
-                self._counts, self._steps = {}, 0
-        figures[steps] = float(num_steps)
+                self._counts.clear()
+                self._steps = 0
         return figures
-
-
-def _figures(counts: Mapping[str, _Counts], phases: tuple[str, ...]) -> dict[str, float]:
-    named = {phase: counts.get(phase, _Counts()) for phase in phases}
-    every = list(counts.values())
-    named["total"] = _Counts(
-        sum((each.seconds for each in every), 0.0),
-        sum(each.nbytes for each in every),
-        sum(each.collectives for each in every),
-    )
-    figures = {f"exposed_seconds/{phase}": each.seconds for phase, each in named.items()}
-    figures |= {f"sent_bytes/{phase}": float(each.nbytes) for phase, each in named.items()}
-    return figures | {f"collectives/{phase}": float(each.collectives) for phase, each in named.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,14 @@
 """Waits for gloo's sends, which poll whether the group was given up.
 
 Note [Waits that nothing ends]
-    gloo forgets a send for good if the connection closes just when its thread begins to write, above all to a
-    stopped process that resumes after the others gave up. Then no wait raises. So a wait polls every `LOOK`
-    seconds, and raises one poll after the group was given up. A gloo thread still hangs, and the group's end
-    would wait for it, so the group is never freed.
+    gloo forgets a send for good if the connection closes just when its thread begins to write. Then no wait
+    raises. So a wait polls every `LOOK` seconds, and raises one poll after the group was given up. A gloo
+    thread still hangs, and the group's end would wait for it, so the group is never freed.
 
 Note [Sends that nothing ends]
     A send's timeout breaks the connections of a group that may be well. So a thread waits for it without a
-    limit, and the caller for the thread (`Paired`) and for receives, which are never forgotten. A thread
-    costs some 50 µs, so sends of up to `SMALL` bytes, which the system takes at once, do without it. In
-    trials 512 KiB came through, and 1 MiB was forgotten.
+    limit, and the caller for the thread (`Paired`) and for receives, which are never forgotten. Sends of up
+    to `SMALL` bytes save the thread, of some 50 µs: in trials 512 KiB came through, and 1 MiB was forgotten.
 """
 
 import ctypes

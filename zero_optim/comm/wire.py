@@ -1,7 +1,4 @@
-"""Nested values with tensors, sent between ranks without pickle.
-
-The skeleton goes first, then the tensors' memory in bounded pieces, so no side needs a second copy of all.
-"""
+"""Nested values sent between ranks without pickle: a skeleton, then tensors' memory in bounded pieces."""
 
 from collections.abc import Iterator, Sequence
 
@@ -39,17 +36,16 @@ def memory_of(tensor: Tensor) -> Tensor:
     return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
 
 
-def pieces_of(sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut memories into pieces of `PIECE_NBYTES`: lists of (index, start, stop), equal on all ranks."""
-    piece: list[tuple[int, int, int]] = []
+def pieces_of(memories: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut memories, as bytes, into pieces of `PIECE_NBYTES`, lists of views; equal on all ranks."""
+    piece: list[Tensor] = []
     room = PIECE_NBYTES
-    for index, size in enumerate(sizes):
+    for memory in memories:
         start = 0
-        while start < size:
-            stop = min(size, start + room)
-            piece.append((index, start, stop))
-            room -= stop - start
-            start = stop
+        while start < memory.numel():
+            piece.append(memory[start : start + room])
+            room -= piece[-1].numel()
+            start += piece[-1].numel()
             if room == 0:
                 yield piece
                 piece, room = [], PIECE_NBYTES
@@ -66,8 +62,8 @@ def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
         torch.cat(memories, out=into)
         return
     start = 0
-    for piece in pieces_of([memory.numel() for memory in memories]):
-        octets = HostCopy(*(memories[index][first:last] for index, first, last in piece)).read()
+    for piece in pieces_of(memories):
+        octets = HostCopy(*piece).read()
         into[start : start + octets.numel()].copy_(octets)
         start += octets.numel()
 
@@ -87,7 +83,7 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy plain dense tensors with their strides to the CPU, from an accelerator by way of pinned pieces."""
+    """Copy plain dense tensors with their strides to the CPU, by way of pinned pieces."""
     copies = [
         torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
         if is_asynchronous(tensor.device)
@@ -96,9 +92,8 @@ def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
     staged = [i for i, tensor in enumerate(tensors) if is_asynchronous(tensor.device)]
     sources, targets = ([memory_of(held[i]) for i in staged] for held in (tensors, copies))
-    for piece in pieces_of([memory.numel() for memory in sources]):
-        octets = HostCopy(*(sources[i][start:stop] for i, start, stop in piece)).read()
-        places = [targets[i][start:stop] for i, start, stop in piece]
+    for piece, places in zip(pieces_of(sources), pieces_of(targets), strict=True):
+        octets = HostCopy(*piece).read()
         private.foreach_copy_(places, list(torch.split(octets, [place.numel() for place in places])))
         del octets  # its memory serves the next piece
     return copies
@@ -115,10 +110,8 @@ def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors:
     header = bytes_to_tensor(skeleton_to_bytes(skeleton))
     send(group, torch.tensor([header.numel()], device="cpu"), *to)
     send(group, header, *to)
-    memories = [memory_of(tensor) for tensor in tensors]
-    for piece in pieces_of([memory.numel() for memory in memories]):
-        parts = [memories[index][start:stop] for index, start, stop in piece]
-        send(group, _joined(parts, group.device), *to)
+    for piece in pieces_of([memory_of(tensor) for tensor in tensors]):
+        send(group, _joined(piece, group.device), *to)
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -142,16 +135,10 @@ def recv_encoded(group: RankGroup, source: int, place: Place = new_memory) -> tu
     recv(group, header, source)
     skeleton = skeleton_from_bytes(tensor_to_bytes(header))
     tensors = blank_tensors(skeleton, place)
-    memories = [memory_of(tensor) for tensor in tensors]
-    for piece in pieces_of([memory.numel() for memory in memories]):
-        _recv_piece(group, source, [memories[index][start:stop] for index, start, stop in piece])
+    for parts in pieces_of([memory_of(tensor) for tensor in tensors]):
+        sizes = [part.numel() for part in parts]
+        received = parts[0] if len(parts) == 1 else torch.empty(sum(sizes), dtype=torch.uint8)
+        recv(group, received, source)
+        if len(parts) > 1:
+            private.foreach_copy_(parts, list(torch.split(received, sizes)))
     return skeleton, tensors
-
-
-def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
-    if len(parts) == 1:
-        recv(group, parts[0], source)
-        return
-    received = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8, device="cpu")
-    recv(group, received, source)
-    private.foreach_copy_(parts, list(torch.split(received, [part.numel() for part in parts])))

@@ -3,14 +3,13 @@
 No communication, but for `GroupWorks.cut`.
 
 Note [Waits that end]
-    Nothing can interrupt a thread that waits in C++, and a timeout of gloo breaks all connections of the
-    group. So waits have no limit, and to give up a group the watchdog breaks its connections from another
-    thread (`GroupWorks.cut`). Each wait then raises, and `WorkLog.explain` says why.
+    Nothing can interrupt a thread that waits in C++. So waits have no limit, and to give up a group the
+    watchdog breaks its connections (`GroupWorks.cut`). Each wait then raises, and `WorkLog.explain` says why.
 
 Note [Groups that end]
-    gloo closes a group's connections when nothing refers to it. An error's traceback does, by the frames that
-    waited, while other ranks wait. So nothing here keeps an error. A caller may: so releasing ranks after a
-    failed wait cuts all their groups (`WorkLog.cut_if_failed`).
+    gloo closes a group's connections when nothing refers to it, and an error's traceback does, by the frames
+    that waited. So nothing here keeps an error, and releasing ranks after a failed wait cuts all their groups
+    (`WorkLog.cut_if_failed`), as a caller may keep it.
 """
 
 import itertools
@@ -43,10 +42,9 @@ _FEW = 4  # works, among which it is not worth while to look for those that ende
 class GroupWorks:
     """The works of one process group in this process, with a weak reference to it.
 
-    ``limit``: the timeout in seconds. ``verdict``: why the group was given up; no work begins any more.
-    ``tags``: message numbers of exchanges in parts, equal on all ranks. ``apart``: sends and receives the
-    backend counted, less one for each exchange. ``pending``: works of the CPU that are not known to have
-    ended, or that failed. ``outstanding``: the one pending work of a device (they end in order).
+    ``limit``: the timeout in seconds. ``verdict``: why the group was given up. ``tags``: of exchanges in
+    parts. ``apart``: sends and receives the backend counted, less one for each exchange. ``pending``: works
+    of the CPU that may run, or failed. ``outstanding``: the one pending work of a device.
     """
 
     def __init__(
@@ -86,7 +84,8 @@ class GroupWorks:
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.let_go()
-            self._drop_ended()  # calls through it keep it
+            self._drops_from = 0
+            self.drop_ended()  # calls through it keep it
 
     @property
     def shared_memory(self) -> "OneHost | SeveralHosts | None":
@@ -100,23 +99,15 @@ class GroupWorks:
 
     def drop_ended(self) -> None:
         """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
-        if len(self.pending) >= self._drops_from:
-            self._drop_ended()
-            self._drops_from = max(_FEW, 2 * len(self.pending))
-
-    def _drop_ended(self) -> None:
-        if self.has_failed or self.verdict is not None:
+        if len(self.pending) < self._drops_from:
             return
-        for work in list(self.pending):
+        for work in list(self.pending) if self.verdict is None and not self.has_failed else ():
             if work.waiting_since is None and work.handles and work.is_completed():
                 self.pending.discard(work)
+        self._drops_from = max(_FEW, 2 * len(self.pending))
 
     def cut(self) -> None:
-        """Break the group's connections, on any thread: Note [Waits that end].
-
-        gloo breaks them when a receive times out, but not from a rank known to have ended, so each rank is
-        tried. Other backends have an abort, after which the device and the CPU go on.
-        """
+        """Break the group's connections, on any thread: Note [Waits that end]."""
         group = self.group()
         if group is None:
             return
@@ -126,6 +117,7 @@ class GroupWorks:
             self.beside.cut()
         for abort in aborts_of(group):  # each may take long
             start_thread_or_run(partial(_attempt, abort), "zero_optim abort")
+        # gloo breaks them when a receive times out, but not from a rank that has ended: each rank is tried.
         for other in range(len(self.ranks) if self._can_cut else 0):
             if other == group.rank():
                 continue
@@ -162,10 +154,9 @@ def explain_nothing(_work: "Work", _error: RuntimeError) -> None:
 class WorkLog:
     """The works of this process, as long as the default group lives.
 
-    ``groups``: works by id of the group; other threads add to it. ``verdicts``: by the ranks of a group given
-    up. ``wholes``: ranks of a part of a mesh -> all its ranks, which share a verdict. ``shares_memory``: on
-    all ranks or none, see `share_host_memory`. ``explain``: returns the exception for a backend's error; None
-    if its own message is best.
+    ``groups``: by id; other threads add to it. ``verdicts``: by the ranks of a group given up. ``wholes``:
+    ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: returns the exception for
+    a backend's error; None if its own message is best.
     """
 
     activity: Activity = field(default_factory=Activity)

@@ -2,9 +2,8 @@
 
 Note [Works that outlive the interpreter]
     The last reference to a work releases its tensors, which takes the GIL. If gloo's thread does that while
-    Python ends, Python ends the thread inside a destructor, and the process aborts (exit status 134). So
-    works are kept until they have ended; once one has failed as long as their group, or until Python's
-    modules are gone, when PyTorch takes no GIL any more.
+    Python ends, the process aborts (exit status 134). So works are kept until they have ended; once one has
+    failed, as long as their group or Python's modules.
 """
 
 import time
@@ -42,8 +41,7 @@ class Work:
 
     ``about``: such as ``bucket 3 (layers.7.weight, …)``, or empty. ``late_on``: the device that runs it while
     the CPU goes on. ``polls``: Note [Waits that nothing ends]. ``runs_hook``: a comm hook may raise in it.
-    ``handles``: of the backend, or a future; set once they have started. Times are in seconds, of
-    `time.monotonic`.
+    ``handles``: of the backend, or a future. Times are seconds of `time.monotonic`.
     """
 
     group: GroupWorks
@@ -60,7 +58,6 @@ class Work:
     is_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        """Take the phase's timeout, or the group's."""
         self.timeout = self.group.limit if self.phase.timeout is None else self.phase.timeout
 
     @property
@@ -74,11 +71,6 @@ class Work:
         """Return its name for a profiler."""
         bucket = self.about.partition(" (")[0]
         return f"zero_optim.{self.phase.name} {bucket}" if bucket else f"zero_optim.{self.phase.name}"
-
-    def waited(self, now: float) -> float:
-        """Return the seconds that a thread has waited."""
-        since = self.waiting_since
-        return 0.0 if since is None else now - since
 
     def starting(self) -> "_InBackend":
         """Return a context in which the backend starts the calls."""
@@ -96,26 +88,20 @@ class Work:
         return self
 
     def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the last handle gives
-        """Wait with the caller, or on an accelerator with the current stream.
-
-        ``timeout`` replaces the work's. StalledError if a rank is late or has ended.
-        """
+        """Wait with the caller or the current stream; StalledError if a rank is late or has ended."""
         if timeout is not None:
             self.timeout = timeout
         result: Any = None
         with self.phase.held_up(), _InBackend(self, ends=True):
             for handle in self.handles:
                 result = self.group.wait_for(handle) if self.polls else handle.wait()
-        if self.group.outstanding is self and self.late_on is not None:
-            self._let_go(self.late_on)
+        device = self.late_on
+        if self.group.outstanding is self and device is not None:
+            if is_capturing(device):  # which has no event to query
+                self.group.outstanding = None
+            else:  # the handles keep tensors
+                self.handles = (_AfterWait(device, recorded_event(device)),)
         return result
-
-    def _let_go(self, device: torch.device) -> None:
-        """Replace the handles, which keep tensors, by an event; a capture has no event to query."""
-        if is_capturing(device):
-            self.group.outstanding = None
-        else:
-            self.handles = (_AfterWait(device, recorded_event(device)),)
 
     def is_completed(self) -> bool:
         """Return whether it ended, also by failure. gloo's sends and receives end in a wait."""
@@ -129,10 +115,7 @@ class Work:
             return True
 
     def exception(self) -> Exception | None:
-        """Return its failure or its group's error; None if it went well or is pending. No wait.
-
-        The error has no frames: Note [Groups that end].
-        """
+        """Return its failure or its group's error, without frames; None if well or pending. No wait."""
         failures = map(self._failure, self.handles if self.is_completed() else ())
         failure = next((each for each in failures if each is not None), None)
         verdict = self.group.verdict

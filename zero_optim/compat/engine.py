@@ -1,10 +1,9 @@
 """PyTorch's private functions as the library uses them; names in `zero_optim.compat.private`.
 
 Note [No split communicators]
-    If the default group was made with ``device_id=``, PyTorch splits every later NCCL communicator off its
-    own, in which all ranks must take part: members would wait for non-members. Nor may a split run while
-    another thread uses the default group. So we pass no device, and clear the source of the split before a
-    communicator exists. Members then make one through the store.
+    If the default group was made with ``device_id=``, PyTorch splits later NCCL communicators off its own, in
+    which all ranks must take part, and no thread may use the default group. So we pass no device, and clear
+    the source of the split before a communicator exists. Members then make one through the store.
 """
 
 import math
@@ -13,7 +12,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,10 +31,7 @@ def wraps_tensors(tensor: Tensor) -> bool:
 
 
 def backward_number() -> int:
-    """Return the number of this thread's backward pass, in a hook or final callback; -1 outside.
-
-    A nested pass (reentrant checkpointing) has its own number.
-    """
+    """Return the number of this thread's backward pass, in a hook or final callback; -1 outside."""
     return int(private.current_graph_task_id())
 
 
@@ -55,11 +51,10 @@ def has_computed_all() -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the current backward pass has computed every gradient; in a hook or callback.
+    """Call ``callback``, after earlier ones, when the current backward pass has computed every gradient.
 
-    A new callback runs after the earlier ones. On the CPU it runs on the thread that called ``backward()``;
-    on an accelerator maybe on an engine's thread, with the caller's streams current, which wait for the
-    gradients. ``backward()`` raises its errors.
+    On an accelerator maybe on an engine's thread, with the caller's streams, which wait for the gradients.
+    ``backward()`` raises its errors.
     """
     private.execution_engine.queue_callback(callback)
 
@@ -95,18 +90,13 @@ def runs_distributed_backward() -> bool:
     return int(debug_info().get("num_current_backward_passes", 0)) > 0
 
 
-# `torch.compiler.disable` does the same, but imports the compiler at once, which takes longer than importing
-# the rest of PyTorch, and which a program that only launches ranks or looks into a checkpoint never needs.
+# `torch.compiler.disable` does the same, but imports the compiler at once, which takes longer than the rest.
 _disable: Any = private.or_none("disable_dynamo") or torch.compiler.disable
 
 
 def eager(function: F) -> F:
-    """Exclude a function and its callees from ``torch.compile``; not for bound methods.
-
-    The first call of any such function imports the compiler.
-    """
-    disabled: F = _disable(function)
-    return disabled
+    """Exclude a function and its callees from ``torch.compile``; not for bound methods."""
+    return cast("F", _disable(function))
 
 
 _skip_code: Any = private.or_none("skip_code") or (lambda _: None)
@@ -215,10 +205,7 @@ def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 @contextmanager
 def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
-    """Start the asynchronous collectives of the body as one; only where `coalesces`.
-
-    Yields a list that gets the handle of all at the end of the body.
-    """
+    """Start the collectives of the body as one, where `coalesces`; the list then has the handle of all."""
     works: list[dist.Work] = []
     private.start_coalescing(group, device)
     try:
@@ -230,10 +217,7 @@ def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[d
 
 
 def register_with_pytorch(kind: type) -> None:
-    """Register a class as a subclass of PyTorch's ``ZeroRedundancyOptimizer``, if that exists.
-
-    Public code tests ``isinstance`` with it before it consolidates. Ours inherits nothing.
-    """
+    """Register a class as PyTorch's ``ZeroRedundancyOptimizer``, for ``isinstance`` in public code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import compiles functions with torch.jit, which is deprecated
         try:

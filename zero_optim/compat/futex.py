@@ -23,11 +23,8 @@ def _system_call() -> Any:  # noqa: ANN401 - a function of the C library
 
 
 def has_futex() -> bool:
-    """Return whether `wait` and `wake` work here.
-
-    x86-64 alone: other processors may show a word before what was written ahead of it, and Python cannot
-    forbid that.
-    """
+    """Return whether `wait` and `wake` work here."""
+    # Other processors may show a word before what was written ahead of it, and Python cannot forbid that.
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and sys.maxsize > 2**32
 
 

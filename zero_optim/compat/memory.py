@@ -1,15 +1,13 @@
 """Host memory: what the C library keeps, pages that go back, pages that CUDA knows.
 
 Note [Blocks that the C library keeps]
-    glibc keeps freed small blocks in its heap, and returns large ones to the system. The limit rises from 128
-    KiB to the size of each large block that is freed, up to 32 MiB. Blocks that stay among others fragment
-    the heap: a fully sharded model with units of 3 MiB took 9 to 32 % more than its tensors, with a fixed
-    limit 3 %. A fixed limit costs CPU time, as the system zeroes pages at first touch: 0.5 ms a MiB.
+    glibc keeps freed small blocks in its heap, and returns large ones to the system. The limit rises up to 32
+    MiB with the blocks that are freed. A fully sharded model with units of 3 MiB took 9 to 32 % more than its
+    tensors, with a fixed limit 3 %. That costs CPU time, as the system zeroes pages: 0.5 ms a MiB.
 
 Note [Pinned in full]
     PyTorch rounds pinned memory up to a power of two and never returns it. So lasting memory is the system's,
-    registered with CUDA. Nobody tracks its pending copies, so its end waits for the device. Its pages are
-    shared with forked processes: a copy on write would not be the page that CUDA knows.
+    registered with CUDA. Nobody tracks its pending copies, so its end waits for the device.
 """
 
 import ctypes
@@ -32,14 +30,12 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
 
 def return_freed_memory(threshold: int = 2**16) -> None:
-    """Have the C library return freed memory to the system at once, in this process from now on.
+    """Have the C library return freed blocks of ``threshold`` bytes or more to the system, from now on.
 
     Resident memory is then what tensors take, where it may be a quarter more; it costs CPU time, see Note
-    [Blocks that the C library keeps]. Does not communicate; ranks may differ. The same as
-    ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
-
-    ``threshold`` is the bytes from which on a block is returned. TypeError if it is no integer, ValueError if
-    it is less than a page or more than 32 MiB, RuntimeError if the C library is not glibc.
+    [Blocks that the C library keeps]. No communication; ranks may differ. The same as
+    ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process. TypeError if ``threshold`` is no
+    integer, ValueError if it is less than a page or more than 32 MiB, RuntimeError without glibc.
     """
     if type(threshold) is not int:
         raise TypeError(f"expected threshold to be a number of bytes, got {threshold!r}")
@@ -73,11 +69,7 @@ def seen_outside(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def give_back_pages(tensor: Tensor) -> None:
-    """Return the pages that a CPU tensor fills to the system, on Linux; they then show zeros.
-
-    For a block whose tensors move out one by one, as storages are freed as a whole, or that NumPy has seen.
-    Where the system refuses, as it does for locked pages, they stay until they are freed.
-    """
+    """Return the pages that a CPU tensor fills to the system, on Linux; they then show zeros."""
     _advise(tensor, _DONTNEED)
 
 
@@ -111,10 +103,7 @@ class _Pages(mmap.mmap):
 
 
 def pinned_in_full(like: Tensor, module: Any) -> Tensor | None:  # noqa: ANN401 - a module, such as torch.cuda
-    """Allocate pinned host memory of exactly the size of a 1-D device tensor: Note [Pinned in full].
-
-    None for a device without such a call, or for no elements. RuntimeError if pinning fails.
-    """
+    """Allocate pinned host memory like a 1-D device tensor, None without CUDA: Note [Pinned in full]."""
     if not hasattr(module, "cudart") or not like.numel():
         return None
     pages = _Pages(-1, like.nbytes)

@@ -3,8 +3,7 @@
 Note [Private names]
     A name is looked up at its first use: ``private.foreach_copy_(...)`` is ``torch._foreach_copy_``. A
     PyTorch without it loses one feature, whose first use raises and names it. Names of a class take the
-    object first. Names of `INHERITED` are used on objects directly; the feature's constructor calls
-    `require`.
+    object first. Names of `INHERITED` are used on objects directly, after `require`.
 """
 
 from inspect import getattr_static, isclass, isdatadescriptor, signature, unwrap

@@ -3,14 +3,12 @@
 Note [Streams]
     `Work.wait` of NCCL, and `Future.wait` of a future that has been set, make the *current stream* wait, not
     the CPU. So read a tensor on a stream that waits for its writer. Memory is returned for the stream that
-    allocated it: keep a tensor that another stream uses, or mark it with `record_use`. A CPU that reads a
-    value waits for all of that; `HostCopy` delays it.
+    allocated it: keep a tensor that another stream uses, or mark it with `record_use`.
 
 Note [Asked by another thread]
-    A thread without a device queries CUDA for device 0: the first query makes a context there of some 500
-    MiB. So a query uses the device of what it asks about. Nor may a thread query while another captures a
-    graph: CUDA fails the capture, unless the thread declares, by a call of the driver, that others' captures
-    do not concern it.
+    A thread without a device queries CUDA for device 0, which makes a context there of some 500 MiB. So a
+    query uses the device of what it asks about. CUDA fails a capture of a graph if another thread queries,
+    unless that declares, by a call of the driver, that others' captures do not concern it.
 """
 
 import ctypes
@@ -30,6 +28,7 @@ from zero_optim.compat.memory import pinned_in_full
 Stream: TypeAlias = Any  # torch.Stream of the device's own kind, such as torch.cuda.Stream
 Event: TypeAlias = Any
 
+_IS_CAPTURING = "is_current_stream_capturing"  # of a device's module, which may lack it
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 
 
@@ -63,11 +62,6 @@ class Accelerator:
         """Return this thread's current stream on a device."""
         return self.module.current_stream(device)
 
-    def is_capturing(self) -> bool:
-        """Return whether this thread's current stream captures a graph."""
-        asks = getattr(self.module, "is_current_stream_capturing", None)
-        return asks is not None and bool(asks())
-
     @contextmanager
     def asking(self, device: torch.device) -> Iterator[None]:
         """Use a device on this thread for queries; see Note [Asked by another thread]."""
@@ -82,7 +76,7 @@ class Accelerator:
     def using(self, stream: Stream) -> Iterator[None]:
         """Use a stream and its device on this thread in the body."""
         # The device first: on a thread that has none yet, PyTorch's stream context returns to device 0 when
-        # it ends, by the call that makes a context there, of half a GB. Its device context does not.
+        # it ends, and makes a context there, of half a GB. Its device context does not.
         with self.module.device(stream.device), self.module.stream(stream):
             yield
 
@@ -139,15 +133,13 @@ def asking(device: torch.device) -> AbstractContextManager[None]:
 def is_capturing(device: torch.device) -> bool:
     """Return whether this thread captures a graph on the device; its work cannot be queried."""
     accelerator = accelerator_of(device)
-    return accelerator is not None and accelerator.is_capturing()
+    return accelerator is not None and bool(getattr(accelerator.module, _IS_CAPTURING, bool)())
 
 
 def using_stream(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:
     """Use a stream and its device on this thread; does nothing for None."""
     accelerator = accelerator_of(device)
-    if accelerator is None or stream is None:
-        return nullcontext()
-    return accelerator.using(stream)
+    return nullcontext() if accelerator is None or stream is None else accelerator.using(stream)
 
 
 def recorded_event(device: torch.device) -> Event | None:
@@ -205,10 +197,7 @@ def brought_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor, or of several 1-D ones joined, for the CPU, which waits for it later, once.
-
-    The current stream reads them; its later work may change them.
-    """
+    """A copy of a tensor, or of several 1-D ones joined, for the CPU, which waits for it later, once."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._events: list[Event] = []
@@ -256,10 +245,7 @@ class LateCopies:
         return place
 
     def to_place(self, place: Tensor, tensor: Tensor) -> None:
-        """Start to copy between host and device; the device converts dtypes.
-
-        Host memory is from `to_host` or `host_memory`.
-        """
+        """Start to copy between a device, which converts dtypes, and memory of `to_host` or `host_memory`."""
         device = tensor.device if place.device.type == "cpu" else place.device
         beside = is_asynchronous(device)
         if place.dtype != tensor.dtype and place.device == device:

@@ -13,10 +13,7 @@ _RUNNING: set[threading.Thread] = set()
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
-    """Run ``work`` on a new thread; the end of the process waits for it, at most 5 s.
-
-    A thread that returns from PyTorch while the interpreter ends aborts the process (exit status 134).
-    """
+    """Run ``work`` on a new thread; the end of the process, which it would abort, waits at most 5 s."""
 
     def run() -> None:
         nonlocal work

@@ -18,9 +18,9 @@ _ADVICE = (
 class Status:
     """What a process says of itself; as JSON, tuples are lists.
 
-    ``waits``: of its threads, longest first. ``stuck``: seconds of the longest for the ranks that ask.
-    ``open``: names and counts of its calls, outermost first.
-    ``last``: begin or end. ``verdict``: message and missing ranks. ``is_deciding``: it is about to give up.
+    ``waits``: longest first. ``stuck``: seconds of the longest for the ranks that ask. ``open``: names and
+    counts of its calls, outermost first. ``last``: begin or end. ``verdict``: message and missing ranks.
+    ``is_deciding``: it is about to give up.
     """
 
     waits: Sequence[str]
@@ -43,7 +43,7 @@ class Status:
     ) -> "Status":
         """Build it from what this process does, for a group of global ``ranks`` that asks."""
         now = time.monotonic()
-        listed = sorted(waits, key=lambda work: -work.waited(now))
+        listed = sorted(waits, key=lambda work: work.waiting_since or now)
         last, text = activity.last, ""
         if last is not None:
             verb = "ended" if last.is_over else "began"
@@ -55,7 +55,10 @@ class Status:
             text,
             None if verdict is None else (verdict.message, verdict.missing),
             is_deciding,
-            max((work.waited(now) for work in listed if work.group.whole == ranks), default=0.0),
+            max(
+                (now - (work.waiting_since or now) for work in listed if work.group.whole == ranks),
+                default=0.0,
+            ),
         )
 
 
@@ -86,10 +89,7 @@ def wait_for_each_other(reports: Reports, seconds: float) -> bool:
 
 
 def judge(reports: Reports, own: int, seconds: float | None) -> Verdict:
-    """Describe the missing ranks, what they did last, and what the others wait for.
-
-    ``seconds``: how long ``own`` has waited; None if its wait failed early.
-    """
+    """Describe missing ranks and the others' waits; ``seconds``: of the own one, None if it failed early."""
     mine = reports[own]
     assert isinstance(mine, Status)  # it can always be asked
     call = mine.open[0] if mine.open else None

@@ -3,10 +3,8 @@
 Note [Dead, stopped or slow]
     Each watchdog listens on a port. If the connection is refused, the process has ended. If the kernel
     accepts but nobody answers, or the connection closes and another is accepted, the process is stopped or
-    its host too busy. Nobody needs a heartbeat.
-
-    A question carries a token from the store, so only ranks that can read the store get answers. Messages are
-    one line of JSON. The socket is bound to the interface that reaches the store.
+    its host too busy. A question carries a token from the store. Messages are one line of JSON. The socket is
+    bound to the interface that reaches the store.
 
 Note [A store with a past]
     torchrun of PyTorch 2.13 starts processes again on the store of the former ones, with their addresses,
@@ -186,16 +184,13 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
 
 def host_towards(host: str | None, port: int) -> str:
     """Return this machine's address towards another; loopback for None."""
-    # Nothing is sent: a datagram socket that is connected only chooses a route.
-    if not host:
-        return "127.0.0.1"
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            address: str = probe.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"
+    address = "127.0.0.1"
+    with suppress(OSError):
+        if host:  # nothing is sent: a datagram socket that is connected only chooses a route
+            family, kind, _, _, where = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)
+                address = probe.getsockname()[0]
     return address
 
 
@@ -240,10 +235,7 @@ logger = logging.getLogger("zero_optim")
 
 
 class Directory:
-    """The addresses of all watchdogs by global rank, from the default group's store.
-
-    It does not keep the store, whose port must be free when the default group is gone.
-    """
+    """The addresses of all watchdogs by global rank, from the store, to which it keeps no reference."""
 
     def __init__(self, is_current: Callable[[], bool]) -> None:
         self.rank = dist.get_rank()
@@ -293,20 +285,14 @@ class Directory:
     def ask_all(
         self, ranks: Sequence[int], question: Message, patience: float = ANSWER_LIMIT
     ) -> dict[int, Message | Presence]:
-        """Ask all other ranks for a few `ANSWER_LIMIT` at most; returns answers by index in ``ranks``.
-
-        ``patience``: seconds that each has to answer; one that is stopped finds the question later.
-        """
+        """Ask all other ranks, which have ``patience`` seconds; returns answers by index in ``ranks``."""
         others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
         calls = {place: partial(self._ask_surely, rank, question, patience) for place, rank in others.items()}
         answers = in_threads(calls, 3 * ANSWER_LIMIT)
         return {place: answers.get(place, Presence.UNKNOWN) for place in others}
 
     def catch_up(self) -> None:
-        """Wait until this rank's watchdog has answered the questions that came before.
-
-        A process that was stopped may find a verdict among them.
-        """
+        """Wait until this rank's watchdog has answered earlier questions, which may bring a verdict."""
         if self.rank in self._addresses:
             ask(self._addresses[self.rank], {"ranks": []}, 5 * ANSWER_LIMIT)
 
@@ -317,10 +303,8 @@ class Directory:
         return Presence.ABSENT if is_gone and rank in self._unsure else answer
 
     def _ask(self, rank: int, question: Message, patience: float) -> Message | Presence:
-        if rank not in self._addresses:
-            absence = self._look_up(rank)
-            if absence is not None:
-                return absence
+        if rank not in self._addresses and (absence := self._look_up(rank)) is not None:
+            return absence
         address = self._addresses[rank]
         answer = ask(address, question, patience)
         if answer is not Presence.ENDED or "verdict" in question:  # not why: the store may be stopped

@@ -1,8 +1,4 @@
-"""Stamps: what each rank tells the others, how it travels, and the verdict on those of all ranks.
-
-A stamp has 4 bytes beside the rows of a unit, 32 in a row, and more between the replicas of a mesh. Each form
-is the beginning of the next; the text fills the rest.
-"""
+"""Stamps: what each rank tells the others, how it travels, and the error from those of all ranks."""
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +13,8 @@ from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.layout import Span
 from zero_optim.plan.option_values import DIGEST_NBYTES
 
-STAMP_NBYTES = 32  # in a row
-HEAD_NBYTES = 4
+STAMP_NBYTES = 32  # in a row; between replicas more, of the text
+HEAD_NBYTES = 4  # beside the rows of a unit
 _MARK_NBYTES, _MARKS = 2, 2**16
 Read: TypeAlias = Callable[[HostCopy], Tensor]
 Header: TypeAlias = tuple[int, Tensor]  # an owner, and its header space in a flat tensor, as bytes
@@ -28,8 +24,8 @@ _FORM = struct.Struct(f"<H?xI{DIGEST_NBYTES}s")  # before the text
 class Stamp(NamedTuple):
     """What one rank tells of its last call.
 
-    ``mark``: of a unit's gather, see `zero_optim.health.unit_stamps`. ``number``: of calls. ``digest``: of
-    the options. ``text``: the call's name; if it ``has_failed`` the exception's class, perhaps its message.
+    ``mark``: see `unit_stamps`. ``number``: of calls. ``digest``: of the options. ``text``: the call's name;
+    if it ``has_failed`` the exception's class, perhaps its message.
     """
 
     mark: int
@@ -66,32 +62,21 @@ def headers_in(flat: Tensor, rooms: Sequence[Span]) -> list[Header]:
     return [(room.owner, octets[room.start * size :][:STAMP_NBYTES]) for room in rooms]
 
 
-def write_stamp(headers: Sequence[Header], rank: int, mine: bytes) -> None:
-    """Write this rank's stamp into its header space, if there is one; no wait."""
-    for owner, place in headers:
-        if owner == rank:
-            copy_to(place, bytes_to_tensor(mine))
-
-
 def send_stamp(
     headers: Sequence[Header], rank: int, mine: bytes, take: Callable[["Arrival"], None]
 ) -> Callable[[], None] | None:
-    """Write this rank's stamp, if there is header space in a gather; no wait.
-
-    Call what it returns after the gather: it hands all stamps to ``take``.
-    """
+    """Write this rank's stamp into its header space in a gather; the result then gives all to ``take``."""
     if not headers:
         return None
-    write_stamp(headers, rank, mine)
+    for owner, place in headers:
+        if owner == rank:
+            copy_to(place, bytes_to_tensor(mine))
     ranks, places = zip(*headers, strict=True)
     return lambda: take(Arrival(ranks, torch.cat(places), mine))
 
 
 class Arrival:
-    """All ranks' stamps of one gather, on their way to the CPU, and this rank's own.
-
-    ``rows``: the stamps of some ranks, one after the other, uint8.
-    """
+    """The stamps of one gather, on their way to the CPU, and this rank's own; ``rows`` are uint8."""
 
     def __init__(self, ranks: Sequence[int], rows: Tensor, mine: bytes) -> None:
         self.mine = mine
@@ -131,10 +116,10 @@ def stamps_in(arrivals: Iterable[Arrival], read: Read) -> dict[int, Stamp]:
 
 
 class Kind(NamedTuple):
-    """A kind of stamp: the fields that must be equal on all ranks, and the messages where they are not.
+    """The fields of a stamp that must be equal on all ranks, and the messages where they are not.
 
-    ``each``: what ranks with one stamp did, for ``difference``. ``failures``: of failed ranks, in a call, if
-    they count. ``hint``: more, if only numbers differ.
+    ``each``: what ranks with one stamp did. ``failures``: text of failed ranks, if they count. ``hint``: if
+    only numbers differ.
     """
 
     fields: tuple[str, ...]
@@ -148,10 +133,9 @@ class Kind(NamedTuple):
 def verdict(
     kind: Kind, stamps: Mapping[int, Stamp], numbers: Sequence[int] = (), call: str = ""
 ) -> RankMismatchError | RemoteRankError | None:
-    """Compare all ranks' stamps; return the error that names the cause and the ranks. No communication.
+    """Compare all ranks' stamps; return the error that names cause and ranks, failures first.
 
-    A failure comes before a difference; None if every rank has failed. ``numbers``: of ranks in messages.
-    ``call``: its name, if some ranks send no stamp: then all that came may have failed.
+    None if every rank has failed. ``call``: its name, if some ranks send no stamp and all others may fail.
     """
     named = {numbers[rank] if numbers else rank: stamp for rank, stamp in sorted(stamps.items())}
     failed = {rank: stamp for rank, stamp in named.items() if stamp.has_failed}

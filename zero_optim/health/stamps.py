@@ -1,24 +1,21 @@
 """Stamps of one optimizer's calls, by which ranks fail together and name the cause.
 
-All ranks read the stamps of all owners and conclude the same, so they may communicate about it. If all agree,
-a step has no further collective.
+All ranks read the stamps of all owners and conclude the same, so they may communicate about it.
 
 Note [When stamps are read]
-    On the CPU when the step has waited for its gathers; if one failed, the ranks exchange its class and
-    message and raise. A pass that only waits for gathers names the class, without an exchange. Otherwise
-    after the next step's gathers: an accelerator would make the CPU wait, and gathers that modules wait for
-    end at different times. `step()` or the next backward pass reads those of an overlapped step.
+    On the CPU when the step has waited for its gathers; if one failed, the ranks exchange its message and
+    raise. Otherwise after the next step's gathers: an accelerator would make the CPU wait, and gathers that
+    modules wait for end at different times.
 
 Note [What may differ]
     If digests differ, ranks exchange all options. A difference is an error unless a class wrote the option in
     a step on some rank, or every rank has the class's default: some classes count in their groups. Such an
-    option leaves the digest, so a right run pays one exchange at most. Sampled gradients may differ where a
-    rank has none, or by rounding; then they are sampled no longer.
+    option leaves the digest. Sampled gradients may differ where a rank has none, or by rounding.
 
 Note [What a count cannot tell]
     Ranks whose gathers meet have counted alike. The watchdog or the next forward pass (Note [Stamps of units]
-    in `unit_stamps`) shows a step left out. Counts of backward passes may differ in right runs. Steps that a
-    ``GradScaler`` skips are counted: otherwise rows of two iterations would meet.
+    in `unit_stamps`) shows a step left out. Steps that a ``GradScaler`` skips are counted: otherwise rows of
+    two iterations would meet.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -81,10 +78,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """One call and the stamps that arrived. Keeps no exception and no optimizer.
-
-    ``is_raised``: this rank has raised another's failure.
-    """
+    """One call and the stamps that arrived. ``is_raised``: this rank has raised another's failure."""
 
     number: int
     name: str
@@ -98,7 +92,6 @@ class _Step:
     _octets: bytes = b""
 
     def octets(self) -> bytes:
-        """Return this rank's stamp."""
         if not self._octets:
             text = self.name if self.failure is None else self.failure[0]
             stamp = Stamp(0, self.failure is not None, self.number % 2**32, self.digest, text.encode())
@@ -132,8 +125,6 @@ class Stamps:
 
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         return Stamps, (self._own_options,)
-
-    # ------------------------------------------------------------------ before and in the gathers
 
     def begin(self, groups: Sequence[ParamGroup], call: Call) -> None:
         """Begin a call before its gathers; all ranks call, with all public groups."""
@@ -178,8 +169,6 @@ class Stamps:
         """This rank's stamp of the last call."""
         return self._step.octets()
 
-    # ------------------------------------------------------------------ when they have come
-
     def check_failures(self) -> None:
         """Raise RemoteRankError if only other ranks failed in the last call, as far as stamps are here."""
         for step in self._unread:
@@ -193,10 +182,9 @@ class Stamps:
                 _raise_in_replica(error, replicas)
 
     def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Compare the calls since the last comparison; all ranks call.
+        """Compare the calls since the last comparison; all ranks call, and raise but where ``call`` failed.
 
-        Communicates, and raises on every rank, if ranks are in different calls, have different options, or
-        failed; not where ``call`` failed. ``with_last``: the last call too, which all ranks are still in.
+        Communicates only to raise. ``with_last``: the last call too, which all ranks are still in.
         """
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
@@ -212,10 +200,7 @@ class Stamps:
                 break  # as on every rank
 
     def compare_last(self, group: RankGroup, call: Call, stamps: Mapping[int, Stamp]) -> None:
-        """Compare stamps of last calls that differ; all ranks call, with the same stamps.
-
-        Communicates if options differ or a rank failed; raises on every rank, once.
-        """
+        """Compare stamps of last calls that differ; all ranks call with the same, and raise, once."""
         if not self._reported.issuperset(stamps.values()):
             self._reported = frozenset(stamps.values())
             error = self._verdict(LAST_CALL, group, self._step, stamps, call.origins, asks=True)
@@ -243,7 +228,6 @@ class Stamps:
         return error
 
     def _different_gradients(self, group: RankGroup, name: str, sampled: list[Sampled]) -> Exception | None:
-        """Return the error for gradients that differ by more than rounding."""
         for param in sampled[0] if all(each.keys() == sampled[0].keys() for each in sampled) else ():
             elements = {rank: each[param] for rank, each in zip(group.numbers, sampled, strict=True)}
             known = {rank: text for rank, text in elements.items() if text is not None}

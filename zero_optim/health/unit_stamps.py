@@ -2,21 +2,16 @@
 
 Note [Stamps of units]
     Such a step gathers nothing, so the gathers of later forward passes carry the stamp of the last call. All
-    ranks make them in one order and see equal stamps, so all may raise and communicate; the failed rank
-    raises again. A step too few or too many shows.
-
-    The CPU reads a unit's stamps when it has arrived; on an accelerator the next forward pass reads them, and
-    passes without gradients tell nothing. Backward passes tell nothing: reductions would be left half done.
+    ranks see equal stamps, so all may raise and communicate. The CPU reads a unit's stamps when it has
+    arrived; on an accelerator the next forward pass reads them, and passes without gradients tell nothing.
+    Backward passes tell nothing: reductions would be left half done.
 
 Note [Marks of units]
     Ranks gather units in the order of their module calls. If data decide a route, gathers of two units may
-    meet, and each rank would compute with rows of both. So each gather has a mark: bucket number and purpose.
-    A rank that reads another mark raises, then and in every later gather.
-
-    Where sends go in pairs, ranks exchange marks, in stamps of four bytes, and read all before they wait for
-    rows. The mark is the rows' tag, so rows of different marks never meet: gloo ends the process if rows that
-    meet differ in length. On two ranks marks took 60 to 90 us a gather. Elsewhere the stamp in each row has
-    the mark; an accelerator reads it some gathers later.
+    meet, and each rank would compute with rows of both. So each gather has a mark, bucket number and purpose,
+    and a rank that reads another mark raises, then and in every later gather. Where sends go in pairs, ranks
+    exchange marks before rows, and the mark is the rows' tag: gloo ends the process if rows that meet differ
+    in length. That took 60 to 90 us a gather of two ranks. Elsewhere the stamp in each row has the mark.
 """
 
 from collections import deque
@@ -73,10 +68,7 @@ _PURPOSES = {number: purpose for purpose, number in _NUMBERS.items()}
 
 
 class UnitStamps:
-    """Sends the stamp of one optimizer's last call in gathers of units, and compares them.
-
-    ``call`` returns what a comparison needs of the optimizer.
-    """
+    """Sends the stamp of an optimizer's last call in gathers of units; ``call``: for comparisons."""
 
     def __init__(self, stamps: Stamps, group: RankGroup, call: Callable[[], Call]) -> None:
         self._stamps = stamps
@@ -103,10 +95,7 @@ class UnitStamps:
             self._last.clear()
 
     def look(self) -> None:
-        """Compare what arrived, unless the CPU would wait; all ranks call, with the same gathers.
-
-        Communicates, and raises on every rank, once, if calls or options differ or a rank failed.
-        """
+        """Compare what arrived, unless the CPU would wait; all call; raises as `Stamps.compare_last`."""
         if all(arrival.is_here for arrival in self.arrivals):
             self._compare()
 
@@ -165,7 +154,6 @@ class UnitMarks:
             self._compare(self._arrivals.popleft(), self._group.read)
 
     def _check_known(self) -> None:
-        """Raise RankMismatchError if marks differed before."""
         if self._difference:
             raise RankMismatchError(self._difference)
 

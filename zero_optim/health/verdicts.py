@@ -3,11 +3,8 @@
 Note [Giving up together]
     The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It sends
     them a verdict and breaks its connections; so do they: waits raise, and no work begins. A rank whose wait
-    fails early, as gloo saw a closed connection, does so too if ranks have ended.
-
-    Several ranks may decide at once. So a verdict first goes to the lowest rank that answers, which keeps the
-    first; if it answered before, it is asked for some seconds. If it answers only one of two in the same
-    second, reasons differ, and nobody hangs. The store would often be on the silent rank.
+    fails early, as gloo saw a closed connection, does so too if ranks have ended. Several ranks may decide at
+    once: a verdict first goes to the lowest rank that answers, which keeps the first.
 
     Ranks that wait for each other, each for another thing, do not wait for the group's timeout: they give up
     after `_LONG`, unless the caller gave a ``timeout``.
@@ -22,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 
-from zero_optim.comm.backends import tells_of_closed_connection, tells_of_late_rank
+from zero_optim.comm.backends import late_or_closed
 from zero_optim.comm.records import Verdict
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
@@ -48,10 +45,7 @@ logger = logging.getLogger("zero_optim")
 
 
 class Verdicts:
-    """Finds out why a wait does not end, and gives up with all ranks; thread-safe.
-
-    ``exits``: giving up ends the process; else its waits raise.
-    """
+    """Finds out why a wait does not end, and gives up with all ranks; ``exits``: by ending the process."""
 
     def __init__(self, log: WorkLog, directory: Directory) -> None:
         self.exits = False
@@ -114,7 +108,6 @@ class Verdicts:
             logger.warning("%s. All ranks give up after %g s", reason, work.timeout)
 
     def _decide(self, work: Work, seconds: float | None, reports: Reports | None = None) -> Verdict:
-        """Find the missing ranks, and give up: Note [Giving up together]."""
         works = work.group
         me, tells = self._rank_in(works), False
         self._deciding.add(works.whole)
@@ -176,7 +169,7 @@ class Verdicts:
         """Build what a wait raises, see `WorkLog.explain`. May take seconds."""
         works = work.group
         began = time.monotonic()
-        is_late, is_closed = tells_of_late_rank(error), tells_of_closed_connection(error)
+        is_late, is_closed = late_or_closed(error)
         while works.verdict is None and self._directory.is_current():
             if works.whole in self._deciding:
                 _verdict_within(works, 0.1)
@@ -239,7 +232,6 @@ def _beside(work: Callable[[], object]) -> threading.Thread | None:
 
 
 def _flush() -> None:
-    """Flush prints and logs."""
     for stream in (*logging.getLogger().handlers, *logger.handlers, sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()

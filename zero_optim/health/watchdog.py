@@ -1,18 +1,15 @@
 """The watchdog: one thread a process, which checks the library's waits and answers other ranks.
 
-It lives from the first to the last optimizer or DDP of several ranks, and takes part in no collective. See
-also Note [Waits that end] in `zero_optim.comm.work_log`.
+It lives as long as an optimizer or DDP of several ranks. See Note [Waits that end] in `comm.work_log`.
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
-    group: its handle, or once a stream waits an event, which keeps no tensors. If it is late, or ranks have
-    ended, each rank logs the verdict, aborts its communicators, and raises from the next work and in
-    `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
+    group. If it is late, or ranks have ended, each rank logs the verdict, aborts its communicators, and
+    raises from the next work and in `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
 
 Note [Time asleep]
     A process may stand still for hours (SIGSTOP, a paused virtual machine), and all waits look long. If the
-    thread wakes much later than planned, that time does not count. A busy machine's delay is less than
-    `PUNCTUAL`, and counts.
+    thread wakes more than `PUNCTUAL` later than planned, that time does not count.
 """
 
 import atexit
@@ -59,10 +56,7 @@ def patient(group: RankGroup, timeout: object) -> RankGroup:
 
 
 def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
-    """Keep a watchdog while ``user`` lives, in a group of several ranks. No communication.
-
-    ``on_stall``: "exit" ends the process instead of raising, if any user wants that.
-    """
+    """Keep a watchdog while ``user`` lives, in a group of several ranks. No communication."""
     world = dist.group.WORLD
     if group.size == 1 or world is None:
         return
@@ -149,8 +143,6 @@ class Watchdog:
         self._thread.start()
         atexit.register(self.end)
 
-    # ------------------------------------------------------------------ who needs it
-
     def add(self, user: object, group: RankGroup, on_stall: object) -> bool:
         """Live as long as an object; False if the watchdog has ended."""
         with self._lock:
@@ -179,8 +171,6 @@ class Watchdog:
         self._is_over = True
         self._listener.wake()
         self._thread.join(_LONGEST_END)
-
-    # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
@@ -229,7 +219,6 @@ class Watchdog:
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a forked process, which would keep them open."""
     for listener in list(_LISTENERS):
         listener.close()
 

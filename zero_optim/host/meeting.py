@@ -14,7 +14,7 @@ from zero_optim.host.channel import padded
 from zero_optim.host.messages import OneHost
 from zero_optim.host.segment import Segment
 from zero_optim.host.several_hosts import SeveralHosts
-from zero_optim.host.shared_memory import SharedMemory, first_ring
+from zero_optim.host.shared_memory import first_ring
 
 _MOST = 2**22  # bytes of a rank's rings
 _LEAST = 2**16  # bytes of one ring
@@ -24,15 +24,16 @@ Connect = Callable[[Sequence[int], str], dist.ProcessGroup]  # makes a group of 
 
 
 def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost | SeveralHosts | None, str]:
-    """Return what sends through memory, or None where that cannot be, and why; the same on every rank.
-
-    Communicates three times by ``tell``. ``limit``: seconds that a call may take.
-    """
-    hosts, why = _hosts(tell([_host(), _why_not()]))
+    """Return what sends through memory, or None and why; the same on every rank. ``limit``: of a call."""
+    is_able = futex.has_futex() and hasattr(os, "pidfd_open")
+    why_not = "" if is_able else "this system lacks what sharing memory needs: Linux on x86-64"
+    hosts, why = _hosts(tell([_host(), why_not]))
     if why:
         return None, why
     here = next(host for host in hosts if rank in host)
-    own, fds, nbytes = list[Segment](), list[int](), _nbytes(len(here))
+    own, fds = list[Segment](), list[int]()
+    others = len(here) - 1
+    nbytes = first_ring(len(here)) + others * max(_LEAST, padded(_MOST // others))
     try:
         try:
             for _ in range(min(2, len(hosts))):  # of several hosts one for each way: see `SeveralHosts`
@@ -44,7 +45,7 @@ def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost
         tokens = [segment.token for segment in own]
         everyone = tell({"pid": os.getpid(), "fds": fds, "tokens": tokens, "why": why})
         why = next((place["why"] for place in everyone if place["why"]), "")
-        memories = list[SharedMemory]()
+        memories = list[OneHost]()
         if not why:
             places = [everyone[other] for other in here]
             with suppress(OSError, RuntimeError):
@@ -54,22 +55,14 @@ def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost
     finally:
         for fd in fds:
             os.close(fd)  # the others have mapped it
-    messages = [OneHost(memory) for memory in memories]
     if len(hosts) == 1:
-        return messages[0], ""
+        return memories[0], ""
     number, name = here.index(rank), f"zero_optim:{everyone[0]['tokens'][0]}"
     across = connect([host[number] for host in hosts], f"{name}:{number}")
-    return SeveralHosts(messages[0], messages[1], across, hosts, rank), ""
-
-
-def _why_not() -> str:
-    if not futex.has_futex() or not hasattr(os, "pidfd_open"):
-        return "this system lacks what sharing memory needs: Linux on x86-64"
-    return ""
+    return SeveralHosts(memories[0], memories[1], across, hosts, rank), ""
 
 
 def _hosts(said: Sequence[tuple[str, str]]) -> tuple[list[list[int]], str]:
-    """Return the ranks of each host, or why they share no memory."""
     hosts = dict[str, list[int]]()
     for rank, (host, _) in enumerate(said):
         hosts.setdefault(host, []).append(rank)
@@ -83,7 +76,7 @@ def _hosts(said: Sequence[tuple[str, str]]) -> tuple[list[list[int]], str]:
 
 def _mapped(
     rank: int, way: int, own: Sequence[Segment], places: Sequence[dict[str, Any]], limit: float
-) -> SharedMemory:
+) -> OneHost:
     """Map the others' segments; OSError if one has another token."""
     nbytes, size = own[way].pages.numel(), len(places)
     segments = [
@@ -92,11 +85,7 @@ def _mapped(
     ]
     if any(place["tokens"][way] != there.token for place, there in zip(places, segments, strict=True)):
         raise OSError("another process has taken the number of a rank")
-    return SharedMemory(rank, segments, [place["pid"] for place in places], limit)
-
-
-def _nbytes(size: int) -> int:
-    return first_ring(size) + (size - 1) * max(_LEAST, padded(_MOST // (size - 1)))
+    return OneHost(rank, segments, [place["pid"] for place in places], limit)
 
 
 def _host() -> str:

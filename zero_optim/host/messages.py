@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat.engine import is_profiling
-from zero_optim.host.channel import Message, Receiver
-from zero_optim.host.pending_calls import Act, HostWork
+from zero_optim.host.channel import Act, HostWork, Message, Receiver
 from zero_optim.host.shared_memory import SharedMemory
 
 # Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
@@ -29,52 +28,37 @@ _SUMMED = frozenset({torch.float32, torch.float64, torch.complex64, torch.comple
 _GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
 
 
-class OneHost:
-    """The messages of ranks that share ``memory``. All ranks call every method, in one order."""
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self.let_go, self.close = memory.let_go, memory.close
-
-    @property
-    def num_started(self) -> int:
-        """The number of calls, equal on all ranks unless one has failed."""
-        return self._memory.num_started
-
-    @property
-    def failure(self) -> str | None:
-        """Why no call ends well any more."""
-        return self._memory.failure
+class OneHost(SharedMemory):
+    """The messages of ranks that share memory. All ranks call every method, in one order."""
 
     def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0, then: Then = None) -> HostWork:
-        """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
-
-        With tags that differ between ranks nothing is written. ``then`` as of `sum_all`.
-        """
-        memory = self._memory
-        lists: list[list[Tensor]] = [[] for _ in range(memory.size)]
+        """Send contiguous rows from their owners to all others; nothing is written if ranks' tags differ."""
+        lists: list[list[Tensor]] = [[] for _ in range(self.size)]
         for owner, row in rows:
             lists[owner].append(row)
-
-        def begin(work: HostWork) -> None:
-            for peer in memory.peers:
-                memory.send(work, peer, _ROWS, _places(lists[memory.rank]), tag)
-            for peer in memory.peers:
-                memory.expect(work, (peer,), _ROWS, _copies(memory, peer, lists[peer], "rows"), tag)
-
-        return memory.start((lists,), begin, then)
+        return self._start_copies(_ROWS, "rows", [lists[self.rank]] * self.size, lists, tag, then)
 
     def exchange(self, pieces: Sequence[Tensor], arrivals: Sequence[Tensor]) -> HostWork:
         """Send a piece to each rank and receive one of each; the own ones stay as they are."""
-        memory = self._memory
+        sent, received = ([[tensor] for tensor in of] for of in (pieces, arrivals))
+        return self._start_copies(_PIECES, "pieces", sent, received)
 
+    def _start_copies(
+        self,
+        kind: int,
+        name: str,
+        sent: Sequence[Sequence[Tensor]],  # by receiver
+        received: Sequence[Sequence[Tensor]],  # by sender
+        tag: int = 0,
+        then: Then = None,
+    ) -> HostWork:
         def begin(work: HostWork) -> None:
-            for peer in memory.peers:
-                memory.send(work, peer, _PIECES, _places([pieces[peer]]))
-            for peer in memory.peers:
-                memory.expect(work, (peer,), _PIECES, _copies(memory, peer, [arrivals[peer]], "pieces"))
+            for peer in self.peers:
+                self.send(work, peer, kind, _places(sent[peer]), tag)
+            for peer in self.peers:
+                self.expect(work, (peer,), kind, _copies(self, peer, received[peer], name), tag)
 
-        return memory.start((*pieces, *arrivals), begin)
+        return self.start((sent, received), begin, then)
 
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
@@ -84,55 +68,49 @@ class OneHost:
         self, rows: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], add: Add, then: Then = None
     ) -> HostWork:
         """As `sum_rows`, with several rows for each rank."""
-        memory = self._memory
-        own = rows[memory.rank]
+        own = rows[self.rank]
 
         def begin(work: HostWork) -> None:
-            for peer in memory.peers:
-                memory.send(work, peer, _ADDENDS, _places(rows[peer]))
+            for peer in self.peers:
+                self.send(work, peer, _ADDENDS, _places(rows[peer]))
             sums = zip(own, totals, strict=True)
-            parts = [(mine.nbytes, _seen("sum", _adding(memory, mine, total, add))) for mine, total in sums]
-            memory.expect(work, memory.peers, _ADDENDS, parts)
+            parts = [(mine.nbytes, _seen("sum", _adding(self, mine, total, add))) for mine, total in sums]
+            self.expect(work, self.peers, _ADDENDS, parts)
 
-        return memory.start((rows, totals), begin, then)
+        return self.start((rows, totals), begin, then)
 
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostWork:
-        """Sum a tensor over all ranks in place: Note [Bits of a sum].
-
-        As gloo, it sums elements in the order in which they lie, whatever their strides on a rank. ``then``
-        is called at its end, with the failure if it has one.
-        """
-        memory = self._memory
+        """Sum a tensor over all ranks in place, in the order of memory; ``then`` gets the failure, if any."""
         flat = flattened(tensor)
         size = flat.element_size()
-        edges = chunk_edges(flat.nbytes, memory.size, size)
+        edges = chunk_edges(flat.nbytes, self.size, size)
         chunks = [flat[start // size : stop // size] for start, stop in pairwise(edges)]
-        own = chunks[memory.rank]
+        own = chunks[self.rank]
 
         def begin(work: HostWork) -> None:
-            for peer in memory.peers:
-                memory.send(work, peer, _ADDENDS, _places([chunks[peer]]))
+            for peer in self.peers:
+                self.send(work, peer, _ADDENDS, _places([chunks[peer]]))
             sums = list[Message]()
-            for peer in memory.peers:
-                sums += memory.send(work, peer, _SUMS, _places([own]))
+            for peer in self.peers:
+                sums += self.send(work, peer, _SUMS, _places([own]))
             for message in sums:
                 message.ready = 0
-            adding = _adding(memory, own, own, add_as_gloo)
+            adding = _adding(self, own, own, add_as_gloo)
 
             def act(start: int, count: int) -> None:
                 adding(start, count)
                 for message in sums:
                     message.ready = start + count
 
-            memory.expect(work, memory.peers, _ADDENDS, [(own.nbytes, _seen("sum", act))])
-            for peer in memory.peers:
-                memory.expect(work, (peer,), _SUMS, _copies(memory, peer, [chunks[peer]], "sum"))
+            self.expect(work, self.peers, _ADDENDS, [(own.nbytes, _seen("sum", act))])
+            for peer in self.peers:
+                self.expect(work, (peer,), _SUMS, _copies(self, peer, [chunks[peer]], "sum"))
 
-        return memory.start((flat,), begin, then)
+        return self.start((flat,), begin, then)
 
     def sum_nbytes(self, tensor: Tensor) -> int:
         """Return how many bytes this rank sends in `sum_all`."""
-        rank, size = self._memory.rank, self._memory.size
+        rank, size = self.rank, self.size
         start, stop = chunk_edges(tensor.nbytes, size, flattened(tensor).element_size())[rank : rank + 2]
         return tensor.nbytes + (size - 2) * (stop - start)
 
@@ -147,7 +125,6 @@ def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor], name: st
 
 
 def _seen(name: str, act: Act) -> Act:
-    """Have a profiler see what is done, if there is one."""
     if not is_profiling():
         return act
 

@@ -2,9 +2,8 @@
 
 Note [Segments without names]
     A segment is an anonymous file (`memfd_create`): it has no name that a killed job could leave behind,
-    and no limit as ``/dev/shm`` has in containers. Another process maps it by ``/proc/PID/fd/N``, which the
-    system allows to the same user in the same process namespace, until the descriptor is closed, when all
-    have mapped it. All pages are reserved at once, so a write cannot end in a bus error.
+    and no limit as ``/dev/shm`` has in containers. Another process of the user maps it by
+    ``/proc/PID/fd/N``. All pages are reserved at once, so a write cannot end in a bus error.
 """
 
 import ctypes
@@ -20,9 +19,8 @@ import torch
 LINE = 64  # bytes that processors exchange
 TOKEN_NBYTES = 16
 _NAME = "zero_optim"
-_LEFT, _GIVEN_UP = 1, 2
-# Of the first line: the token, then whether the rank has left, then its bell.
-_LEFT_AT, _BELL_AT = TOKEN_NBYTES, TOKEN_NBYTES + 4
+LEFT, GIVEN_UP = 1, 2
+_LEFT_AT = TOKEN_NBYTES  # in the first line, which has the token, whether the rank has left, and its bell
 
 
 class Segment:
@@ -32,10 +30,9 @@ class Segment:
         with _opened(f"/proc/{pid}/fd/{fd}", nbytes) as path:
             self.pages = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         self.address = self.pages.data_ptr()
-        self.bell = self.address + _BELL_AT
-        self._left, self._bell = (
-            ctypes.c_uint32.from_address(self.address + at) for at in (_LEFT_AT, _BELL_AT)
-        )
+        # 0 while its rank takes part, then `LEFT` or `GIVEN_UP`, whose messages count no more.
+        self.left = ctypes.c_uint32.from_address(self.address + _LEFT_AT)
+        self.bell = ctypes.c_uint32.from_address(self.address + _LEFT_AT + 4)
         # A word a line, so that two writers do not take a line from each other.
         self.words: Any = (ctypes.c_uint64 * (num_words * LINE // 8)).from_address(self.address + LINE)
 
@@ -57,29 +54,6 @@ class Segment:
     def token(self) -> str:
         """Return what only its readers can know."""
         return ctypes.string_at(self.address, TOKEN_NBYTES).hex()
-
-    @property
-    def has_left(self) -> bool:
-        """Whether its rank takes part no more."""
-        return bool(self._left.value)
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether its rank takes part no more because a call failed: then what it sent counts no more."""
-        return bool(self._left.value == _GIVEN_UP)
-
-    def leave(self, *, gives_up: bool) -> None:
-        """Tell that its rank takes part no more."""
-        self._left.value = _GIVEN_UP if gives_up else _LEFT
-
-    @property
-    def rings(self) -> int:
-        """Return what `bell` shows."""
-        return self._bell.value
-
-    def ring(self, value: int) -> None:
-        """Show a value that was never shown before: then nobody misses it, whoever rings at the same time."""
-        self._bell.value = value
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """What ranks of several hosts, as many on each, send: through memory inside a host, and across once.
 
 Of H hosts with L ranks each, rank j of a host adds up there the rows of the ranks j of all hosts. Then the
-ranks j send each other their sums. Rows of owners go the other way: to the ranks j of the other hosts, which
-spread them inside. So of P bytes a host sends (H-1)/H * P for a sum to owners, and as much for a gather,
-whatever L is; between pairs of ranks it would be L times that.
+ranks j send each other their sums. Rows of owners go the other way. So of P bytes a host sends (H-1)/H * P
+for a sum to owners, and as much for a gather; between pairs of ranks it would be L times that.
 
 Note [Bits across hosts]
     Terms are added inside each host, in the order of its ranks, then across, in the order of hosts. So bits
@@ -11,19 +10,18 @@ Note [Bits across hosts]
 
 Note [Order across hosts]
     Messages across have the number of their call as a tag, so they start as soon as a host's sum is there.
-    A thread takes calls in their order, waits for what crosses, and starts what goes down: calls through
-    memory need one order, and those that go down have a memory of their own.
+    Calls through memory need one order: a thread takes them in order, waits for what crosses, and starts what
+    goes down, which has a memory of its own.
 
 Note [Tags across hosts]
     Rows that meet and differ in length end the process, in gloo's own thread. So before rows with a tag,
-    ranks of one number send each other the tag, and rows cross only if all are equal. Else nothing stays
-    under way, and the next call goes on. Plain calls that meet calls with tags wait, as inside a host.
+    ranks of one number send each other the tag, and rows cross only if all are equal.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -73,8 +71,7 @@ class HostsCall:
             left = began + seconds - time.monotonic()
             if left <= 0:
                 raise RuntimeError(f"Timed out waiting {seconds} s for a call across hosts")
-        failure = self.exception()
-        if failure is not None:
+        if (failure := self.exception()) is not None:
             raise failure
         return True
 
@@ -89,11 +86,7 @@ class HostsCall:
 
 
 class SeveralHosts:
-    """The messages of ranks of several hosts. All ranks call every method, in one order.
-
-    ``up``, ``down``: of this host's ranks. ``across``: of this rank and those with its number on the other
-    hosts. ``ranks``: by host, then by number.
-    """
+    """The messages of ranks of several hosts; ``across`` joins those of one number, ``ranks`` is by host."""
 
     def __init__(
         self, up: OneHost, down: OneHost, across: dist.ProcessGroup, ranks: Sequence[Sequence[int]], rank: int
@@ -124,10 +117,7 @@ class SeveralHosts:
 
     @handlers_later
     def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostsCall:
-        """Send each row from its owner to all others; contiguous, of equal lengths on every rank.
-
-        With tags that differ between ranks what is written has no meaning: Note [Tags across hosts].
-        """
+        """Send contiguous rows from their owners to all others: Note [Tags across hosts]."""
         call, number = self._begin(None)
         number += _OF_TAGGED * bool(tag)
         cross = self._crossing(rows, number, call)
@@ -141,8 +131,7 @@ class SeveralHosts:
                 _wait_for(cross())
             self._spread(rows, call, tag)
 
-        self._then(call, finish)
-        return call
+        return self._then(call, finish)
 
     @handlers_later
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostsCall:
@@ -154,8 +143,7 @@ class SeveralHosts:
             add_up()
             call.end()
 
-        self._then(call, finish)
-        return call
+        return self._then(call, finish)
 
     @handlers_later
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostsCall:
@@ -170,8 +158,7 @@ class SeveralHosts:
             _wait_for(self._crossing(rows, tag + 1, call)())
             self._spread(rows, call)
 
-        self._then(call, finish)
-        return call
+        return self._then(call, finish)
 
     def sum_nbytes(self, tensor: Tensor) -> int:
         """Return how many bytes this rank sends in `sum_all`, inside and across."""
@@ -180,10 +167,7 @@ class SeveralHosts:
         inside, across = (len(self._ranks[0]) - 1) * sum(of_hosts), (num_hosts - 2) * of_hosts[self._host]
         return tensor.nbytes + inside + across
 
-    # ------------------------------------------------------------------ the ways
-
     def _chunks(self, tensor: Tensor) -> list[Tensor]:
-        """Return the part of a tensor that each rank adds up."""
         flat, size = flattened(tensor), sum(map(len, self._ranks))
         edges = [flat.numel() * rank // size for rank in range(size + 1)]
         return [flat[start:stop] for start, stop in pairwise(edges)]
@@ -195,11 +179,7 @@ class SeveralHosts:
         return HostsCall(self, then), 2 * (self.num_started % _TAGS)
 
     def _rank_at(self, host: int) -> int:
-        """Return the rank with this one's number on a host."""
         return self._ranks[host][self._number]
-
-    def _others(self) -> Iterable[int]:
-        return (host for host in range(len(self._ranks)) if host != self._host)
 
     def _start_sum(
         self, rows: Sequence[Tensor], total: Tensor, add: Add, tag: int, call: HostsCall
@@ -254,28 +234,20 @@ class SeveralHosts:
         self, tag: int, sends: Sequence[list[Tensor]], receives: Sequence[list[Tensor]]
     ) -> list[dist.Work]:
         """Start to send tensors to hosts and to receive from them; as bytes, since gloo lacks some dtypes."""
-        works = list[dist.Work | None]()
-        for host in self._others():
-            works += [
-                dist.irecv(row.view(torch.uint8), group=self.across, tag=tag, group_src=host)
-                for row in receives[host]
-                if row.numel()
-            ]
-        for host in self._others():
-            works += [
-                dist.isend(row.view(torch.uint8), group=self.across, tag=tag, group_dst=host)
-                for row in sends[host]
-                if row.numel()
-            ]
+
+        def across(rows_of: Sequence[list[Tensor]]) -> list[tuple[int, Tensor]]:
+            others = (host for host in range(len(self._ranks)) if host != self._host)
+            return [(host, row.view(torch.uint8)) for host in others for row in rows_of[host] if row.numel()]
+
+        group = self.across
+        works = [dist.irecv(row, group=group, tag=tag, group_src=host) for host, row in across(receives)]
+        works += [dist.isend(row, group=group, tag=tag, group_dst=host) for host, row in across(sends)]
         return [work for work in works if work is not None]
 
     def _spread(self, rows: Sequence[tuple[int, Tensor]], call: HostsCall, tag: int = 0) -> None:
-        """Start to spread inside what has crossed; the call ends then."""
         self._down.spread_rows([(self._numbers[owner], row) for owner, row in rows], tag, call.end)
 
-    # ------------------------------------------------------------------ the thread
-
-    def _then(self, call: HostsCall, finish: Callable[[], None]) -> None:
+    def _then(self, call: HostsCall, finish: Callable[[], None]) -> HostsCall:
         """Finish a call on the thread, after those before it."""
 
         def job() -> None:
@@ -290,6 +262,7 @@ class SeveralHosts:
             is_new, self._is_served = not self._is_served, True
         if is_new:
             start_thread_or_run(self._serve, "zero_optim hosts")
+        return call
 
     def _serve(self) -> None:
         while True:

@@ -1,20 +1,17 @@
 """The memory that the ranks of a group share, and the calls that go through it.
 
-Every rank starts the same calls in the same order. A call copies what it sends into the rings of its
-receivers as far as there is room, so what it sends may change once it has ended, and nobody sees another
-process's tensors. Sums are added up straight from the rings. `messages` has what is sent in them.
+Every rank starts the same calls in one order. A call copies what it sends into the rings of its receivers as
+far as there is room; sums are added up straight from the rings. `messages` has what is sent in them.
 
 Note [Who moves the bytes]
-    A thread that waits for a call moves the bytes of all, its own and what others wait for. While nobody
-    waits, and calls are pending, a thread of this memory does it, as gloo's does: a rank that does something
-    else holds nobody up. Whoever finds nothing to move sleeps until a word of its segment, the bell, changes,
-    which the others change after each piece. While the main thread is at it, signal handlers wait: Note
-    [Handlers and locks].
+    A thread that waits for a call moves the bytes of all calls. While nobody waits, and calls are pending, a
+    thread of this memory does it, so a rank that does something else holds nobody up. Whoever finds nothing
+    to move sleeps until a word of its segment, the bell, changes; the others change it after each piece.
+    While the main thread is at it, signal handlers wait: Note [Handlers and locks].
 
 Note [Calls that differ]
     Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
-    ranks wait, and the watchdog tells what each of them does, as where such calls meet on sockets. Messages
-    of one call with different tags are read and dropped.
+    ranks wait, and the watchdog tells what each does. Messages of one call with different tags are dropped.
 """
 
 import atexit
@@ -36,9 +33,8 @@ from zero_optim.compat import futex
 from zero_optim.compat.signals import HandlersLater
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
-from zero_optim.host.channel import PIECE, Message, Receiver, Sender, padded
-from zero_optim.host.pending_calls import Act, HostWork, Step
-from zero_optim.host.segment import LINE, Segment
+from zero_optim.host.channel import PIECE, Act, HostWork, Message, Receiver, Sender, Step, padded
+from zero_optim.host.segment import GIVEN_UP, LEFT, LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _LONGEST = 1.0  # seconds for which signal handlers wait
@@ -52,7 +48,7 @@ class SharedMemory:
 
     def __init__(self, rank: int, segments: Sequence[Segment], pids: Sequence[int], limit: float) -> None:
         self.rank, self.size, self.num_started = rank, len(segments), 0
-        self.failure: str | None = None
+        self.failure: str | None = None  # why no call ends well any more
         self._segments, self._limit = segments, limit
         self._ends = {peer: _ends(segments, rank, peer) for peer in range(self.size) if peer != rank}
         self._alive = _Alive({peer: pids[peer] for peer in self._ends})
@@ -99,7 +95,7 @@ class SharedMemory:
                 self._works.append(work)
                 self._move()
                 ended = self._ended()
-            self._tell(ended)
+            _end_all(ended)
             if work.num_pending:
                 self._leave_to_thread()
         return work
@@ -136,7 +132,7 @@ class SharedMemory:
             for step in steps:
                 step.drop()
             if nbytes:
-                Step(work, receivers, nbytes, _leave, is_next=True)
+                Step(work, receivers, nbytes, lambda _start, _count: None, is_next=True)
             return True
 
         Step(work, receivers, LINE, check)
@@ -173,9 +169,10 @@ class SharedMemory:
         return bool(heard)
 
     def _ring(self, peer: int) -> None:
-        segment = self._segments[peer]
-        segment.ring((next(self._bells) * self.size + self.rank) % 2**32)
-        futex.wake(segment.bell)
+        bell = self._segments[peer].bell
+        # A value that was never shown before: then nobody misses it, whoever rings at the same time.
+        bell.value = (next(self._bells) * self.size + self.rank) % 2**32
+        futex.wake(ctypes.addressof(bell))
 
     def _ended(self) -> list[HostWork]:
         ended = [work for work in self._works if not work.num_pending]
@@ -184,11 +181,6 @@ class SharedMemory:
         if ended and self._waiting:
             self._ring(self.rank)  # another thread may sleep that waits for it
         return ended
-
-    def _tell(self, ended: Sequence[HostWork]) -> None:
-        """End calls, without the lock: they may start others."""
-        for work in ended:
-            work.end()
 
     def wait(self, work: HostWork, seconds: float | None) -> None:
         """Move bytes until a call has ended."""
@@ -214,25 +206,25 @@ class SharedMemory:
 
     def _move_or_sleep(self, seconds: float, work: HostWork | None = None) -> None:
         """Move what can be moved; if there is nothing, sleep, unless the call has ended."""
-        own, ended = self._segments[self.rank], list[HostWork]()
+        bell, ended = self._segments[self.rank].bell, list[HostWork]()
         with self._lock:
-            rings = own.rings
+            rings = bell.value
             has_moved = self._move()
             if has_moved:
                 ended = self._ended()
             elif work is not None and work.is_completed():  # another thread has moved the rest
                 return
         if has_moved:
-            self._tell(ended)
+            _end_all(ended)
             return
-        futex.wait(own.bell, rings, seconds)
+        futex.wait(ctypes.addressof(bell), rings, seconds)
         if time.monotonic() - self._looked >= _LOOK:  # a signal or another rank may wake it more often
             self._looked = time.monotonic()
             self._look()
 
     def _look(self) -> None:
         """Fail if another rank has ended or left, or this one waits too long."""
-        gone = [peer for peer in self._ends if self._segments[peer].has_left or not self._alive(peer)]
+        gone = [peer for peer in self._ends if self._segments[peer].left.value or not self._alive(peer)]
         with self._lock:
             ended = self._ended() if self._move() else []
             missing = [peer for peer in gone if self._ends[peer][0].queue or self._ends[peer][1].lacks()]
@@ -240,27 +232,24 @@ class SharedMemory:
                 self.close(f"Connection closed by peer: rank {missing[0]} of the group has ended")
             elif self._works and time.monotonic() - self._works[0].began > self._limit:
                 self.close(f"Timed out waiting {self._limit:g} s for the other ranks of this host")
-        self._tell(ended)
+        _end_all(ended)
 
     def _heed(self) -> None:
         """Give up where another rank has: it must not be told that a call went well which failed there."""
         for peer in self._ends:
-            if self._segments[peer].has_given_up:
+            if self._segments[peer].left.value == GIVEN_UP:
                 self.close(f"Connection closed by peer: rank {peer} of the group has given up")
 
     def let_go(self) -> None:
         """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
-        self._close("Connection closed: this rank has let its process group go", gives_up=False)
+        self.close("Connection closed: this rank has let its process group go", gives_up=False)
 
-    def close(self, why: str) -> None:
+    def close(self, why: str, *, gives_up: bool = True) -> None:
         """Give up: all pending calls fail, here and elsewhere. Takes no lock."""
-        self._close(why, gives_up=True)
-
-    def _close(self, why: str, *, gives_up: bool) -> None:
         if os.getpid() != self._alive.process or self.failure is not None:
             return
         self.failure = why
-        self._segments[self.rank].leave(gives_up=gives_up)
+        self._segments[self.rank].left.value = GIVEN_UP if gives_up else LEFT
         for peer in range(self.size):
             self._ring(peer)
         self._wake_thread()
@@ -279,7 +268,7 @@ class SharedMemory:
                 self._is_served = False
                 if any(work.then is not None for work in list(self._works)):  # perhaps nobody does
                     self.close(f"Connection closed: this rank can start no thread for its calls: {error}")
-                    self._end_all()
+                    self._end_rest()
 
     def _wake_thread(self) -> None:
         self._wakes.value += 1
@@ -297,9 +286,9 @@ class SharedMemory:
                     self._is_served = False
                     return
             time.sleep(_GRACE)
-        self._end_all()
+        self._end_rest()
 
-    def _end_all(self) -> None:
+    def _end_rest(self) -> None:
         """End the calls that a failure leaves."""
         with self._lock:
             works, self._works = self._works, []
@@ -310,13 +299,13 @@ class SharedMemory:
             work.end(self.failure)
 
 
+def _end_all(ended: Sequence[HostWork]) -> None:
+    for work in ended:  # without the lock: they may start others
+        work.end()
+
+
 def _head(work: HostWork, kind: int, tag: int, parts: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
-    """Return what tells a message, of parts of so many bytes."""
     return _HEAD(work.number, kind, sum(parts), tag, sum(map(padded, parts)))
-
-
-def _leave(_start: int, _count: int) -> None:
-    """Do nothing with bytes of another call."""
 
 
 # Those whose threads must end before Python does.
@@ -350,7 +339,6 @@ def _close_fds(fds: Sequence[int]) -> None:
 
 
 def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[Sender, Receiver]:
-    """Return this rank's ends of the two channels of a pair. A ring lies with its sender."""
     own, other, size = segments[rank], segments[peer], len(segments)
     return (
         Sender(peer, own.words, 2 * peer, 2 * peer + 1, _ring_of(own.pages, size, rank, peer)),

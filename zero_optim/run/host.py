@@ -38,11 +38,7 @@ def watch(parent: int) -> None:
 
 
 def use_loopback() -> None:
-    """Make later process groups use the loopback interface; for jobs on one host.
-
-    Otherwise gloo, and NCCL at first, listen on the address of the host's name, which other machines may
-    reach. A user's interface for NCCL stays.
-    """
+    """Make later process groups use the loopback interface, which no other machine reaches."""
     name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = name
     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

@@ -1,10 +1,9 @@
 """Runs a function on several ranks of this host, from a script, a notebook or a test.
 
 Note [Processes]
-    PyTorch's elastic launcher takes over the caller's signal handlers, which a notebook needs. Ranks are
-    spawned: a fork inherits locks without their threads, and cannot use CUDA. `launch` kills them before it
-    returns or raises; the kernel kills them if the caller is killed. Ctrl-C reaches only the caller: each
-    rank has its own session, and inherits that SIGINT is blocked until it has a handler.
+    PyTorch's elastic launcher takes over signal handlers, which a notebook needs. Ranks are spawned: a fork
+    inherits locks without their threads, and cannot use CUDA. `launch` kills them before it returns; the
+    kernel kills them if the caller is killed. Ctrl-C reaches only the caller: each rank has its own session.
 """
 
 import os
@@ -43,8 +42,8 @@ def launch(
     """Run ``fn(*args)`` on ``nproc`` ranks of this host, and return what each rank returned.
 
     Each rank is a new process with an initialised default process group on the loopback interface. Functions
-    of a notebook, lambdas and nested functions are sent as code, with the current values of their globals;
-    that needs cloudpickle. A script needs ``if __name__ == "__main__":`` around the call.
+    of a notebook, lambdas and nested functions are sent as code, which needs cloudpickle. A script needs
+    ``if __name__ == "__main__":`` around the call.
 
     Args:
         fn: called on each rank, with ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` set as
@@ -114,7 +113,6 @@ def _start(processes: list[BaseProcess], job: Job) -> None:
 
 
 def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
-    """Wait for all ranks or the deadline; after a failure only `_GRACE` longer."""
     grace: float | None = None
     while running := [process.sentinel for process in processes if process.exitcode is None]:
         if grace is None and any(process.exitcode for process in processes):

@@ -2,8 +2,8 @@
 
 Note [Which failure is reported]
     When a rank fails, others lose connections, fail too, and may end first. So each rank writes the time of
-    its exception before it closes anything; the earliest is the cause. A killed rank writes nothing, and
-    comes first. An exception that only repeats another rank's comes last.
+    its exception before it closes anything. A killed rank, which writes nothing, comes first, an exception
+    that only repeats another rank's last.
 """
 
 import gc
@@ -153,11 +153,9 @@ def _run(rank: int, job: Job) -> None:
 
 
 def destroy_group() -> None:
-    """Destroy the default process group, if there is one, after the wrappers that nobody uses any more.
-
-    PyTorch's DDP in a cycle, where it is the last to refer to a group, frees it under the GIL, and may wait
-    for ever for a thread of gloo that needs the GIL to free a tensor.
-    """
+    """Destroy the default process group, if there is one, after the wrappers that nobody uses any more."""
+    # PyTorch's DDP in a cycle, the last to refer to a group, frees it under the GIL, and may wait for ever
+    # for a thread of gloo that needs the GIL.
     for _ in range(_MOST_COLLECTIONS):
         if not gc.collect():  # what one collection frees may have held more
             break
@@ -166,11 +164,7 @@ def destroy_group() -> None:
 
 
 def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """Encode a call once for all ranks; TypeError if the function, or what it uses, cannot be sent.
-
-    cloudpickle, an optional package, sends functions as code, here with the lines of a notebook, for
-    tracebacks.
-    """
+    """Encode a call for all ranks, or raise TypeError; cloudpickle sends code, with a notebook's lines."""
     name, main = getattr(function, "__qualname__", repr(function)), sys.modules["__main__"]
     is_typed = getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")  # at a prompt
     needs_code = getattr(function, "__module__", None) == "__main__" and is_typed
@@ -199,10 +193,7 @@ def decode_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def order_of(error: BaseException) -> int:
-    """Return a failure's place among those of all ranks; the lowest is the likely cause.
-
-    1: of this rank itself; 3: of another rank, or a connection that it closed; 2: a 3 in the handling of a 1.
-    """
+    """Return a failure's place: 1 of this rank itself; 3 of another rank; 2 a 3 in the handling of a 1."""
     is_closed = isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
     if not is_heard_of(error) and not is_closed:
         return 1
@@ -213,10 +204,7 @@ def order_of(error: BaseException) -> int:
 
 
 def let_the_cause_end_first(error: BaseException, all_have_reported: Callable[[], bool]) -> None:
-    """Delay this rank's end if it only heard of another's failure, until all ranks have reported.
-
-    The launcher ends all ranks soon after the first, maybe before the failed rank has written why.
-    """
+    """Delay this rank's end, after which the launcher ends all, if it only heard of another's failure."""
     if order_of(error) == 1:
         return
     is_certain = is_heard_of(error) and not isinstance(error, StalledError)

@@ -23,14 +23,10 @@ def answer_with_stacks(path: Path) -> TextIO:
 
 
 def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Return each process's heading and stacks, or why it did not answer; waits for the answers.
-
-    ``processes``: rank -> (process id, the file of `answer_with_stacks`), on this host. One that has reset
-    its handlers, as Lightning's Trainer does, is not asked: the signal would end it.
-    """
+    """Return each process's stacks, or why it did not answer, from its id and `answer_with_stacks` file."""
     for pid, _ in processes.values():
         with suppress(ProcessLookupError):
-            if _why_silent(pid) != _DEAF:
+            if _why_silent(pid) != _DEAF:  # as Lightning's Trainer makes it: the signal would end it
                 os.kill(pid, signal.SIGUSR1)
     texts = dict.fromkeys(processes, "")
     silent = dict.fromkeys(processes, "")
