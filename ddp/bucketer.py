@@ -15,7 +15,14 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.comm.row_sum import RowSum
-from zero_optim.compat import streams
+from zero_optim.compat.streams import (
+    Event,
+    Stream,
+    current_stream,
+    record_use,
+    recorded_event,
+    wait_for_event,
+)
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Then
 
@@ -34,14 +41,14 @@ class _Bucket:
     calls: list[tuple[torch.Size, Callback | None]] = field(default_factory=list)  # with this rank's shape
     nbytes: int = 0
     # The last event of each stream on which a call came.
-    ready: dict[streams.Stream | None, streams.Event | None] = field(default_factory=dict)
+    ready: dict[Stream | None, Event | None] = field(default_factory=dict)
 
     def packed(self, device: torch.device) -> list[Tensor]:
         for event in self.ready.values():
-            streams.wait_for_event(device, event)
+            wait_for_event(device, event)
         packed = [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
         for row in self.rows:
-            streams.record_use(*row)  # perhaps made on other streams, and dropped before this one is here
+            record_use(*row)  # perhaps made on other streams, and dropped before this one is here
         return packed
 
 
@@ -101,7 +108,7 @@ class ReduceScatterBucketer:
             bucket = _Bucket([[] for _ in range(ranks.size)])
         for row, chunk in zip(bucket.rows, input_list, strict=True):
             row.append(chunk.detach().reshape(-1))
-        bucket.ready[streams.current_stream(device)] = streams.recorded_event(device)
+        bucket.ready[current_stream(device)] = recorded_event(device)
         bucket.calls.append((input_list[ranks.rank].shape, callback_fn))
         bucket.nbytes += size
         if goes_at_once:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.traffic import Waitable
-from zero_optim.compat import streams
+from zero_optim.compat.streams import (
+    Event,
+    current_stream,
+    record_use,
+    recorded_event,
+    wait_for_event,
+)
 
 
 @dataclass(slots=True)
@@ -19,7 +25,7 @@ class Pending:
     tensors: list[Tensor]
     then: Callable[[], None]
     is_unclaimed: bool = field(default=True, init=False)
-    _behind: tuple[torch.device, streams.Event, object] | None = field(default=None, init=False)
+    _behind: tuple[torch.device, Event, object] | None = field(default=None, init=False)
 
     def wait(self) -> bool:
         """Let the current stream, or on the CPU the caller, wait; True if no stream must wait any more."""
@@ -32,9 +38,9 @@ class Pending:
         self.then()
         self.then = lambda: None  # and let go of what it keeps
         device = tensors[0].device
-        streams.record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
-        event = streams.recorded_event(device)
-        self._behind = None if event is None else (device, event, streams.current_stream(device))
+        record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
+        event = recorded_event(device)
+        self._behind = None if event is None else (device, event, current_stream(device))
         return event is None
 
     def _wait_behind(self) -> bool:
@@ -43,8 +49,8 @@ class Pending:
         device, event, first = self._behind
         if event.query():
             self._behind = None
-        elif streams.current_stream(device) != first:
-            streams.wait_for_event(device, event)
+        elif current_stream(device) != first:
+            wait_for_event(device, event)
         return self._behind is None
 
 
