@@ -37,10 +37,10 @@ Before a class is sharded, `zero_optim.probe` tries with the given options wheth
 - one optimizer may step some of its parameters now and the others later (*in parts*, for `zero_step`);
 - several ranks may own *rows* of one parameter.
 
-Trials take 9 steps, with parameters of at most 8,192 elements (cuts: 45,056). They do not see a coupling that
-needs more. Half precision is tried too; a class that fails there is refused for such parameters alone. A
-class whose state cannot be saved and resumed is refused, unless `allow_unsaved=True`; then saving raises. A
-class that uses an entry of its groups or state which differs between ranks is refused.
+Trials take 9 steps (of an entry: 64), with parameters of at most 8,192 elements (cuts: 45,056). They do not
+see a coupling that needs more. Half precision is tried too; a class that fails there is refused for such
+parameters alone. A class whose state cannot be saved and resumed is refused, unless `allow_unsaved=True`;
+then saving raises. A class that uses an entry of its groups or state which differs between ranks is refused.
 
 "Fails" lists the trials that a class does not pass. "Bitwise equal": the parameters after each of 13 steps,
 and the saved state, are those of the unsharded optimizer. Classes were tried with their defaults, and most

@@ -117,6 +117,5 @@ def test_what_trying_cannot_see_stands_in_the_table() -> None:
         assert probe(own.WritesDown, {"uses": "norm", "begin": 64}).separable
         assert probe(own.CouplesLarge, {"above": 10**6}).separable
     page = TABLE.read_text()
-    assert "begins after 9 steps" in page
-    assert "trials of 64 steps" in page
-    assert "more than 45,056 elements" in page
+    assert "Trials take 9 steps (of an entry: 64)" in page
+    assert "at most 8,192 elements (cuts: 45,056). They do not" in page
