@@ -137,7 +137,7 @@ def recv_encoded(group: RankGroup, source: int, place: Place = new_memory) -> tu
     tensors = blank_tensors(skeleton, place)
     for parts in pieces_of([memory_of(tensor) for tensor in tensors]):
         sizes = [part.numel() for part in parts]
-        received = parts[0] if len(parts) == 1 else torch.empty(sum(sizes), dtype=torch.uint8)
+        received = parts[0] if len(parts) == 1 else torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         recv(group, received, source)
         if len(parts) > 1:
             private.foreach_copy_(parts, list(torch.split(received, sizes)))
