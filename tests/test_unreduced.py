@@ -1,6 +1,7 @@
 """Gradients that nobody would reduce: they are reduced, or refused; no rank trains with its own."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -316,6 +317,30 @@ def test_a_parameter_of_the_optimizer_in_no_wrapper_is_averaged_by_the_user_or_r
             ):
                 optimizer.step()
         optimizer.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recipe", ["DDP", "stage 2, local", "stage 3, local"])
+def test_a_closure_may_hold_the_pass_that_reduces_what_was_accumulated_before(recipe: str) -> None:
+    ended = []
+    for is_inside in (True, False):
+        model, optimizer = made()
+        wrapped = RECIPES[recipe](model, optimizer)
+        for _ in range(2):
+            all_under_no_sync(model, wrapped)
+            if is_inside:
+                optimizer.step(partial(loss_of, wrapped))
+            else:
+                loss_of(wrapped)
+                optimizer.step()
+            optimizer.zero_grad()
+        ended.append(weights(model, recipe))
+    assert all(map(torch.equal, *ended))
+
+
+def loss_of(wrapped: nn.Module) -> float:
+    backward(wrapped, 2.0 + dist.get_rank())
+    return 0.0
 
 
 # ---------------------------------------------------------------------- wrappers that nobody can ask

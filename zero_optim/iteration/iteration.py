@@ -44,7 +44,8 @@ class Iteration:
         if self._finish_overlapped(optimizer, kwargs):
             return loss
         with self.calls.telling_replicas():
-            if self._is_skipped(optimizer, kwargs.pop("grad_scaler", None), failure):
+            scaler = kwargs.pop("grad_scaler", None)
+            if self._is_skipped(optimizer, scaler, failure, has_gradients=shared is None):
                 return loss
         result = self._step_rows(shared, **kwargs)
         return loss if result is None else result
@@ -78,12 +79,15 @@ class Iteration:
                 raise
             return None, None, error
 
-    def _is_skipped(self, optimizer: Optimizer, scaler: object, failure: Exception | None) -> bool:
+    def _is_skipped(
+        self, optimizer: Optimizer, scaler: object, failure: Exception | None, *, has_gradients: bool
+    ) -> bool:
         """Return whether the ranks skip a step; if not, unscale and lend gradients; all ranks call."""
         core, in_join, scaling = self._core, self.joins.under_way, None
         if failure is None:
             try:
-                core.check_unreduced(in_join=in_join)
+                if has_gradients:  # else the class evaluates the closure, and they are checked then
+                    core.check_unreduced(in_join=in_join)
                 if in_join:
                     core.check_gradients()
                 scaling = Scaling.of(optimizer, scaler)
