@@ -238,7 +238,7 @@ class Stamps:
             if len(by_value) == 1:
                 continue
             self._num_rounded += 1
-            self.samples = self._num_rounded < _MOST_ROUNDED
+            self.samples = self.samples and self._num_rounded < _MOST_ROUNDED
             values = list(map(complex, by_value))
             far = _ROUNDING * max(map(abs, values))
             if all(abs(value - values[0]) <= far for value in values):

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -67,13 +67,13 @@ class Iteration:
         if closure is None:
             return None, None, None
         core, in_join = self._core, self.joins.under_way
-        shared = SharedCall(core.group, closure, partial(core.check_unreduced, in_join=in_join))
         is_ready = self._overlap is not None or in_join or core.sharding.has_cuts
         if not is_ready and core.owned.leaves.takes_closures:
-            return None, shared, None
+            return None, SharedCall(core.group, closure, partial(core.check_unreduced, in_join=False)), None
         try:
-            with torch.enable_grad():  # the gradients are needed before the class's own step begins
-                return (closure() if in_join else shared()), None, None
+            together = nullcontext() if in_join else failing_together(core.group)
+            with torch.enable_grad(), together:  # gradients are needed before the class's own step begins
+                return closure(), None, None
         except Exception as error:
             if not in_join or self._overlap is not None:
                 raise

@@ -40,27 +40,23 @@ class InFlat:
         zero_padding(self.flat, layout)
         self._params, self._forms, self._layout = params, forms, layout
         self._views = with_own_storages(self.flat, forms, layout)
-        self._addresses = [view.data_ptr() for view in self._views]
+        self.addresses = [view.data_ptr() for view in self._views]
         for index in range(len(params)):
             self._take_in(index)
         _LIVING.add(self)
 
-    def has(self, address: int) -> bool:
-        """Whether a parameter lies at an address."""
-        return address in self._addresses
-
     def moved(self) -> list[int]:
         """List parameters with replaced ``data``."""
         addresses = list(map(Tensor.data_ptr, self._params))  # twice a step, hence the one comparison
-        if addresses == self._addresses:
+        if addresses == self.addresses:
             return []
-        pairs = zip(addresses, self._addresses, strict=True)
+        pairs = zip(addresses, self.addresses, strict=True)
         return [index for index, (address, former) in enumerate(pairs) if address != former]
 
     def places(self, indices: Iterable[int]) -> list[tuple[int, int]]:
         """Return the first address of each parameter, and the address behind it."""
         return [
-            (self._addresses[index], self._addresses[index] + self._views[index].nbytes) for index in indices
+            (self.addresses[index], self.addresses[index] + self._views[index].nbytes) for index in indices
         ]
 
     def take_in_moved(self) -> list[int]:
@@ -77,7 +73,7 @@ class InFlat:
     @torch.no_grad()
     def _take_in(self, index: int) -> None:
         param, view = self._params[index], self._views[index]
-        if view.data_ptr() != self._addresses[index]:  # PyTorch has put shared memory into its storage
+        if view.data_ptr() != self.addresses[index]:  # PyTorch has put shared memory into its storage
             self.shared.add(index)
         if index in self.shared:
             views_in(self.flat, self._forms, self._layout)[index].copy_(param)
@@ -88,7 +84,7 @@ class InFlat:
     def give_back(self, index: int) -> None:
         """Return a parameter's memory to the system, unless a view of it exists."""
         view = self._views[index]
-        is_here = view.data_ptr() == self._addresses[index]  # and not in shared memory
+        is_here = view.data_ptr() == self.addresses[index]  # and not in shared memory
         if is_here and not is_seen_by_others(view):
             give_back_pages(view)
 
@@ -103,8 +99,8 @@ def shared_params(params: Iterable[Tensor]) -> set[int]:
     """
     suspects = {id(param): param for param in params}
     seen = seen_outside(suspects.values())
-    living = list(_LIVING) if seen else []
-    return {key for key in seen if not any(each.has(suspects[key].data_ptr()) for each in living)}
+    moved = {address for each in list(_LIVING) for address in each.addresses} if seen else set()
+    return {key for key in seen if suspects[key].data_ptr() not in moved}
 
 
 def copy_out(params: Iterable[Tensor], places: Sequence[tuple[int, int]]) -> None:
