@@ -218,10 +218,10 @@ def test_gathers_under_way_take_no_memory_or_that_of_four_large_buckets(as_view:
     with mock.patch.object(gathers, "start_gather", noted):
         step(optimizer)
     assert not under_way
-    assert len(optimizer.core.sharding.buckets) > 6
+    assert len(optimizer.core.engine.buckets) > 6
     assert most[0] == (6 if as_view else 4)
     if as_view:
-        assert most[1] == len(optimizer.core.sharding.buckets)
+        assert most[1] == len(optimizer.core.engine.buckets)
 
 
 # ---------------------------------------------------------------------- where a bucket is one launch
@@ -257,7 +257,7 @@ def launches() -> tuple[int, int]:
     ):
         optimizer.step()
     assert len(works) > started  # several owners in a bucket
-    return started, len(optimizer.core.sharding.buckets)
+    return started, len(optimizer.core.engine.buckets)
 
 
 def test_a_step_launches_as_often_with_four_ranks_as_with_two(ranks2: Ranks, ranks4: Ranks) -> None:
