@@ -60,7 +60,7 @@ class Schedule:
             raise ValueError(f"expected full buckets to be reduced, and stepped in step() at last: {self}")
         is_whole = self.parameters is Placement.WHOLE
         for moment in self._with(Operation.STEP) if is_whole else _USES:
-            if Operation.GATHER not in self[moment] or not self._waits_behind(moment):
+            if not self._follows(moment, Operation.GATHER) or not self._follows(moment, Operation.WAIT):
                 raise ValueError(f"expected a gather at {moment.value!r}, and a wait behind it: {self}")
         freed = self._with(Operation.FREE)
         ends = Moment.AFTER_BACKWARD in freed, Moment.BUCKET_FULL in freed
@@ -78,9 +78,11 @@ class Schedule:
     def _with(self, operation: Operation) -> list[Moment]:
         return [moment for moment in Moment if operation in self[moment]]
 
-    def _waits_behind(self, moment: Moment) -> bool:
-        in_backward = {Moment.AFTER_BACKWARD} if moment is Moment.BUCKET_REDUCED else set()
-        return not in_backward.union({moment, Moment.BEFORE_FORWARD}).isdisjoint(self._with(Operation.WAIT))
+    def _follows(self, moment: Moment, operation: Operation) -> bool:
+        """Whether an operation comes at a moment, or later in the backward pass; a wait also in the next."""
+        later = {moment, Moment.AFTER_BACKWARD} if moment is Moment.BUCKET_REDUCED else {moment}
+        late = later | {Moment.BEFORE_FORWARD} if operation is Operation.WAIT else later
+        return not late.isdisjoint(self._with(operation))
 
     def lazily(self) -> "Schedule":
         """Return the recipe in which modules wait for what steps gathered."""

@@ -219,6 +219,7 @@ class Engine:
         """Return for each bucket whether it trains, or did at an earlier gather."""
         return [was or bucket.is_active for bucket, was in zip(self.buckets, self._active, strict=True)]
 
+    @eager
     def agree_on_active(self, groups: Sequence[ParamGroup]) -> list[bool]:
         """Return `active`; RankMismatchError, on every rank, if ranks differ. Communicates if it changed."""
         active = self.active()
@@ -260,7 +261,6 @@ class Engine:
 
     # ------------------------------------------------------------------ the five operations
 
-    @eager
     def on(
         self,
         moment: Moment,
@@ -293,6 +293,7 @@ class Engine:
     def _step(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         task.step(buckets)
 
+    @eager
     def _gather(self, moment: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
         with task.sending(buckets):
@@ -308,6 +309,7 @@ class Engine:
                 else:
                     self.under_way.start(begin, keys=(bucket,))
 
+    @eager
     def _wait(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         with task.sending(buckets):
             if task.awaited is not None:
@@ -336,12 +338,14 @@ class Engine:
 
     # ------------------------------------------------------------------ what ranks tell each other beside
 
+    @eager
     def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
         """Let the next gathers send a call's stamps, after waiting for the last call's."""
         if self.stamps is not None:
             self.under_way.wait()
             self.stamps.begin(groups, call)
 
+    @eager
     def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Check stamps; ``with_last`` also the last call's, if the CPU need not wait for a device."""
         if self.stamps is not None:
