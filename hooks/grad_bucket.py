@@ -1,15 +1,12 @@
-"""Buckets of gradients: ``torch.distributed.GradBucket``, our DDP's with the same methods, their owners."""
+"""Buckets of gradients: ``torch.distributed.GradBucket``, our DDP's with the same methods."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket as _GradBucket  # type: ignore[attr-defined] # its stub exports nothing
 
-from zero_optim.plan.layout import spans_of
-from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.strides import consecutive_views
 
 GradBucket: TypeAlias = _GradBucket
@@ -39,38 +36,6 @@ def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     return consecutive_views(flat.to(dtype), params)
 
 
-def views_of(bucket: GradBucket) -> list[Tensor] | None:
-    """Return views of each gradient, where a bucket has them in the parameters' dtype: our DDP's."""
-    is_ours = hasattr(bucket, "all_used") and bucket.buffer().dtype == bucket.parameters()[0].dtype
-    return list(bucket.gradients()) if is_ours else None
-
-
 def name_of(hook: Hook) -> str:
     """Return the name of a hook function or object."""
     return getattr(hook, "__name__", type(hook).__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BucketOwnership:
-    """The elements of a bucket that each rank owns."""
-
-    params: tuple[Tensor, ...]
-    spans: tuple[tuple[tuple[int, int], ...], ...]  # by rank, ranges of `real_buffer`'s elements
-    slots: tuple[tuple[int, ...], ...]  # by rank, the places of its parameters
-
-    @classmethod
-    def of(cls, params: Sequence[Tensor], pieces: Sequence[Pieces], size: int) -> "BucketOwnership":
-        """Compute the ownership from pieces; adjoining ranges of one owner are merged."""
-        spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        slots: list[list[int]] = [[] for _ in range(size)]
-        start = 0
-        for slot, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
-            for owner, begin, end in spans_of(of_param, param.numel() * (1 + param.is_complex())):
-                stop, mine = start + end - begin, spans[owner]
-                if mine and mine[-1][1] == start:
-                    mine[-1] = (mine[-1][0], stop)
-                else:
-                    mine.append((start, stop))
-                slots[owner].append(slot)
-                start = stop
-        return cls(tuple(params), tuple(map(tuple, spans)), tuple(map(tuple, slots)))

@@ -4,40 +4,30 @@ ZeRO stage 2. Owners add in the order of ranks, so sums are reproducible. In our
 `OwnerGradients.members`, a rank's part is summed in place; in another DDP's it is packed, and copied back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import is_
+from itertools import chain
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree
-from zero_optim.comm.collectives import LET_GO, RankGroup
+from zero_optim.comm.collectives import LET_GO
 from zero_optim.comm.lanes import Lease, lanes_for_rows
-from zero_optim.comm.row_sum import RowExchange, RowSum
-from zero_optim.compat import engine
+from zero_optim.compat import engine, private
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
-from zero_optim.flow.flow import Flow
-from zero_optim.flow.pending import Then
+from zero_optim.ddp.owners.owner_line import OwnerLine
+from zero_optim.ddp.owners.owner_rows import OwnerRows
+from zero_optim.ddp.owners.owners import Owners
 from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.grad_bucket import (
-    BucketOwnership,
-    GradBucket,
-    Hook,
-    TensorFuture,
-    gradients_in,
-    real_buffer,
-    views_of,
-)
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, real_buffer
 from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names
-from zero_optim.plan.pieces import piece_of
-from zero_optim.step.gradients import rows_of
-from zero_optim.step.partial import Agree, PartialGradient, owned
+from zero_optim.plan.layout import Span, spans_of
+from zero_optim.step.partial import Agree, PartialGradient
 
-_NUM_UNDER_WAY = 2  # one is summed while the next is sent
 _NO_OWNER = (
     "a parameter of shape {shape} of the wrapper is not in the optimizer, so it has no owner to reduce its "
     "gradient to: add it to the optimizer, or freeze it before wrapping"
@@ -49,56 +39,60 @@ class OwnerReduction:
 
     def __init__(
         self,
-        group: RankGroup,
-        lanes: Sequence[RankGroup],
+        line: OwnerLine,
         bucket: GradBucket,
-        ownership: BucketOwnership,
+        spans: Sequence[Sequence[Span]],  # of the buffer's real numbers, by parameter
         *,
         all_used: bool,
+        then: Callable[[Tensor], object] | None = None,  # takes the buffer
     ) -> None:
-        self._group = group
-        self._ownership = ownership
-        self._buffer, self._views = bucket.buffer(), views_of(bucket)
-        self._flat = real_buffer(bucket, "reduction to owners").div_(group.size)
-        sent = [self._packed(rank) for rank in range(group.size)]
-        self._total = RowSum(group, lanes, sent, in_place=True)  # nobody else reads the own part
-        self._flags_sent = None if all_used else RowExchange(group, lanes, self._flags())
-        self._used: list[Tensor] | None = None
+        self._group, self._spans, self._then = line.inner, spans, then
+        self._buffer = bucket.buffer()
+        self._flat = real_buffer(bucket, "reduction to owners").div_(line.inner.size)
+        self._places: list[Tensor] = []  # of the sum, if it is not in place
+        self.wait = line.launch(self._rows, self._take_over)
+        self._counts = None if all_used else self._used_here(bucket.parameters())
+        self._counted = None if self._counts is None else self._group.start_sum(self._counts)[1]
 
-    def _packed(self, rank: int) -> Tensor:
-        parts = [self._flat[start:stop] for start, stop in self._ownership.spans[rank]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._flat[:0]
+    def _used_here(self, params: Sequence[Tensor]) -> Tensor:
+        used = [param.grad is not None for param in params]
+        return to_device(torch.tensor(used, dtype=torch.int32, device="cpu"), self._flat.device)
 
-    def _flags(self) -> list[Tensor]:
-        params, slots = self._ownership.params, self._ownership.slots
-        used = [params[slot].grad is not None for of_rank in slots for slot in of_rank]
-        flags = to_device(torch.tensor(used, dtype=torch.uint8, device="cpu"), self._flat.device)
-        return list(torch.split(flags, [len(of_rank) for of_rank in slots]))
+    def _rows(self) -> OwnerRows:
+        """Return parts of the buffer, where they lie in the order of owners; else copies."""
+        rank, flat = self._group.rank, self._flat
+        spans = list(chain.from_iterable(self._spans))
+        parts: list[list[Tensor]] = [[] for _ in range(self._group.size)]
+        for span, part in zip(spans, torch.split(flat, [s.stop - s.start for s in spans]), strict=True):
+            parts[span.owner].append(part)
+        lengths = [sum(part.numel() for part in of_rank) for of_rank in parts]
+        owners = [span.owner for span in spans]
+        if owners == sorted(owners):
+            rows = list(torch.split(flat, lengths))
+        else:
+            rows = [each[0] if len(each) == 1 else torch.cat(each) if each else flat[:0] for each in parts]
+            self._places = parts[rank] if len(parts[rank]) > 1 else []
+        return OwnerRows([(0, length) for length in lengths], rank, flat, filled=rows)
 
-    def wait(self) -> Tensor:
-        """Wait for the sum; return the bucket's buffer, reduced only where this rank owns it."""
-        total = self._total.wait()
-        self._used = None if self._flags_sent is None else self._flags_sent.wait()
-        start = 0
-        for begin, end in self._ownership.spans[self._group.rank]:
-            place, part = self._flat[begin:end], total[start : start + end - begin]
-            if place.data_ptr() != part.data_ptr():  # not summed in place
-                place.copy_(part)
-            start += end - begin
+    def _take_over(self, total: Tensor) -> Tensor:
+        """Return the bucket's buffer, reduced only where this rank owns it."""
+        if self._places:
+            lengths = [place.numel() for place in self._places]
+            private.foreach_copy_(self._places, list(torch.split(total, lengths)))
         record_use(self._flat)  # made on the stream of the hook
+        if self._then is not None:
+            self._then(self._buffer)
         return self._buffer
 
-    def gradients(self) -> list[Tensor | None]:
-        """After `wait`, return the gradients that this rank owns and any rank used; the CPU may wait."""
-        views = gradients_in(self._buffer, self._ownership.params) if self._views is None else self._views
-        slots = self._ownership.slots[self._group.rank]
-        counts = [1] * len(slots)
-        if self._used is not None:
-            counts = self._group.read(HostCopy(torch.stack(self._used).sum(0))).tolist()
-        gradients: list[Tensor | None] = [None] * len(views)
-        for slot, count in zip(slots, counts, strict=True):
-            gradients[slot] = views[slot] if count else None
-        return gradients
+    def used(self) -> list[bool]:
+        """By parameter: this rank owns elements, and some rank used it. After `wait`; the CPU may wait."""
+        rank = self._group.rank
+        used = [any(span.owner == rank for span in of_param) for of_param in self._spans]
+        if self._counts is None or self._counted is None:
+            return used
+        self._counted.wait()
+        counts = self._group.read(HostCopy(self._counts)).tolist()
+        return [is_own and count > 0 for is_own, count in zip(used, counts, strict=True)]
 
 
 @dataclass(eq=False)
@@ -111,79 +105,76 @@ class OwnerGradients:
     agree: Agree | None = None  # Note [Infinities in sharded gradients] in `zero_optim.step.partial`
 
     def __post_init__(self) -> None:
-        self.has_one_owner = False
         self.reduced: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffer of each bucket
-        self._known: dict[int, BucketOwnership] = {}  # by number of DDP's bucket
-        self._names: dict[Tensor, str] = {}
-        self._elsewhere: dict[Tensor, PartialGradient] = {}  # of parameters that this rank has no rows of
-        self._num_buckets = 0  # of the optimizer, when owners were looked at
+        self._last: list[Tensor] = []  # parameters that were reduced before this pass
+        self._look()
+
+    def _look(self) -> None:
+        """Look at the optimizer's parameters, as there may be more."""
+        core, ranks, pieces = self.optimizer.core, self.optimizer.ranks, self.optimizer.pieces()
+        self._version = self.version()
+        names = dict(zip(core.params, param_names(core.groups), strict=True))
+        self._owners = Owners(pieces, names, ranks.rank, ranks.size, self.agree)
+        self._spans = {
+            param: spans_of(of_param, param.numel() * (1 + param.is_complex()))
+            for param, of_param in pieces.items()
+        }
+        self._num_owners = len({piece.owner for of_param in pieces.values() for piece in of_param})
+
+    @property
+    def has_one_owner(self) -> bool:
+        """Whether one rank of several owns every parameter: then hooks sum over all ranks."""
+        return self._owners.size > 1 and self._num_owners == 1
 
     def begin(self) -> None:
         """Begin a pass; RuntimeError, on every rank, in ``Join``, or if gradients of the last are left."""
-        core, self.reduced = self.optimizer.core, []
+        self.reduced = []
         if self.optimizer.iteration.joins.under_way:
             raise RuntimeError(f"hooks that reduce gradients to owners take no part in Join: {NO_JOIN}")
-        if self._num_buckets != len(core.engine.buckets):
-            self._num_buckets, self._elsewhere = len(core.engine.buckets), {}
-            self._names = dict(zip(core.params, param_names(core.groups), strict=True))
-            owners = {piece.owner for pieces in core.piece_list() for piece in pieces}
-            self.has_one_owner = core.ranks.size > 1 and len(owners) == 1
-        known = (param for each in self._known.values() for param in each.params)
-        left = next((param for param in known if isinstance(param.grad, PartialGradient)), None)
+        if self._version != self.version():
+            self._look()
+        left = next((param for param in self._last if isinstance(param.grad, PartialGradient)), None)
         if left is not None:
             raise RuntimeError(
-                f"the gradient of {self._names[left]} has been reduced to its owners: a second backward "
-                "pass cannot add to it. Call zero_grad() after each step, and put all but the last backward "
-                "pass of a step under no_sync()"
+                f"the gradient of {self._owners.names[left]} has been reduced to its owners: a second "
+                "backward pass cannot add to it. Call zero_grad() after each step, and put all but the last "
+                "backward pass of a step under no_sync()"
             )
+        self._last = []
 
-    def start(self, group: RankGroup, bucket: GradBucket, *, all_used: bool) -> OwnerReduction:
+    def spans(self, bucket: GradBucket) -> list[list[Span]]:
+        """Return the owners' parts of each parameter in a bucket; ValueError if one has no owner."""
+        params = bucket.parameters()
+        lacking = [param for param in params if param not in self._spans]
+        if lacking:
+            shape = tuple(lacking[0].shape)
+            raise ValueError(self.no_owner.format(number=len(lacking), shape=shape))
+        return [self._spans[param] for param in params]
+
+    def start(
+        self,
+        line: OwnerLine,
+        bucket: GradBucket,
+        *,
+        all_used: bool,
+        then: Callable[[Tensor], object] | None = None,
+    ) -> OwnerReduction:
         """Start a bucket's reduction; all ranks call, in bucket order."""
-        ownership = self.ownership(bucket)
-        lanes = self.lanes.groups
-        reduction = OwnerReduction(group, lanes, bucket, ownership, all_used=all_used)
-        self.reduced.append((ownership.params, bucket.buffer()))
+        reduction = OwnerReduction(line, bucket, self.spans(bucket), all_used=all_used, then=then)
+        self.reduced.append((bucket.parameters(), bucket.buffer()))
         return reduction
-
-    def ownership(self, bucket: GradBucket) -> BucketOwnership:
-        """Return a bucket's ownership; cached until DDP rebuilds its buckets."""
-        number, params = bucket.index(), bucket.parameters()
-        known = self._known.get(number)
-        if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
-            pieces = self.optimizer.pieces()
-            lacking = [param for param in params if param not in pieces]
-            if lacking:
-                shape = tuple(lacking[0].shape)
-                raise ValueError(self.no_owner.format(number=len(lacking), shape=shape))
-            size = self.optimizer.ranks.size
-            known = self._known[number] = BucketOwnership.of(params, [pieces[p] for p in params], size)
-        return known
 
     def set_partial(self) -> None:
         """Replace gradients of other owners by partial ones, after DDP has assigned the whole ones."""
-        pieces, rank = self.optimizer.pieces(), self.optimizer.ranks.rank
         reduced, self.reduced = self.reduced, []
-        for param, buffer in ((param, buffer) for params, buffer in reduced for param in params):
-            grad, of_param = param.grad, pieces[param]
-            if grad is None or isinstance(grad, PartialGradient):
-                continue
-            piece = piece_of(of_param, rank)
-            if piece is not None and len(of_param) == 1:
-                owned(grad, self.agree)
-                continue
-            rows = None if piece is None else rows_of(grad, piece)
-            if rows is not None and rows.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
-                rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
-            param.grad = self._partial(param, rows)
-
-    def _partial(self, param: Tensor, rows: Tensor | None) -> PartialGradient:
-        if rows is None and param in self._elsewhere:
-            return self._elsewhere[param]
-        pieces = self.optimizer.pieces()[param]
-        gradient = PartialGradient(param, pieces, rows, self._names[param], agree=self.agree)
-        if rows is None:
-            self._elsewhere[param] = gradient
-        return gradient
+        for params, buffer in reduced:
+            self._last += params
+            memory = buffer.untyped_storage().data_ptr()  # DDP keeps it in any case
+            for param in params:
+                grad = param.grad
+                if grad is not None and not isinstance(grad, PartialGradient):
+                    is_view = grad.untyped_storage().data_ptr() == memory
+                    param.grad = self._owners.shown_of_whole(param, grad, is_view=is_view)
 
     def version(self) -> int:
         """Return a number that changes when the optimizer gets more parameters."""
@@ -191,17 +182,20 @@ class OwnerGradients:
 
     def members(self) -> list[list[Tensor]] | None:
         """Return each bucket's parameters in the order of owners; None if one rank owns all."""
-        pieces = self.optimizer.pieces()
-        if len({piece.owner for of_param in pieces.values() for piece in of_param}) == 1:
-            return None
+        self._look()
+        pieces = self._owners.pieces
 
         def owners(param: Tensor) -> tuple[int, int]:
             return pieces[param][0].owner, pieces[param][-1].owner
 
-        return [
-            sorted(filter(pieces.__contains__, members), key=owners)
-            for members in self.optimizer.core.bucket_members()
-        ]
+        return (
+            None
+            if self._num_owners == 1
+            else [
+                sorted(filter(pieces.__contains__, members), key=owners)
+                for members in self.optimizer.core.bucket_members()
+            ]
+        )
 
 
 def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
@@ -241,50 +235,40 @@ class ReduceToOwners:
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.__name__ = self.__qualname__ = "reduce_to_owners"  # which DDP logs
         self._optimizer = optimizer
-        self._ranks = optimizer.ranks
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         agree_on_infinity: Agree = WeakMethod(optimizer.iteration.agree_on_infinity)
         self.buckets = self._gradients = OwnerGradients(optimizer, lanes, _NO_OWNER, agree_on_infinity)
-        self._under_way = Flow(_NUM_UNDER_WAY, streams=StreamBeside())
+        self._line = OwnerLine(optimizer.ranks, lanes, streams=StreamBeside())
         self._ending: set[int] = set()  # numbers of the engine's passes that will call `_end`
 
     def __deepcopy__(self, memo: object) -> "ReduceToOwners":
         """Return the hook itself, like a function: a copied DDP has the hook of the original."""
         return self
 
+    @torch.no_grad()
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction, and wait for an earlier one."""
         # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.
-        group = self._ranks
+        line, group = self._line, self._line.inner
         is_known = engine.in_backward() and engine.backward_number() in self._ending
         if bucket.index() == 0 and not is_known:  # else Note [Numbers of a static graph] in `stepper`
             if self._optimizer.ranks is not group:
                 raise RuntimeError(LET_GO)
-            self._under_way.wait()  # for what a pass that broke off has left
+            line.finish()  # what a pass that broke off has left
             self._ending = set()
             self._gradients.begin()
         if engine.in_backward() and not is_known:
             self._ending.add(engine.backward_number())
             engine.after_backward(lambda: engine.after_backward(self._end))  # behind the callback of DDP
-        self._gradients.ownership(bucket)  # raises for parameters without an owner
+        self._gradients.spans(bucket)  # raises for parameters without an owner
         if self._gradients.has_one_owner:
             group.during("reduce").count_sum(bucket.buffer())
             return mean_hook(group.process_group, bucket)
         done: TensorFuture = future_on(bucket.buffer().device)
-
-        def begin() -> Then:  # DDP itself finds out which parameters no rank used
-            reduction = self._gradients.start(group, bucket, all_used=True)
-            return Then([reduction], lambda results: done.set_result(results[0]))
-
-        is_end = bucket.is_last() or engine.has_computed_all()  # perhaps no later hook comes, and DDP waits
-        try:
-            with torch.no_grad():
-                self._under_way.start(begin, device=bucket.buffer().device)
-                if is_end:
-                    self._under_way.wait()
-        except BaseException:
-            self._gradients.lanes.abandon()
-            raise
+        # DDP itself finds out which parameters no rank used
+        self._gradients.start(line, bucket, all_used=True, then=done.set_result)
+        if bucket.is_last() or engine.has_computed_all():  # perhaps no later hook comes, and DDP waits
+            line.finish()
         return done
 
     def _end(self) -> None:

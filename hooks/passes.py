@@ -146,9 +146,8 @@ class Task:
         """Take what the reduction has summed."""
         reduced = _tensor(self.reduced.wait())
         record_use(reduced)  # made on another stream
-        if not isinstance(self.reduced, OwnerReduction):  # which has views of its own
-            dtype = self.params[0].dtype
-            self._gradients = [reduced.to(dtype)] if reduced.is_sparse else gradients_in(reduced, self.params)
+        dtype = self.params[0].dtype
+        self._gradients = [reduced.to(dtype)] if reduced.is_sparse else gradients_in(reduced, self.params)
         self.result = reduced
 
     @torch.no_grad()
@@ -158,7 +157,8 @@ class Task:
         unsure: set[int] = set()
         with self.of.storing_errors():
             if self.result is not None and isinstance(self.reduced, OwnerReduction):
-                known = self.reduced.gradients()
+                pairs = zip(self._gradients, self.reduced.used(), strict=True)
+                known = [gradient if is_used else None for gradient, is_used in pairs]
             elif self.result is not None:
                 unsure = set() if self.all_used else _all_zero(self._gradients)
                 known = list(self._gradients)

@@ -25,6 +25,7 @@ from zero_optim.comm.agreement import agreeing, check_flags, raise_together
 from zero_optim.comm.works import Work
 from zero_optim.compat import engine
 from zero_optim.compat.streams import future_on
+from zero_optim.ddp.owners.owner_line import OwnerLine
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, name_of
 from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
@@ -220,9 +221,10 @@ class ZeroStep:
     def _reduction(self, state: object, bucket: GradBucket, all_used: bool) -> Work | OwnerReduction:
         ranks = self._overlap.group.during("reduce", is_exposed=not self._overlap.takes_thread)
         if self._to_owners is not None:
-            self._to_owners.ownership(bucket)  # raises for parameters without an owner
+            self._to_owners.spans(bucket)  # raises for parameters without an owner
             if not self._to_owners.has_one_owner:
-                return self._to_owners.start(ranks, bucket, all_used=all_used)
+                line = OwnerLine(ranks, self._to_owners.lanes)
+                return self._to_owners.start(line, bucket, all_used=all_used)
             state = ranks.process_group
         # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
         work = ranks.during("reduce", is_exposed=False).begin_work(f"bucket {bucket.index()}", runs_hook=True)

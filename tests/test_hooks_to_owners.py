@@ -17,8 +17,6 @@ from pool import on_ranks
 from test_overlap_errors import Breaking
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
 from zero_optim.hooks import reduce_to_owners, zero_step
-from zero_optim.hooks.grad_bucket import BucketOwnership
-from zero_optim.plan.pieces import whole_piece
 
 HOOKS: dict[str, Any] = {
     "reduce_to_owners": reduce_to_owners,
@@ -170,12 +168,3 @@ def test_passes_add_up_where_one_rank_owns_every_parameter(wrapper: str, hook: s
                 optimizer.step()
                 optimizer.zero_grad()
     assert_alike(runs)
-
-
-def test_neighbours_of_one_owner_travel_as_one_span() -> None:
-    params = [torch.zeros(n) for n in (2, 3, 4, 1)]
-    ownership = BucketOwnership.of(
-        params, [whole_piece(owner, (n,)) for owner, n in ((1, 2), (1, 3), (0, 4), (1, 1))], 2
-    )
-    assert ownership.spans == (((5, 9),), ((0, 5), (9, 10)))
-    assert ownership.slots == ((2,), (0, 1, 3))

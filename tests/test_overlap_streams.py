@@ -284,19 +284,19 @@ SEARCHES = (
 @on_ranks(2)
 def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used() -> None:
     calls: list[object] = []
-    all_zero, flags = passes._all_zero, owners.OwnerReduction._flags
+    all_zero, used = passes._all_zero, owners.OwnerReduction._used_here
 
     def noted_zeros(gradients: Any) -> Any:
         calls.append(gradients)
         return all_zero(gradients)
 
-    def noted_flags(self: Any) -> Any:
+    def noted_use(self: Any, params: Any) -> Any:
         calls.append(self)
-        return flags(self)
+        return used(self, params)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "_all_zero", noted_zeros)
-        patch.setattr(owners.OwnerReduction, "_flags", noted_flags)
+        patch.setattr(owners.OwnerReduction, "_used_here", noted_use)
         for (wrapper, how, searches), gradients in product(SEARCHES, ("everywhere", "owners")):
             options = {"find_unused_parameters": True} if how == "may be unused" else {}
             model = WRAPPERS[wrapper](Net(), bucket_cap_mb=0.0004, **options)

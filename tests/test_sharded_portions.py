@@ -1,8 +1,9 @@
 """Buckets of sharded gradients are sent in portions: where these lie, and that they change nothing else."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,9 +18,11 @@ from pool import Ranks
 from sharded import Setting
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
 from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
-from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket
 from zero_optim.ddp.owners.owner_rows import OwnerRows, most_portions, num_portions
-from zero_optim.plan.pieces import Piece
+from zero_optim.ddp.owners.owners import Owners
+from zero_optim.ddp.reducer.reduction import Wait
+from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.step.partial import PartialGradient
 
 
@@ -64,10 +67,16 @@ def some_gradients() -> list[Tensor]:
     ]
 
 
+def new_bucket(
+    params: Sequence[Tensor], pieces: Sequence[Pieces], rank: int, size: int, **options: Any
+) -> OwnerBucket:
+    owners = Owners(dict(zip(params, pieces, strict=True)), dict.fromkeys(params, ""), rank, size)
+    return OwnerBucket(range(len(params)), params, owners, **options)
+
+
 def some_bucket(count: int, rank: int, like: list[Tensor], *, carries_word: bool = False) -> OwnerBucket:
     params = [torch.zeros_like(each).requires_grad_() for each in like]
-    owners = BucketOwners(("",) * 6, PIECES, rank, 4)
-    bucket = OwnerBucket(range(6), params, owners, carries_word=carries_word, num_portions=count)
+    bucket = new_bucket(params, PIECES, rank, 4, carries_word=carries_word, num_portions=count)
     bucket.begin({}, adds_at_once=False)
     return bucket
 
@@ -114,8 +123,8 @@ def test_owners_find_their_rows_in_what_the_portions_make(
 
 
 def test_portions_of_a_row_are_equally_long() -> None:
-    owners = BucketOwners(("", ""), ((Piece(0, 0, 100),),) * 2, 0, 2)
-    bucket = OwnerBucket(range(2), [torch.rand(100, 16), torch.rand(100)], owners, num_portions=4)
+    params = [torch.rand(100, 16), torch.rand(100)]
+    bucket = new_bucket(params, ((Piece(0, 0, 100),),) * 2, 0, 2, num_portions=4)
     rows = bucket.rows()
     assert [[len(row) for row in rows.pop(number)] for number in range(4)] == [[425, 0]] * 4
 
@@ -193,23 +202,26 @@ def told_of_sums() -> Iterator[list[str]]:
         yield told
 
 
-def buckets_and_line(
+def launches_and_line(
     count: int, num_portions: int, *, is_apart: bool = True
-) -> tuple[list[OwnerBucket], owner_line.OwnerLine]:
-    owners = BucketOwners(("weight",), ((Piece(0, 0, 4),),), 0, 1)
-    buckets = [OwnerBucket([0], [torch.rand(4, 2)], owners, num_portions=num_portions) for _ in range(count)]
+) -> tuple[list[Callable[[], Wait]], owner_line.OwnerLine]:
+    """What launches each of some buckets in a line, and the line."""
     nobody: Any = SimpleNamespace(groups=())
-    for number, bucket in enumerate(buckets):
-        bucket.label = f"bucket {number}"
-    return buckets, owner_line.OwnerLine(nobody, nobody, None, nobody, is_apart=is_apart)
+    line = owner_line.OwnerLine(nobody, nobody, is_apart=is_apart)
+    whole = ((Piece(0, 0, 4),),)
+    buckets = [new_bucket([torch.rand(4, 2)], whole, 0, 1, num_portions=num_portions) for _ in range(count)]
+    return [
+        partial(line.launch, bucket.rows, bucket.take_over, f"bucket {number}")
+        for number, bucket in enumerate(buckets)
+    ], line
 
 
 def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
-    (bucket,), line = buckets_and_line(1, 4)
+    (launch,), line = launches_and_line(1, 4)
     first, second, third, last = (f"bucket 0, portion {number} of 4" for number in range(1, 5))
     with told_of_sums() as told:
         line.keep_pace(1.0)  # nothing is under way
-        launched = line.launch(bucket)
+        launched = launch()
         line.keep_pace(0.2)
         assert told == [f"start {first}", f"start {second}"]
         line.keep_pace(0.5)
@@ -221,16 +233,16 @@ def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
 
 
 def test_a_bucket_is_sent_while_the_last_portion_of_the_one_before_is_under_way() -> None:
-    buckets, line = buckets_and_line(3, 2)
+    launches, line = launches_and_line(3, 2)
     (a1, a2), (b1, b2), (c1, c2) = (
         [f"bucket {bucket}, portion {number} of 2" for number in (1, 2)] for bucket in range(3)
     )
     with told_of_sums() as told:
-        launched = [line.launch(buckets[0]), line.launch(buckets[1])]
+        launched = [launches[0](), launches[1]()]
         assert told == [f"start {a1}", f"start {a2}", f"end {a1}", f"start {b1}"]
         line.keep_pace(0.1)  # the third bucket gets its first gradient: memory for it is made here
         assert told[4:] == [f"end {a2}", f"start {b2}"]
-        launched.append(line.launch(buckets[2]))
+        launched.append(launches[2]())
         assert told[6:] == [f"end {b1}", f"start {c1}"]
         for reduction in launched:
             reduction()
@@ -238,8 +250,8 @@ def test_a_bucket_is_sent_while_the_last_portion_of_the_one_before_is_under_way(
 
 
 def test_where_rows_mix_with_what_else_is_sent_a_bucket_waits_for_the_one_before() -> None:
-    buckets, line = buckets_and_line(2, 1, is_apart=False)
+    launches, _ = launches_and_line(2, 1, is_apart=False)
     with told_of_sums() as told:
-        line.launch(buckets[0])
-        line.launch(buckets[1])
+        for launch in launches:
+            launch()
         assert told == ["start bucket 0", "end bucket 0", "start bucket 1"]

@@ -15,13 +15,9 @@ Note [Sums apart]
     On the CPU sums stay apart until ranks know that the pass is good, and a bad one leaves earlier sums as
     they were, bit for bit. On an accelerator gradients are handed out before (Note [Late reports] in
     `report`), so each sum is added at once: behind a pass that failed call ``zero_grad()``.
-
-Note [Gradients set by hand]
-    Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows
-    of them to the result, once; other ranks drop them. If all ranks set the same, DDP gives the same.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,28 +25,12 @@ from torch import Tensor
 
 from zero_optim.compat import private, streams
 from zero_optim.ddp.owners.owner_rows import OwnerRows, cells_of
+from zero_optim.ddp.owners.owners import Owners
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.schedule import ZERO2
-from zero_optim.plan.layout import Row, rows_apart, spans_of
-from zero_optim.plan.pieces import Pieces, is_whole, piece_of
+from zero_optim.plan.layout import rows_apart, spans_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
-from zero_optim.shard.row_storage import RowStorage
-from zero_optim.step.gradients import rows_of
-from zero_optim.step.partial import Agree, PartialGradient, owned
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BucketOwners:
-    """Who owns the gradients of a bucket. Slots are places in the bucket."""
-
-    names: tuple[str, ...]  # of the parameters
-    pieces: tuple[Pieces, ...]  # of each
-    rank: int
-    size: int
-    dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
-    storage: RowStorage = field(default_factory=RowStorage)  # of the rows of this rank
-    agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +55,7 @@ class OwnerBucket(ReducerBucket):
         self,
         indices: Sequence[int],
         params: Sequence[Tensor],
-        owners: BucketOwners,
+        owners: Owners,
         *,
         is_sparse: bool = False,
         dtype: torch.dtype | None = None,
@@ -88,9 +68,9 @@ class OwnerBucket(ReducerBucket):
         self._carries_word = carries_word
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
-        spans = [spans_of(pieces, param.numel()) for pieces, param in zip(owners.pieces, params, strict=True)]
+        spans = [spans_of(owners.pieces[param], param.numel()) for param in params]
         rows = rows_apart(spans, owners.size, max(1, nbytes // self.dtype.itemsize))
-        self._mine = list(self._places_of_own(rows[owners.rank]))
+        self._mine = rows[owners.rank].extents
         self._edges = [
             [*(row.stop * number // num_portions for number in range(num_portions)), row.stop + carries_word]
             for row in rows
@@ -98,17 +78,7 @@ class OwnerBucket(ReducerBucket):
         self._numel = sum(edges[-1] for edges in self._edges)
         self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
         self._cells = cells_of(rows, self._edges, len(params))  # by slot
-        self._elsewhere: dict[int, PartialGradient] = {}  # by slot, without rows: the same in every pass
         self._filling = _Filling()
-
-    def _places_of_own(self, row: Row) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
-        for slot, _, _, offset in row.extents:
-            shape, strides = self._forms[slot]
-            piece = piece_of(self._owners.pieces[slot], self._owners.rank)
-            assert piece is not None  # it has an extent
-            if not is_whole(piece, shape):
-                shape = (piece.stop - piece.start, *shape[1:])
-            yield slot, shape, strides, offset
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         """Rows are made in each pass."""
@@ -170,8 +140,7 @@ class OwnerBucket(ReducerBucket):
         elif targets:
             private.foreach_copy_(targets, sources)
             if divisor != 1:
-                for run in rows.runs([cell for slot in sorted(slots) for cell in self._cells[slot]]):
-                    run.mul_(1 / divisor)
+                private.foreach_mul_(targets, 1 / divisor)
 
     def _new_rows(self, *, zeros: bool) -> OwnerRows:
         return OwnerRows(self._edges, self._owners.rank, self.flat, zeros=zeros)
@@ -182,7 +151,7 @@ class OwnerBucket(ReducerBucket):
         for slot in slots:
             gradient, (shape, strides), cells = self._gradient(slot), self._forms[slot], self._cells[slot]
             flat = None if gradient is None or len(cells) == 1 else in_order_of_memory(gradient, strides)
-            for owner, number, _, extent in cells:
+            for owner, number, extent in cells:
                 known = portions.get((owner, number))
                 if known is None:
                     portion = rows.portion(owner, number)
@@ -220,24 +189,23 @@ class OwnerBucket(ReducerBucket):
 
     def take_over(self, total: Tensor) -> Tensor:
         """Keep the sum of this rank's row; return the word of a failure, or nothing."""
-        filling, dtype = self._filling, self._owners.dtype
+        filling, owners = self._filling, self._owners
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
-        start = int(total.storage_offset())
-        for slot, shape, strides, offset in self._mine:
-            reduced = total.as_strided(shape, strides, start + offset)
-            earlier = filling.earlier.get(slot)
+        first = int(total.storage_offset())
+        for slot, start, stop, offset in self._mine:
+            (shape, strides), param = self._forms[slot], self.params[slot]
+            if stop - start < param.numel():
+                shape = (shape[0] * (stop - start) // param.numel(), *shape[1:])
+            reduced, earlier = total.as_strided(shape, strides, first + offset), filling.earlier.get(slot)
             if earlier is not None and filling.adds_at_once:
-                filling.earlier[slot] = self._shown(slot, earlier, reduced)
+                filling.earlier[slot] = owners.shown(param, earlier, reduced)
                 continue
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
-            kept = dtype or self.params[slot].dtype
-            sums.append((reduced, reduced.dtype if earlier is not None else kept))
-        filling.reduced.update(zip(apart, self._copies(sums), strict=True))
+            sums.append((reduced, reduced.dtype if earlier is not None else owners.dtype_of(param)))
+        copies = owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
+        filling.reduced.update(zip(apart, copies, strict=True))
         return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it
-
-    def _copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
-        return self._owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Hand out reduced gradients on their owners, and partial gradients elsewhere."""
@@ -248,9 +216,9 @@ class OwnerBucket(ReducerBucket):
             if skipped[index]:
                 param.grad = earlier
             elif self.is_sparse:
-                param.grad = self._shown_sparse(earlier, result)
+                param.grad = self._owners.shown_sparse(param, earlier, result)
             else:
-                param.grad = self._shown(slot, earlier, filling.reduced.get(slot))
+                param.grad = self._owners.shown(param, earlier, filling.reduced.get(slot))
 
     def give_back(self, *, drops: bool) -> None:
         """Restore the gradients of earlier passes, unless this pass has ended."""
@@ -262,55 +230,3 @@ class OwnerBucket(ReducerBucket):
             self.pending = []
         if self.is_sparse:
             super().take_one(0, 1.0)  # no gradient
-
-    # ------------------------------------------------------------------ what stands in param.grad
-
-    def _shown(self, slot: int, earlier: Tensor | None, reduced: Tensor | None) -> Tensor:
-        """Return ``param.grad``: whole on its only owner, else partial. Adds ``reduced`` to ``earlier``."""
-        owners = self._owners
-        if earlier is None:
-            if reduced is None or len(owners.pieces[slot]) > 1 or self._keeps_another(slot):
-                return self._partial(slot, reduced)
-            return owned(reduced, owners.agree)
-        if not isinstance(earlier, PartialGradient):
-            earlier = self._taken_over(slot, earlier.to_dense())
-        if reduced is not None:
-            target = earlier.rows_to_come if isinstance(earlier, PartialGradient) else earlier
-            assert target is not None  # this rank owns rows of it
-            owners.storage.add(target, reduced)
-        return earlier if isinstance(earlier, PartialGradient) else owned(earlier, owners.agree)
-
-    def _keeps_another(self, slot: int) -> bool:
-        """Whether owners keep gradients in a dtype or place that ``param.grad`` does not take."""
-        owners = self._owners
-        return owners.dtype not in (None, self.params[slot].dtype) or owners.storage.on_host
-
-    def _partial(self, slot: int, rows: Tensor | None) -> PartialGradient:
-        if rows is None and slot in self._elsewhere:
-            return self._elsewhere[slot]
-        owners = self._owners
-        comes = owners.storage.wait if owners.storage.on_host else None
-        pieces, name, param = owners.pieces[slot], owners.names[slot], self.params[slot]
-        gradient = PartialGradient(param, pieces, rows, name, owners.dtype, comes, owners.agree)
-        if rows is None:
-            self._elsewhere[slot] = gradient
-        return gradient
-
-    def _taken_over(self, slot: int, whole: Tensor) -> Tensor:
-        owners, param = self._owners, self.params[slot]
-        piece = piece_of(owners.pieces[slot], owners.rank)
-        if piece is None:
-            return self._partial(slot, None)
-        if self._keeps_another(slot):
-            rows = next(self._copies([(rows_of(whole, piece), owners.dtype or param.dtype)]))
-            return self._shown(slot, None, rows)
-        if is_whole(piece, param.shape):
-            return whole
-        return self._shown(slot, None, rows_of(whole, piece).clone())  # a view would keep the whole
-
-    def _shown_sparse(self, earlier: Tensor | None, total: Tensor) -> Tensor:
-        owners, param = self._owners, self.params[0]
-        if piece_of(owners.pieces[0], owners.rank) is None:
-            return PartialGradient(param, owners.pieces[0], None, owners.names[0], agree=owners.agree)
-        reduced = total.to(param.dtype)
-        return owned(reduced if earlier is None else earlier + reduced, owners.agree)

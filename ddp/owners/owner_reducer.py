@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakMethod
 
 import torch
@@ -11,9 +12,10 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import backward_number
-from zero_optim.ddp.owners.owner_bucket import BucketOwners, OwnerBucket
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket
 from zero_optim.ddp.owners.owner_line import OwnerLine
 from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
+from zero_optim.ddp.owners.owners import Owners
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
     BucketAssignment,
@@ -21,10 +23,11 @@ from zero_optim.ddp.reducer.assignment import (
     indices_of_members,
 )
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
-from zero_optim.ddp.reducer.reduction import Launch
+from zero_optim.ddp.reducer.reduction import Launch, Wait, start_sum
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
@@ -90,7 +93,6 @@ class OwnerReducer(Reducer):
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         optimizer, reduced, params = self._optimizer, self._reduced, self.params
-        pieces, storage = optimizer.pieces(), optimizer.core.inputs.store.rows
         index_lists = indices_of_members(reduced, optimizer.core.bucket_members())
         if self._outermost is not None and self._may_differ:
             last = self._outermost
@@ -108,23 +110,9 @@ class OwnerReducer(Reducer):
             for indices, dtype, is_alone in zip(index_lists, dtypes, is_sparse, strict=True)
         ]
         most = most_portions(optimizer.ranks.size) if self._is_apart else 1
-        buckets = list[OwnerBucket]()
-        for indices, first, dtype, size, is_alone in zip(
-            index_lists, firsts, dtypes, sizes, is_sparse, strict=True
-        ):
-            own_dtype = kept_dtype(first)
-            if own_dtype != first.dtype:  # else owners keep gradients in the parameters' dtype
-                own_dtype = torch.promote_types(own_dtype, dtype)
-            owners = BucketOwners(
-                tuple(self.names[i] for i in indices),
-                tuple(pieces[params[i]] for i in indices),
-                optimizer.ranks.rank,
-                optimizer.ranks.size,
-                None if own_dtype == first.dtype else own_dtype,
-                storage,
-                WeakMethod(optimizer.iteration.agree_on_infinity),
-            )
-            bucket = OwnerBucket(
+        owners = self._owners()
+        buckets = [
+            OwnerBucket(
                 indices,
                 [params[i] for i in indices],
                 owners,
@@ -133,8 +121,26 @@ class OwnerReducer(Reducer):
                 carries_word=indices is index_lists[-1] and not is_alone,
                 num_portions=num_portions(size, max(sizes), most),
             )
-            buckets.append(bucket)
+            for indices, dtype, size, is_alone in zip(index_lists, dtypes, sizes, is_sparse, strict=True)
+        ]
         return BucketAssignment.of(self.names, buckets)
+
+    def _owners(self) -> Owners:
+        optimizer = self._optimizer
+        kept = {param: kept_dtype(param) for param in self.params}
+        return Owners(
+            optimizer.pieces(),
+            dict(zip(self.params, self.names, strict=True)),
+            optimizer.ranks.rank,
+            optimizer.ranks.size,
+            WeakMethod(optimizer.iteration.agree_on_infinity),
+            optimizer.core.inputs.store.rows,
+            {
+                param: torch.promote_types(dtype, self.options.dtype_of(param) or param.dtype)
+                for param, dtype in kept.items()
+                if dtype != param.dtype
+            },
+        )
 
     @property
     def _may_differ(self) -> bool:
@@ -176,7 +182,7 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerLine(*self._route, self._summing, is_apart=self._is_apart)
+        line = OwnerLine(*self._route, is_apart=self._is_apart)
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
@@ -184,7 +190,14 @@ class OwnerReducer(Reducer):
                 if param.grad is not None and not self.history.carried[index]:
                     earlier[slot], param.grad = param.grad, None
             bucket.begin(earlier, line.keep_pace, adds_at_once=self.defers_reports)
-        return line.launch
+        return partial(self._start, line)
+
+    def _start(self, line: OwnerLine, bucket: ReducerBucket) -> Wait:
+        if bucket.is_sparse:
+            line.finish()
+            return start_sum(self._summing, bucket)
+        assert isinstance(bucket, OwnerBucket)  # see `_assigned`
+        return line.launch(bucket.rows, bucket.take_over, bucket.label)
 
     def _finish(self, current: BackwardPass) -> None:
         super()._finish(current)

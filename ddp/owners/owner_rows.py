@@ -6,7 +6,7 @@ Note [Rows of gradients]
     last in one row and first in the next, and room for frozen parameters and stamps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -36,7 +36,6 @@ class Cell(NamedTuple):
 
     owner: int
     number: int  # of the portion
-    place: int  # among the gradients there
     extent: Extent  # at an offset of the portion
 
 
@@ -45,23 +44,32 @@ def cells_of(rows: Sequence[Row], edges: Sequence[Sequence[int]], num_slots: int
     cells: list[list[Cell]] = [[] for _ in range(num_slots)]
     for row, of_row in zip(rows, edges, strict=True):
         for number, (start, stop) in enumerate(pairwise(of_row)):
-            for place, extent in enumerate(row.within(start, stop)):
+            for extent in row.within(start, stop):
                 there = extent._replace(offset=extent.offset - start)
-                cells[extent.param].append(Cell(row.owner, number, place, there))
+                cells[extent.param].append(Cell(row.owner, number, there))
     return cells
 
 
 class OwnerRows:
     """The rows of a bucket in one backward pass; other ranks' portions are made when gradients come."""
 
-    def __init__(self, edges: Sequence[Sequence[int]], rank: int, like: Tensor, *, zeros: bool) -> None:
+    def __init__(
+        self,
+        edges: Sequence[Sequence[int]],  # of each rank's portions in its row
+        rank: int,
+        like: Tensor,  # has the dtype and device
+        *,
+        zeros: bool = False,  # what nothing is copied to is sent too
+        filled: Sequence[Tensor] = (),  # the rows, each one portion, if they are in memory already
+    ) -> None:
+        self.num_portions = len(edges[rank]) - 1
         self._edges = edges
         self._rank = rank
-        self._like = like  # has their dtype and device
-        self._zeros = zeros  # what nothing is copied to is sent too
-        self.own = self._new(edges[rank][-1], zeros=zeros)
-        self._portions: dict[tuple[int, int], Tensor] = {}  # by rank and number
-        if len(edges[rank]) == 2:
+        self._like = like
+        self._zeros = zeros
+        self.own = filled[rank] if filled else self._new(edges[rank][-1], zeros=zeros)
+        self._portions = {(owner, 0): row for owner, row in enumerate(filled)}  # by rank and number
+        if self.num_portions == 1:
             for owner in range(len(edges)):
                 self.portion(owner, 0)
         self._stream, self._event = streams.current_stream(like.device), streams.recorded_event(like.device)
@@ -77,21 +85,6 @@ class OwnerRows:
         if portion is None:
             portion = self._portions[rank, number] = self._new_portion(rank, number, zeros=self._zeros)
         return portion
-
-    def runs(self, cells: Iterable[Cell]) -> list[Tensor]:
-        """View neighbours among some cells together; the cells in the order of slots."""
-        ends: dict[tuple[int, int], list[list[Cell]]] = {}  # of each run the first cell and the last
-        for cell in cells:
-            runs = ends.setdefault((cell.owner, cell.number), [])
-            if runs and runs[-1][1].place + 1 == cell.place:
-                runs[-1][1] = cell
-            else:
-                runs.append([cell, cell])
-        return [
-            self.portion(*key)[first.extent.offset : last.extent.end]
-            for key, runs in ends.items()
-            for first, last in runs
-        ]
 
     def pop(self, number: int) -> list[Tensor]:
         """Return a portion of each row, by rank, to be sent; drops those of other ranks."""
