@@ -183,19 +183,13 @@ class OwnerGradients:
     def members(self) -> list[list[Tensor]] | None:
         """Return each bucket's parameters in the order of owners; None if one rank owns all."""
         self._look()
-        pieces = self._owners.pieces
-
-        def owners(param: Tensor) -> tuple[int, int]:
-            return pieces[param][0].owner, pieces[param][-1].owner
-
-        return (
-            None
-            if self._num_owners == 1
-            else [
-                sorted(filter(pieces.__contains__, members), key=owners)
-                for members in self.optimizer.core.bucket_members()
-            ]
-        )
+        if self._num_owners == 1:
+            return None
+        ends = {param: (pieces[0].owner, pieces[-1].owner) for param, pieces in self._owners.pieces.items()}
+        return [
+            sorted(filter(ends.__contains__, members), key=ends.__getitem__)
+            for members in self.optimizer.core.bucket_members()
+        ]
 
 
 def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:

@@ -19,16 +19,17 @@ Note [Sums apart]
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat import private, streams
-from zero_optim.ddp.owners.owner_rows import OwnerRows, cells_of
+from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.owners.owners import Owners
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.schedule import ZERO2
-from zero_optim.plan.layout import rows_apart, spans_of
+from zero_optim.plan.layout import Extent, rows_apart, spans_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
 
@@ -77,7 +78,13 @@ class OwnerBucket(ReducerBucket):
         ]
         self._numel = sum(edges[-1] for edges in self._edges)
         self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
-        self._cells = cells_of(rows, self._edges, len(params))  # by slot
+        # by slot, where the elements are: owner, number of the portion, extent at an offset there
+        self._cells: list[list[tuple[int, int, Extent]]] = [[] for _ in params]
+        for row, edges in zip(rows, self._edges, strict=True):
+            for number, (start, stop) in enumerate(pairwise(edges)):
+                for extent in row.within(start, stop):
+                    there = extent._replace(offset=extent.offset - start)
+                    self._cells[extent.param].append((row.owner, number, there))
         self._filling = _Filling()
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
@@ -147,21 +154,17 @@ class OwnerBucket(ReducerBucket):
 
     def _places(self, rows: OwnerRows, slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield each place in the rows, and what belongs there; gradients leave their parameters."""
-        portions: dict[tuple[int, int], tuple[Tensor, int]] = {}  # with their first elements
         for slot in slots:
             gradient, (shape, strides), cells = self._gradient(slot), self._forms[slot], self._cells[slot]
-            flat = None if gradient is None or len(cells) == 1 else in_order_of_memory(gradient, strides)
+            if len(cells) == 1:
+                owner, number, extent = cells[0]
+                portion = rows.portion(owner, number)
+                yield portion.as_strided(shape, strides, portion.storage_offset() + extent.offset), gradient
+                continue
+            flat = None if gradient is None else in_order_of_memory(gradient, strides)
             for owner, number, extent in cells:
-                known = portions.get((owner, number))
-                if known is None:
-                    portion = rows.portion(owner, number)
-                    known = portions[owner, number] = portion, int(portion.storage_offset())
-                portion, first = known
-                if len(cells) == 1:
-                    yield portion.as_strided(shape, strides, first + extent.offset), gradient
-                else:
-                    part = None if flat is None else flat[extent.start : extent.stop]
-                    yield portion[extent.offset : extent.end], part
+                part = None if flat is None else flat[extent.start : extent.stop]
+                yield rows.portion(owner, number)[extent.offset : extent.end], part
 
     def _gradient(self, slot: int) -> Tensor | None:
         if not self._filling.is_open:  # the pass broke off: what is there now is not of it

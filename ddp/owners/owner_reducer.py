@@ -103,31 +103,33 @@ class OwnerReducer(Reducer):
             at = len(index_lists) - 1 - is_sparse[::-1].index(False)
             index_lists.append(index_lists.pop(at))
             is_sparse.append(is_sparse.pop(at))
-        firsts = [params[indices[0]] for indices in index_lists]
-        dtypes = [self.options.dtype_of(param) or param.dtype for param in firsts]
+        members = [[params[index] for index in indices] for indices in index_lists]
+        dtypes = [self._reduced_dtype(of_bucket[0]) for of_bucket in members]
         sizes = [
-            0 if is_alone else sum(params[i].numel() for i in indices) * dtype.itemsize
-            for indices, dtype, is_alone in zip(index_lists, dtypes, is_sparse, strict=True)
+            0 if is_alone else sum(param.numel() for param in of_bucket) * dtype.itemsize
+            for of_bucket, dtype, is_alone in zip(members, dtypes, is_sparse, strict=True)
         ]
         most = most_portions(optimizer.ranks.size) if self._is_apart else 1
         owners = self._owners()
         buckets = [
             OwnerBucket(
                 indices,
-                [params[i] for i in indices],
+                members[number],
                 owners,
-                is_sparse=is_alone,
-                dtype=dtype,
-                carries_word=indices is index_lists[-1] and not is_alone,
-                num_portions=num_portions(size, max(sizes), most),
+                is_sparse=is_sparse[number],
+                dtype=dtypes[number],
+                carries_word=number == len(members) - 1 and not is_sparse[number],
+                num_portions=num_portions(sizes[number], max(sizes), most),
             )
-            for indices, dtype, size, is_alone in zip(index_lists, dtypes, sizes, is_sparse, strict=True)
+            for number, indices in enumerate(index_lists)
         ]
         return BucketAssignment.of(self.names, buckets)
 
+    def _reduced_dtype(self, param: Tensor) -> torch.dtype:
+        return self.options.dtype_of(param) or param.dtype
+
     def _owners(self) -> Owners:
-        optimizer = self._optimizer
-        kept = {param: kept_dtype(param) for param in self.params}
+        optimizer, kept = self._optimizer, {param: kept_dtype(param) for param in self.params}
         return Owners(
             optimizer.pieces(),
             dict(zip(self.params, self.names, strict=True)),
@@ -136,7 +138,7 @@ class OwnerReducer(Reducer):
             WeakMethod(optimizer.iteration.agree_on_infinity),
             optimizer.core.inputs.store.rows,
             {
-                param: torch.promote_types(dtype, self.options.dtype_of(param) or param.dtype)
+                param: torch.promote_types(dtype, self._reduced_dtype(param))
                 for param, dtype in kept.items()
                 if dtype != param.dtype
             },

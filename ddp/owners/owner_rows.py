@@ -7,14 +7,11 @@ Note [Rows of gradients]
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat import streams
-from zero_optim.plan.layout import Extent, Row
 
 # Smaller portions would save memory that does not matter, and cost messages that do.
 LEAST_PORTION_NBYTES = 2**16
@@ -29,25 +26,6 @@ def num_portions(nbytes: int, largest_nbytes: int, most: int) -> int:
     """Return in how many portions a bucket is sent, none larger than the largest bucket's."""
     count = -(-most * nbytes // max(1, largest_nbytes))
     return max(1, min(most, count, nbytes // LEAST_PORTION_NBYTES))
-
-
-class Cell(NamedTuple):
-    """Elements of a gradient in a portion of a row."""
-
-    owner: int
-    number: int  # of the portion
-    extent: Extent  # at an offset of the portion
-
-
-def cells_of(rows: Sequence[Row], edges: Sequence[Sequence[int]], num_slots: int) -> list[list[Cell]]:
-    """Return where each gradient's elements are, by slot; ``edges`` as of `OwnerRows`."""
-    cells: list[list[Cell]] = [[] for _ in range(num_slots)]
-    for row, of_row in zip(rows, edges, strict=True):
-        for number, (start, stop) in enumerate(pairwise(of_row)):
-            for extent in row.within(start, stop):
-                there = extent._replace(offset=extent.offset - start)
-                cells[extent.param].append(Cell(row.owner, number, there))
-    return cells
 
 
 class OwnerRows:
