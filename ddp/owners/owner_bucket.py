@@ -29,7 +29,7 @@ from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.owners.owners import Owners
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.schedule import ZERO2
-from zero_optim.plan.layout import Extent, rows_apart, spans_of
+from zero_optim.plan.layout import Extent, Row, rows_apart, spans_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
 
@@ -71,21 +71,28 @@ class OwnerBucket(ReducerBucket):
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
         spans = [spans_of(owners.pieces[param], param.numel()) for param in params]
         rows = rows_apart(spans, owners.size, max(1, nbytes // self.dtype.itemsize))
-        self._mine = rows[owners.rank].extents
+        self._mine = list(self._places_of_own(rows[owners.rank]))
         self._edges = [
             [*(row.stop * number // num_portions for number in range(num_portions)), row.stop + carries_word]
             for row in rows
         ]
         self._numel = sum(edges[-1] for edges in self._edges)
         self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
-        # by slot, where the elements are: owner, number of the portion, extent at an offset there
-        self._cells: list[list[tuple[int, int, Extent]]] = [[] for _ in params]
+        # by slot, where the elements are: a portion (owner, number), the place in it, the extent at an offset
+        self._cells: list[list[tuple[tuple[int, int], int, Extent]]] = [[] for _ in params]
         for row, edges in zip(rows, self._edges, strict=True):
             for number, (start, stop) in enumerate(pairwise(edges)):
-                for extent in row.within(start, stop):
+                for place, extent in enumerate(row.within(start, stop)):
                     there = extent._replace(offset=extent.offset - start)
-                    self._cells[extent.param].append((row.owner, number, there))
+                    self._cells[extent.param].append(((row.owner, number), place, there))
         self._filling = _Filling()
+
+    def _places_of_own(self, row: Row) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
+        for slot, start, stop, offset in row.extents:
+            (shape, strides), numel = self._forms[slot], self.params[slot].numel()
+            if stop - start < numel:
+                shape = (shape[0] * (stop - start) // numel, *shape[1:])
+            yield slot, shape, strides, offset
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         """Rows are made in each pass."""
@@ -147,24 +154,36 @@ class OwnerBucket(ReducerBucket):
         elif targets:
             private.foreach_copy_(targets, sources)
             if divisor != 1:
-                private.foreach_mul_(targets, 1 / divisor)
+                self._multiply(rows, slots, 1 / divisor)
 
     def _new_rows(self, *, zeros: bool) -> OwnerRows:
         return OwnerRows(self._edges, self._owners.rank, self.flat, zeros=zeros)
 
     def _places(self, rows: OwnerRows, slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield each place in the rows, and what belongs there; gradients leave their parameters."""
+        portions: dict[tuple[int, int], tuple[Tensor, int]] = {}  # with their first elements
         for slot in slots:
             gradient, (shape, strides), cells = self._gradient(slot), self._forms[slot], self._cells[slot]
-            if len(cells) == 1:
-                owner, number, extent = cells[0]
-                portion = rows.portion(owner, number)
-                yield portion.as_strided(shape, strides, portion.storage_offset() + extent.offset), gradient
-                continue
-            flat = None if gradient is None else in_order_of_memory(gradient, strides)
-            for owner, number, extent in cells:
-                part = None if flat is None else flat[extent.start : extent.stop]
-                yield rows.portion(owner, number)[extent.offset : extent.end], part
+            flat = None if gradient is None or len(cells) == 1 else in_order_of_memory(gradient, strides)
+            for key, _, extent in cells:
+                if key not in portions:
+                    portion = rows.portion(*key)
+                    portions[key] = portion, int(portion.storage_offset())
+                portion, first = portions[key]
+                if len(cells) == 1:
+                    yield portion.as_strided(shape, strides, first + extent.offset), gradient
+                else:
+                    part = None if flat is None else flat[extent.start : extent.stop]
+                    yield portion[extent.offset : extent.end], part
+
+    def _multiply(self, rows: OwnerRows, slots: Sequence[int], factor: float) -> None:
+        """Multiply gradients in the rows, neighbours in one go."""
+        ends: dict[tuple[tuple[int, int], int], tuple[int, int]] = {}  # of runs: offsets, by the place behind
+        for key, place, extent in (cell for slot in sorted(slots) for cell in self._cells[slot]):
+            start, _ = ends.pop((key, place), (extent.offset, 0))
+            ends[key, place + 1] = start, extent.end
+        for (key, _), (start, stop) in ends.items():
+            rows.portion(*key)[start:stop].mul_(factor)
 
     def _gradient(self, slot: int) -> Tensor | None:
         if not self._filling.is_open:  # the pass broke off: what is there now is not of it
@@ -196,16 +215,14 @@ class OwnerBucket(ReducerBucket):
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
         first = int(total.storage_offset())
-        for slot, start, stop, offset in self._mine:
-            (shape, strides), param = self._forms[slot], self.params[slot]
-            if stop - start < param.numel():
-                shape = (shape[0] * (stop - start) // param.numel(), *shape[1:])
+        kept = owners.dtype_of(self.params[0])
+        for slot, shape, strides, offset in self._mine:
             reduced, earlier = total.as_strided(shape, strides, first + offset), filling.earlier.get(slot)
             if earlier is not None and filling.adds_at_once:
-                filling.earlier[slot] = owners.shown(param, earlier, reduced)
+                filling.earlier[slot] = owners.shown(self.params[slot], earlier, reduced)
                 continue
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
-            sums.append((reduced, reduced.dtype if earlier is not None else owners.dtype_of(param)))
+            sums.append((reduced, reduced.dtype if earlier is not None else kept))
         copies = owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
         filling.reduced.update(zip(apart, copies, strict=True))
         return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it

@@ -1,9 +1,9 @@
 """Buckets on their way to the owners of their gradients, one after the other.
 
 The whole way: a gradient's hook counts, and a full bucket copies gradients, divided, into a row for each
-owner (`OwnerBucket.take`); here the row goes to its owner, which adds up all ranks' in their order
-(`RowSum`); at the end of the pass ``param.grad`` is the sum on its owner, elsewhere a partial gradient
-(`OwnerBucket.give`).
+owner (`OwnerBucket.take`), or a comm hook takes the rows from DDP's bucket (`zero_optim.hooks.owners`); here
+the row goes to its owner, which adds up all ranks' in their order (`RowSum`); at the end of the pass
+``param.grad`` is the sum on its owner, elsewhere a partial gradient (`Owners`).
 
 Note [Sums across replicas]
     In a mesh (`zero_optim.comm.mesh`) the owner adds gradients up in the order of ranks inside a replica;

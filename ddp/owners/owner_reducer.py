@@ -129,7 +129,12 @@ class OwnerReducer(Reducer):
         return self.options.dtype_of(param) or param.dtype
 
     def _owners(self) -> Owners:
-        optimizer, kept = self._optimizer, {param: kept_dtype(param) for param in self.params}
+        optimizer, dtypes = self._optimizer, dict[Tensor, torch.dtype]()
+        for param in self.params:
+            kept = kept_dtype(param)
+            both = kept if kept == param.dtype else torch.promote_types(kept, self._reduced_dtype(param))
+            if both != param.dtype:
+                dtypes[param] = both
         return Owners(
             optimizer.pieces(),
             dict(zip(self.params, self.names, strict=True)),
@@ -137,11 +142,7 @@ class OwnerReducer(Reducer):
             optimizer.ranks.size,
             WeakMethod(optimizer.iteration.agree_on_infinity),
             optimizer.core.inputs.store.rows,
-            {
-                param: torch.promote_types(dtype, self._reduced_dtype(param))
-                for param, dtype in kept.items()
-                if dtype != param.dtype
-            },
+            dtypes,
         )
 
     @property

@@ -27,7 +27,7 @@ class Owners:
     size: int
     agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
     storage: RowStorage = field(default_factory=RowStorage)  # of the rows of this rank
-    dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # of what owners keep, if another
+    dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # of what owners keep, where another
     _elsewhere: dict[Tensor, PartialGradient] = field(default_factory=dict)  # without rows: in every pass
 
     def dtype_of(self, param: Tensor) -> torch.dtype:
@@ -70,11 +70,12 @@ class Owners:
 
     def _keeps_another(self, param: Tensor) -> bool:
         """Whether owners keep the gradient in a dtype or place that ``param.grad`` does not take."""
-        return self.dtype_of(param) != param.dtype or self.storage.on_host
+        return self.storage.on_host or param in self.dtypes
 
     def _partial(self, param: Tensor, rows: Tensor | None) -> PartialGradient:
-        if rows is None and param in self._elsewhere:
-            return self._elsewhere[param]
+        known = self._elsewhere.get(param) if rows is None else None
+        if known is not None:
+            return known
         comes = self.storage.wait if self.storage.on_host else None
         pieces, name, dtype = self.pieces[param], self.names[param], self.dtype_of(param)
         gradient = PartialGradient(param, pieces, rows, name, dtype, comes, self.agree)
