@@ -35,24 +35,26 @@ _NO_OWNER = (
 
 
 class OwnerReduction:
-    """The pending reduction of one bucket to owners, divided in place; all ranks construct it."""
+    """The pending reduction of one bucket to owners, divided in place; all ranks construct it, in order."""
 
     def __init__(
         self,
+        gradients: "OwnerGradients",
         line: OwnerLine,
         bucket: GradBucket,
-        spans: Sequence[Sequence[Span]],  # of the buffer's real numbers, by parameter
         *,
         all_used: bool,
         then: Callable[[Tensor], object] | None = None,  # takes the buffer
     ) -> None:
-        self._group, self._spans, self._then = line.inner, spans, then
+        self._group, self._then = line.inner, then
+        self._spans = gradients.spans(bucket)
         self._buffer = bucket.buffer()
         self._flat = real_buffer(bucket, "reduction to owners").div_(line.inner.size)
         self._places: list[Tensor] = []  # of the sum, if it is not in place
         self.wait = line.launch(self._rows, self._take_over)
         self._counts = None if all_used else self._used_here(bucket.parameters())
         self._counted = None if self._counts is None else self._group.start_sum(self._counts)[1]
+        gradients.reduced.append((bucket.parameters(), self._buffer))
 
     def _used_here(self, params: Sequence[Tensor]) -> Tensor:
         used = [param.grad is not None for param in params]
@@ -97,7 +99,7 @@ class OwnerReduction:
 
 @dataclass(eq=False)
 class OwnerGradients:
-    """Starts a hook's reductions to owners, and replaces ``param.grad`` where this rank lacks elements."""
+    """The gradients that a hook reduces to owners; replaces ``param.grad`` where this rank lacks elements."""
 
     optimizer: ZeroRedundancyOptimizer
     lanes: Lease
@@ -143,26 +145,13 @@ class OwnerGradients:
         self._last = []
 
     def spans(self, bucket: GradBucket) -> list[list[Span]]:
-        """Return the owners' parts of each parameter in a bucket; ValueError if one has no owner."""
+        """Return the owners' parts of each parameter, in real numbers; ValueError if one has no owner."""
         params = bucket.parameters()
         lacking = [param for param in params if param not in self._spans]
         if lacking:
             shape = tuple(lacking[0].shape)
             raise ValueError(self.no_owner.format(number=len(lacking), shape=shape))
         return [self._spans[param] for param in params]
-
-    def start(
-        self,
-        line: OwnerLine,
-        bucket: GradBucket,
-        *,
-        all_used: bool,
-        then: Callable[[Tensor], object] | None = None,
-    ) -> OwnerReduction:
-        """Start a bucket's reduction; all ranks call, in bucket order."""
-        reduction = OwnerReduction(line, bucket, self.spans(bucket), all_used=all_used, then=then)
-        self.reduced.append((bucket.parameters(), bucket.buffer()))
-        return reduction
 
     def set_partial(self) -> None:
         """Replace gradients of other owners by partial ones, after DDP has assigned the whole ones."""
@@ -260,7 +249,7 @@ class ReduceToOwners:
             return mean_hook(group.process_group, bucket)
         done: TensorFuture = future_on(bucket.buffer().device)
         # DDP itself finds out which parameters no rank used
-        self._gradients.start(line, bucket, all_used=True, then=done.set_result)
+        OwnerReduction(self._gradients, line, bucket, all_used=True, then=done.set_result)
         if bucket.is_last() or engine.has_computed_all():  # perhaps no later hook comes, and DDP waits
             line.finish()
         return done

@@ -224,7 +224,7 @@ class ZeroStep:
             self._to_owners.spans(bucket)  # raises for parameters without an owner
             if not self._to_owners.has_one_owner:
                 line = OwnerLine(ranks, self._to_owners.lanes)
-                return self._to_owners.start(line, bucket, all_used=all_used)
+                return OwnerReduction(self._to_owners, line, bucket, all_used=all_used)
             state = ranks.process_group
         # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
         work = ranks.during("reduce", is_exposed=False).begin_work(f"bucket {bucket.index()}", runs_hook=True)
