@@ -93,6 +93,7 @@ class OwnerReduction:
         if self._counts is None or self._counted is None:
             return used
         self._counted.wait()
+        record_use(self._counts)  # made on the stream of the hook
         counts = self._group.read(HostCopy(self._counts)).tolist()
         return [is_own and count > 0 for is_own, count in zip(used, counts, strict=True)]
 
