@@ -15,11 +15,12 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_for_rows
-from zero_optim.comm.row_sum import RowExchange, RowSum
+from zero_optim.comm.pending import Pending
+from zero_optim.comm.row_sum import start_row_sum
+from zero_optim.comm.sending import exchange
 from zero_optim.compat import engine
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
 from zero_optim.flow.flow import Flow
-from zero_optim.flow.pending import Then
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.grad_bucket import (
     BucketOwnership,
@@ -61,8 +62,8 @@ class OwnerReduction:
         self._buffer, self._views = bucket.buffer(), views_of(bucket)
         self._flat = real_buffer(bucket, "reduction to owners").div_(group.size)
         sent = [self._packed(rank) for rank in range(group.size)]
-        self._total = RowSum(group, lanes, sent, in_place=True)  # nobody else reads the own part
-        self._flags_sent = None if all_used else RowExchange(group, lanes, self._flags())
+        self._total = start_row_sum(group, lanes, sent, in_place=True)  # nobody else reads the own part
+        self._flags_sent = None if all_used else exchange(group.during("reduce"), self._flags(), lanes)
         self._used: list[Tensor] | None = None
 
     def _packed(self, rank: int) -> Tensor:
@@ -272,9 +273,9 @@ class ReduceToOwners:
             return mean_hook(group.process_group, bucket)
         done: TensorFuture = future_on(bucket.buffer().device)
 
-        def begin() -> Then:  # DDP itself finds out which parameters no rank used
+        def begin() -> Pending[None]:  # DDP itself finds out which parameters no rank used
             reduction = self._gradients.start(group, bucket, all_used=True)
-            return Then([reduction], lambda results: done.set_result(results[0]))
+            return Pending([reduction], lambda results: done.set_result(results[0]))
 
         is_end = bucket.is_last() or engine.has_computed_all()  # perhaps no later hook comes, and DDP waits
         try:

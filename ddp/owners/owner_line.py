@@ -2,7 +2,7 @@
 
 The whole way: a gradient's hook counts, and a full bucket copies gradients, divided, into a row for each
 owner (`OwnerBucket.take`); here the row goes to its owner, which adds up all ranks' in their order
-(`RowSum`); at the end of the pass ``param.grad`` is the sum on its owner, elsewhere a partial gradient
+(`start_row_sum`); at the end of the pass ``param.grad`` is the sum on its owner, elsewhere a partial gradient
 (`OwnerBucket.give`).
 
 Note [Sums across replicas]
@@ -23,13 +23,12 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.pending import Pending
+from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
 from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.reduction import Wait, start_sum
 from zero_optim.flow.flow import Flow
-from zero_optim.flow.pending import Then
 
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
@@ -73,7 +72,7 @@ class OwnerLine:
             count = last.bucket.num_portions
             self._advance(last, min(int(fraction * count), count - 1))
 
-    def launch(self, bucket: ReducerBucket) -> Wait:
+    def launch(self, bucket: ReducerBucket) -> Pending[Tensor]:
         """Start a bucket; its result is its word of a failure."""
         assert isinstance(bucket, OwnerBucket)  # see `OwnerReducer`
         self._end()
@@ -82,10 +81,10 @@ class OwnerLine:
             self._advance(before, before.bucket.num_portions - (self._is_apart and not bucket.is_sparse))
         if bucket.is_sparse:
             self._last = None
-            return start_sum(self._everyone, bucket)
-        self._last = OwnerSum(bucket, bucket.rows())
+            return self._everyone.start_sum(bucket.flat, bucket.label)
+        self._last = last = OwnerSum(bucket, bucket.rows())
         self._fill()
-        return partial(self._finish, self._last)
+        return Pending([], lambda _: self._finish(last))
 
     def _finish(self, one: OwnerSum) -> Tensor:
         """Wait for a bucket, and for those before."""
@@ -119,7 +118,7 @@ class OwnerLine:
             with self._abandoning():
                 self._portions.start(partial(self._start_next, last))
 
-    def _start_next(self, one: OwnerSum) -> Then:
+    def _start_next(self, one: OwnerSum) -> Pending[None]:
         """Start the sums of a portion inside the replica, in place."""
         count = one.bucket.num_portions
         assert one.rows is not None  # until all were summed
@@ -128,8 +127,8 @@ class OwnerLine:
         label = (
             one.bucket.label if count == 1 else f"{one.bucket.label}, portion {one.num_started} of {count}"
         )
-        work = RowSum(self._inner, self._lanes.groups, rows, in_place=True, about=label)
-        return Then([work], partial(self._summed, one))
+        work = start_row_sum(self._inner, self._lanes.groups, rows, in_place=True, about=label)
+        return Pending([work], partial(self._summed, one))
 
     def _summed(self, one: OwnerSum, _: object) -> None:
         """Start the sum across replicas once all portions are summed; without any the bucket has it."""
@@ -143,9 +142,9 @@ class OwnerLine:
         def take_over(_: object) -> None:
             one.word = one.bucket.take_over(own)
 
-        def begin() -> Then:
+        def begin() -> Pending[None]:
             assert across is not None
-            return Then([across.start_sum(own, f"{one.bucket.label}, across replicas")[1]], take_over)
+            return Pending([across.start_sum(own, f"{one.bucket.label}, across replicas")], take_over)
 
         if across is not None and own.numel():  # the others have as many
             self._across.start(begin)

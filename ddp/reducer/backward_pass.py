@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,12 +15,15 @@ from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.history import History
-from zero_optim.ddp.reducer.reduction import Launch, Wait
+from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.errors import ReductionError
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.plan.groups import names_text
+
+if TYPE_CHECKING:
+    from zero_optim.comm.pending import Pending
 
 
 class Phase(Enum):
@@ -61,7 +65,7 @@ class BackwardPass:
         self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
         self.order: list[int] = []  # parameters as their gradients came
         self.num_passed = 0  # buckets that were launched or left out: the number of the next
-        self._waits: list[tuple[ReducerBucket, Wait]] = []  # of launched buckets
+        self._launched: list[tuple[ReducerBucket, Pending[Tensor]]] = []
         self._assignment = assignment
         self._places = assignment.places
         self._launch = launch
@@ -227,7 +231,7 @@ class BackwardPass:
         bucket.schedule.at(
             Moment.BUCKET_FULL,
             {
-                Operation.REDUCE: lambda each: self._waits.append((each, self._launch(each))),
+                Operation.REDUCE: lambda each: self._launched.append((each, self._launch(each))),
                 Operation.FREE: lambda each: each.free(),
             },
             bucket,
@@ -277,12 +281,12 @@ class BackwardPass:
     @property
     def num_launched(self) -> int:
         """How many buckets were launched."""
-        return len(self._waits)
+        return len(self._launched)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
-        for bucket, wait in self._waits:
-            reduced = wait()
+        for bucket, pending in self._launched:
+            reduced = pending.wait()
             if report is not None and report.in_last_bucket and bucket.is_last:
                 report.read_word(reduced)
             yield bucket, reduced
