@@ -9,8 +9,8 @@ Note [Sums of 16 bits]
 
 Note [Parts of long rows]
     An owner of most rows would hold them W - 1 times. So a row of more than twice the mean length is sent in
-    parts, two at a time. gloo receives parts while the caller waits; other backends exchange them at
-    construction, on a second stream, so collectives have one order.
+    parts, two at a time. gloo receives parts while the caller waits; other backends exchange them when
+    the sum starts, on a second stream, so collectives have one order.
 """
 
 from collections import deque
