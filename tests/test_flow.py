@@ -148,6 +148,15 @@ def test_a_wait_that_failed_fails_at_every_later_look() -> None:
     flow.wait()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt("planted"), ConnectionError("planted")])
+def test_work_that_failed_or_was_interrupted_never_seems_to_have_ended(error: BaseException) -> None:
+    work = Pending([], mock.Mock(side_effect=[error, "not the value"]))
+    for _ in range(2):
+        with pytest.raises(type(error), match="planted"):
+            work.wait()
+    assert (work.is_unclaimed, work.has_failed, work.is_over) == (False, True, False)
+
+
 def test_what_follows_a_wait_may_start_more_where_there_is_no_room() -> None:
     log: list[str] = []
     flow = Flow(most=2)
