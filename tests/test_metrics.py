@@ -53,7 +53,7 @@ def gathered(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
     in_memory = optimizer.ranks.shared_memory(torch.device("cpu")) is not None
     times = (size - 1, *[0] * (size - 1)) if in_memory else TREES[size]
     nbytes, rows = 0, 0
-    for bucket in optimizer.core.sharding.buckets:
+    for bucket in optimizer.core.engine.buckets:
         layout = bucket.layout
         for row in layout.rows:
             nbytes += times[(rank - row.owner) % size] * (row.stop - row.start) * 4
@@ -206,7 +206,7 @@ def test_a_lazy_gather_is_waited_for_in_the_forward_pass() -> None:
     model(torch.ones(4, 8))
     waited = optimizer.metrics()
     # The rows of a bucket are waited for together.
-    num_buckets = len(optimizer.core.sharding.buckets)
+    num_buckets = len(optimizer.core.engine.buckets)
     assert (waited["exposed_seconds/gather"], waited["collectives/gather"]) == (num_buckets, 0)
 
 

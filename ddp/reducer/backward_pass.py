@@ -19,8 +19,9 @@ from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.errors import ReductionError
-from zero_optim.flow.schedule import Moment, Operation
+from zero_optim.flow.schedule import Moment
 from zero_optim.plan.groups import names_text
+from zero_optim.shard.engine import Engine, Task
 
 if TYPE_CHECKING:
     from zero_optim.comm.pending import Pending
@@ -37,6 +38,22 @@ class Phase(Enum):
 _UNCOUNTED = nullcontext()
 
 
+class Reductions(Task):
+    """The reductions of one pass, which the engine starts; ``launch`` sends a bucket."""
+
+    def __init__(self, engine: Engine, launch: Launch) -> None:
+        self._engine, self._launch = engine, launch
+        self.launched: list[tuple[ReducerBucket, Pending[Tensor]]] = []
+
+    def start(self, bucket: ReducerBucket) -> None:
+        """Run what a full bucket's row has."""
+        self._engine.on(Moment.BUCKET_FULL, [bucket], self)
+
+    def reduce(self, bucket: ReducerBucket) -> None:
+        """Start the reduction of a bucket."""
+        self.launched.append((bucket, self._launch(bucket)))
+
+
 class BackwardPass:
     """Counts gradients and launches buckets in order, each once it and all before it are full."""
 
@@ -49,7 +66,7 @@ class BackwardPass:
         assignment: BucketAssignment,
         history: History,
         options: ReducerOptions,
-        launch: Launch,
+        reductions: Reductions,
         *,
         divisor: float = 1.0,  # of the gradients; 1 where a comm hook divides
         can_carry_word: bool = False,  # the last bucket can tell of a failure; then it waits for the end
@@ -65,10 +82,9 @@ class BackwardPass:
         self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
         self.order: list[int] = []  # parameters as their gradients came
         self.num_passed = 0  # buckets that were launched or left out: the number of the next
-        self._launched: list[tuple[ReducerBucket, Pending[Tensor]]] = []
         self._assignment = assignment
         self._places = assignment.places
-        self._launch = launch
+        self._reductions = reductions
         self._divisor = divisor
         self._held_up = held_up
         # 0 while that is learnt: whatever comes is unusual
@@ -228,14 +244,7 @@ class BackwardPass:
 
     def _reduce_next(self) -> None:
         bucket = self._assignment.buckets[self.num_passed]
-        bucket.schedule.at(
-            Moment.BUCKET_FULL,
-            {
-                Operation.REDUCE: lambda each: self._launched.append((each, self._launch(each))),
-                Operation.FREE: lambda each: each.free(),
-            },
-            bucket,
-        )
+        self._reductions.start(bucket)
         self.num_passed += 1
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
@@ -281,11 +290,11 @@ class BackwardPass:
     @property
     def num_launched(self) -> int:
         """How many buckets were launched."""
-        return len(self._launched)
+        return len(self._reductions.launched)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
-        for bucket, pending in self._launched:
+        for bucket, pending in self._reductions.launched:
             reduced = pending.wait()
             if report is not None and report.in_last_bucket and bucket.is_last:
                 report.read_word(reduced)

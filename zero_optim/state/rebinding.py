@@ -48,7 +48,8 @@ _MOST_NAMED = 5  # parameters in a message
 
 def detach(core: Core, *, wait: bool) -> None:
     """Release the process group and everything built on it: Note [Detached]."""
-    core.sharding.let_go(waits=wait)
+    core.engine.let_go(waits=wait)
+    core.sharding.let_go()
     core.owned.let_go()
     works = core.ranks.works
     works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
@@ -75,7 +76,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
             group.check_serves(core.params)
             core.check_weights()
         _go_over(core, group, keep_state=keep_state)
-        core.sharding.gather_all()
+        core.engine.gather_all()
 
 
 def shard_parameters(core: Core, store: Store) -> list[Bucket]:
@@ -90,8 +91,8 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
                 )
             inputs.options.check_rows()
         agree(group, [f"offload={store.rows.description}"], "where a rank keeps what it owns")
-        core.sharding.under_way.wait()
-        before, inputs.store, former = inputs.store, store, core.sharding.buckets
+        core.engine.under_way.wait()
+        before, inputs.store, former = inputs.store, store, core.engine.buckets
         try:
             with failing_together(group):
                 core.check_weights()
@@ -209,7 +210,8 @@ def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
     with torch.no_grad():
         for index, value in part.values.items():
             owned.leaves.rows(params[index]).copy_(value)
-    sharding.add(params, plan, short_names(groups))
+    core.engine.bind(group, core.inputs.options.own_options)
+    core.engine.add(sharding.add(params, plan, short_names(groups)))
     core.show_state()
     if holders is None:
         core.snapshot = Snapshot()
@@ -224,7 +226,7 @@ def _planned(
 ) -> tuple[Sharding, Plan]:
     """Plan for the new owners, as the constructor does; all ranks call."""
     inputs, owned = core.inputs, core.owned
-    sharding = new_sharding(inputs, group, core.sharding.gathers)
+    sharding = new_sharding(inputs, group)
     may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
     options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
     why_whole = partial(options.why_whole, (), groups, owned.leaves.cut_rows)
