@@ -49,9 +49,16 @@ def picture() -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def test_the_picture_of_the_design_is_drawn_from_the_schedules() -> None:
+def placements() -> str:
+    """What a rank holds between two steps, by recipe, as rows of a table in Markdown."""
+    kinds = [(name, row.parameters.value, row.gradients.value) for name, row in RECIPES.items()]
+    return "\n".join(f"| {' | '.join(kind)} | {Placement.ROW.value} |" for kind in kinds)
+
+
+def test_the_pictures_of_the_design_are_drawn_from_the_schedules() -> None:
     design = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
     assert f"```\n{picture()}\n```" in design
+    assert f"\n{placements()}\n" in design
 
 
 def test_recipes_combine() -> None:

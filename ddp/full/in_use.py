@@ -67,16 +67,12 @@ class _UnitTask(Task):
         """Start the gather of a bucket."""
         return self._units.gathers.start(bucket, self._stamps, self._purpose)
 
-    @contextmanager
-    def sending(self, buckets: Sequence[Any]) -> Iterator[None]:
+    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """If ranks gather different units, free these, and forget other gathers."""
-        try:
-            yield
-        except RankMismatchError:
+        if isinstance(error, RankMismatchError):
             self._units.forget_gathers()
             for bucket in buckets:
                 bucket.free()
-            raise
 
     def arrived(self) -> None:
         """Raise RankMismatchError if a rank gathered another unit."""
@@ -154,7 +150,7 @@ class UnitsInUse(Uncopied):
         if number is not None:
             task = _UnitTask(self, purpose, self._stamps if tells else None)
             buckets = self.units[number].buckets
-            self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=(Operation.GATHER,))
+            self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
 
     def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
         self._at(moment, [unit for unit in units if not unit.depth], Purpose.BACKWARD)

@@ -45,10 +45,13 @@ class Iteration:
         loss, shared, failure = self._evaluate(closure)
         if self._finish_overlapped(optimizer, kwargs):
             return loss
-        with self._core.engine.telling_replicas():
-            scaler = kwargs.pop("grad_scaler", None)
+        scaler = kwargs.pop("grad_scaler", None)
+        try:
             if self._is_skipped(optimizer, scaler, failure, has_gradients=shared is None):
                 return loss
+        except BaseException as error:
+            self._core.engine.tell_replicas(error)
+            raise
         result = self._step_rows(shared, **kwargs)
         return loss if result is None else result
 
@@ -66,9 +69,12 @@ class Iteration:
         """Change this rank's parameters in ``work``, then gather; ``at_end`` runs before, also on errors."""
         engine = self._core.engine
         self._core.check_attached()
-        with engine.telling_replicas():
-            task = StepTask(self._core, name, work, at_end)
+        task = StepTask(self._core, name, work, at_end)
+        try:
             engine.on(Moment.STEP, engine.buckets, task)
+        except BaseException as error:
+            engine.tell_replicas(error)
+            raise
         return task.result
 
     def _evaluate(

@@ -180,13 +180,19 @@ class Overlap:
             self._trained.append(trained or frozenset(bucket.params))
         return self._trained[number]
 
-    def step(self, gradients: Mapping[Tensor, Tensor | None], failure: BaseException | None = None) -> None:
-        """Step parameters that have a gradient, gather all buckets of them; others receive the failure."""
-        engine, current = self.core.engine, self.current
-        task = PartTask(self.core, self.lanes.groups, gradients, self._ungathered, failure)
-        if current is not None:
-            current.stepped.update(dict.fromkeys(gradients))
-        engine.on(Moment.BUCKET_REDUCED, engine.buckets_of(gradients), task)
+    def step(
+        self,
+        gradients: Mapping[Tensor, Tensor | None],
+        failure: BaseException | None = None,  # of this rank so far
+        moment: Moment = Moment.BUCKET_REDUCED,  # at others all buckets are waited for
+    ) -> None:
+        """Step parameters that have a gradient, and run their buckets' rows; others receive the failure."""
+        engine, ends = self.core.engine, moment is not Moment.BUCKET_REDUCED
+        if self.current is not None:
+            self.current.stepped.update(dict.fromkeys(gradients))
+        lanes = self.lanes.groups
+        task = PartTask(self.core, lanes, gradients, self._ungathered, failure, checks=ends)
+        engine.on(moment, engine.buckets if ends else engine.buckets_of(gradients), task)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """End a backward pass: wait for gathers that no forward pass waits for."""
@@ -194,7 +200,7 @@ class Overlap:
         self.current.end_backward(is_final=is_final, failed=failed)
         earlier, self.current.earlier = self.current.earlier, None
         try:
-            self._run(Moment.AFTER_BACKWARD, {})
+            self.step({}, moment=Moment.AFTER_BACKWARD)
         except RemoteRankError:
             self.current.fail()  # as on the rank that failed
             raise
@@ -244,18 +250,4 @@ class Overlap:
         if in_join:  # ranks that joined wait for this; if one rank fails all raise
             self._joins.exchange_and_lend(core.group, rest, joined=joined, failure=failure)
         gradients = {param: None if failure is not None else param.grad for param in rest}
-        self._run(Moment.STEP, gradients, failure)
-
-    def _run(
-        self,
-        moment: Moment,
-        gradients: Mapping[Tensor, Tensor | None],
-        failure: BaseException | None = None,
-    ) -> None:
-        """Run the rows of all buckets; at the end everything has come, but for what modules wait for."""
-        engine = self.core.engine
-        if gradients and self.current is not None:
-            self.current.stepped.update(dict.fromkeys(gradients))
-        lanes = self.lanes.groups
-        task = PartTask(self.core, lanes, gradients, self._ungathered, failure, checks=True)
-        engine.on(moment, engine.buckets, task)
+        self.step(gradients, failure, Moment.STEP)

@@ -19,8 +19,8 @@ Note [Failures in a step]
     if that is a usual one. On an accelerator, or with lazy gathers, they raise in a later call.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ class Task:
 
     failure: BaseException | None = None  # of this rank; raised when the others have heard of it
     awaited: Flow | None = None  # gathers that this call itself waits for
+    span: AbstractContextManager[object] = nullcontext()  # measures gathers and waits
 
     def reduce(self, bucket: Any) -> None:  # noqa: ANN401 - a bucket of gradients
         """Start the reduction of a bucket of gradients."""
@@ -66,23 +67,23 @@ class Task:
         """Start the gather of a bucket."""
         raise NotImplementedError
 
-    def sending(self, buckets: Sequence[Bucket]) -> AbstractContextManager[None]:
-        """Return a context for gathers, waits and frees."""
-        return nullcontext()
-
     def arrived(self) -> None:
         """Look at what has come with the rows that somebody waited for."""
 
     def end(self) -> None:
         """Compare what ranks have done, after the last operation."""
 
+    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+        """Clean up after a gather, wait or free that raised."""
+
 
 class Gathering(Task):
     """The gather of all buckets, without stamps. Subclasses step, and send stamps."""
 
     def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
+        self._engine, self._group = engine, engine.group.during("gather")
         self._lanes: Lease | None = None
+        self.span = self._group.phase.held_up() if engine.is_on_cpu else nullcontext()
         self._send: Send | None = None  # writes a stamp
 
     def step(self, buckets: Sequence[Bucket]) -> None:
@@ -97,22 +98,14 @@ class Gathering(Task):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
-        group, lanes = self._engine.group.during("gather"), self._lanes
+        group, lanes = self._group, self._lanes
         used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
         return start_gather(used, bucket, self._send)
 
-    @contextmanager
-    def sending(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Count the wait; nobody else may use lanes on which something failed."""
-        phase = self._engine.group.during("gather").phase
-        on_cpu = not any(is_asynchronous(bucket.device) for bucket in buckets)
-        try:
-            with phase.held_up() if on_cpu else nullcontext():
-                yield
-        except BaseException:
-            if self._lanes is not None:
-                self._lanes.abandon()
-            raise
+    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+        """Let nobody else use lanes on which something failed."""
+        if self._lanes is not None:
+            self._lanes.abandon()
 
 
 class Engine:
@@ -122,6 +115,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
+        self.is_on_cpu = True
         self.under_way = Flow()  # gathers that a later moment waits for, by bucket
         self.stamps: Stamps | None = None  # none in a group of one
         self.replicas: Replicas | None = None  # of a mesh
@@ -161,15 +155,10 @@ class Engine:
         """Send errors of failed steps to the other replicas of a mesh, which hold no optimizer."""
         self.replicas = replicas
 
-    @contextmanager
-    def telling_replicas(self) -> Iterator[None]:
-        """Send an exception of the body, which all ranks here raise, to the other replicas."""
-        try:
-            yield
-        except BaseException as error:
-            if self.replicas is not None:
-                self.replicas.tell(error)
-            raise
+    def tell_replicas(self, error: BaseException) -> None:
+        """Send an exception that all ranks here raise to the other replicas."""
+        if self.replicas is not None:
+            self.replicas.tell(error)
 
     # ------------------------------------------------------------------ buckets, and their rows of the table
 
@@ -178,6 +167,7 @@ class Engine:
         for number, bucket in enumerate(buckets, len(self.buckets)):
             self._numbers.update(dict.fromkeys(bucket.params, number))
         self.buckets += buckets
+        self.is_on_cpu = not any(is_asynchronous(bucket.device) for bucket in self.buckets)
         self._active += (bucket.is_active for bucket in buckets)
         self._choose()
 
@@ -266,13 +256,18 @@ class Engine:
         moment: Moment,
         buckets: Sequence[Any],  # of parameters or of gradients
         task: Task,
-        only: Collection[Operation] = tuple(Operation),
+        only: Operation | None = None,
     ) -> None:
         """Run what the rows of buckets have for a moment; at last raises what failed on this rank."""
+        rows = [bucket.schedule.moments.get(moment, ()) for bucket in buckets]
+        first = rows[0] if rows else ()
+        are_equal = rows.count(first) == len(rows)  # as nearly always
         try:
-            for operation in Operation:
-                chosen = [bucket for bucket in buckets if operation in bucket.schedule[moment]]
-                if chosen and operation in only:
+            for operation in first if are_equal else _RUN:
+                chosen = buckets
+                if not are_equal:
+                    chosen = [each for each, row in zip(buckets, rows, strict=True) if operation in row]
+                if chosen and only in (None, operation):
                     _RUN[operation](self, moment, chosen, task)
             task.end()
         except BaseException as error:
@@ -296,33 +291,45 @@ class Engine:
     @eager
     def _gather(self, moment: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
-        with task.sending(buckets):
-            chosen = task.to_gather(buckets)
-            most = max((bucket.nbytes_to_gather for bucket in chosen), default=0)
-            task.awaited = Flow(NUM_FLAT_TENSORS * most)
-            for bucket in chosen:
-                begin = partial(task.gather, bucket)
-                if bucket.gathers is not None:
-                    bucket.gathers.start(begin)
-                elif Operation.WAIT in bucket.schedule[moment]:
-                    task.awaited.start(begin, bucket.nbytes_to_gather)
-                else:
-                    self.under_way.start(begin, keys=(bucket,))
+        try:
+            with task.span:
+                chosen = task.to_gather(buckets)
+                for bucket in chosen:
+                    begin = partial(task.gather, bucket)
+                    if bucket.gathers is not None:
+                        bucket.gathers.start(begin)
+                    elif Operation.WAIT in bucket.schedule[moment]:
+                        most = NUM_FLAT_TENSORS * max(each.nbytes_to_gather for each in chosen)
+                        task.awaited = task.awaited or Flow(most)
+                        task.awaited.start(begin, bucket.nbytes_to_gather)
+                    else:
+                        self.under_way.start(begin, keys=(bucket,))
+        except BaseException as error:
+            task.broke_off(error, buckets)
+            raise
 
     @eager
     def _wait(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
-        with task.sending(buckets):
-            if task.awaited is not None:
-                task.awaited.wait()
-            self.under_way.wait_for(buckets)
-            for bucket in buckets:
-                bucket.arrive()
-            task.arrived()
+        try:
+            with task.span:
+                if task.awaited is not None:
+                    task.awaited.wait()
+                if self.under_way:
+                    self.under_way.wait_for(buckets)
+                for bucket in buckets:
+                    bucket.arrive()
+                task.arrived()
+        except BaseException as error:
+            task.broke_off(error, buckets)
+            raise
 
     def _free(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
-        with task.sending(buckets):
+        try:
             for bucket in buckets:
                 bucket.free()
+        except BaseException as error:
+            task.broke_off(error, buckets)
+            raise
 
     def gather_all(self) -> None:
         """Gather all parameters outside units, frozen ones too, and wait; all ranks call."""
@@ -351,8 +358,7 @@ class Engine:
         if self.stamps is not None:
             if with_last:
                 self.under_way.wait()
-            on_cpu = not any(is_asynchronous(bucket.device) for bucket in self.buckets)
-            self.stamps.compare(group, call, with_last=with_last and on_cpu)
+            self.stamps.compare(group, call, with_last=with_last and self.is_on_cpu)
 
     def check_failures(self) -> None:
         """Raise if a rank is known to have failed in the last call."""
