@@ -14,7 +14,8 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
-from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.pending import Pending
+from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.compat.streams import (
     Event,
     Stream,
@@ -24,7 +25,6 @@ from zero_optim.compat.streams import (
     wait_for_event,
 )
 from zero_optim.flow.flow import Flow
-from zero_optim.flow.pending import Then
 
 Callback: TypeAlias = Callable[[Tensor], None]
 _Kind: TypeAlias = tuple[dist.ProcessGroup | None, torch.dtype, torch.device]  # of inputs sent together
@@ -151,10 +151,10 @@ class ReduceScatterBucketer:
                 if callback is not None and self._calls_back:
                     callback(part.view(shape))
 
-        def begin() -> Then:
+        def begin() -> Pending[None]:
             packed = bucket.packed(device)
             bucket.rows = []
-            return Then([RowSum(ranks, lease.groups, packed)], answer)
+            return Pending([start_row_sum(ranks, lease.groups, packed)], answer)
 
         self._sent.start(begin)
 

@@ -195,12 +195,7 @@ class DistributedDataParallel(RebindableWrapper):
             return grad
         buffer.div_(dist.get_world_size(self.process_group))
         group = RankGroup.of(self.process_group, buffer).within(self._timeout)
-        _, work = group.during("reduce").start_sum(buffer, "delayed gradients")
-
-        def wait() -> None:
-            work.wait()
-
-        after_backward(wait)
+        after_backward(group.during("reduce").start_sum(buffer, "delayed gradients").wait)
         return grad
 
     # ------------------------------------------------------------------ hooks and refusals

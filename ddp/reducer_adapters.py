@@ -44,14 +44,10 @@ class TorchReducerAdapter:
     @eager
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         size = dist.get_world_size(self.own.group.process_group)
-        counting = self.own.group.begin_work("ranks that have not joined")
-
-        def wait() -> None:
-            with counting.waiting():
-                work.wait()
+        counting = self.own.group.begin_work("ranks that have not joined").take(work)
 
         def count() -> HostCopy:
-            wait()
+            counting.wait()
             return HostCopy(work.get_future().wait()[0])
 
         # On a GPU the copy is asked for before the forward pass is: so the CPU does not wait for that.
@@ -59,7 +55,7 @@ class TorchReducerAdapter:
 
         def divisor() -> float:
             if use_static_world_size:
-                wait()
+                counting.wait()
                 return size
             return float((count() if copied is None else copied).read().item())
 

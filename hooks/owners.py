@@ -51,9 +51,9 @@ class OwnerReduction:
         self._buffer = bucket.buffer()
         self._flat = real_buffer(bucket, "reduction to owners").div_(line.inner.size)
         self._places: list[Tensor] = []  # of the sum, if it is not in place
-        self.wait = line.launch(self._rows, self._take_over)
+        self.wait = line.launch(self._rows, self._take_over).wait
         self._counts = None if all_used else self._used_here(bucket.parameters())
-        self._counted = None if self._counts is None else self._group.start_sum(self._counts)[1]
+        self._counted = None if self._counts is None else self._group.start_sum(self._counts)
         gradients.reduced.append((bucket.parameters(), self._buffer))
 
     def _used_here(self, params: Sequence[Tensor]) -> Tensor:

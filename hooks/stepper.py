@@ -16,12 +16,14 @@ Note [Numbers of a static graph]
 
 import weakref
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
+from zero_optim.comm.pending import Pending
 from zero_optim.comm.works import Work
 from zero_optim.compat import engine
 from zero_optim.compat.streams import future_on
@@ -153,6 +155,10 @@ def _require_wrapper(ddp: object) -> None:
         raise_together(error)
 
 
+def _begun(task: Task) -> Pending[Any]:
+    return Pending([task.begin()], list)
+
+
 class ZeroStep:
     """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass."""
 
@@ -246,7 +252,7 @@ class ZeroStep:
             torch.autograd.graph.increment_version(known)
         under_way = self._overlap.under_way
         for task in tasks:
-            under_way.start(task.begin, device=task.buffer.device, is_behind=True)
+            under_way.start(partial(_begun, task), device=task.buffer.device, is_behind=True)
         if of.is_complete and not self._overlap.takes_thread:
             while under_way:  # no later hook steps the last bucket
                 under_way.finish_first()

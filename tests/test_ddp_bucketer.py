@@ -59,7 +59,7 @@ def run(
     right = [False] * len(calls)
     rank, size = dist.get_rank(), dist.get_world_size()
     collected = ReduceScatterBucketer(cap_kib / 1024)
-    with patch.object(bucketer, "RowSum", wraps=bucketer.RowSum) as sums:
+    with patch.object(bucketer, "start_row_sum", wraps=bucketer.start_row_sum) as sums:
         for number, call in enumerate(calls):
 
             def take(total: Tensor, number: int = number, call: Call = call) -> None:
@@ -120,7 +120,7 @@ def test_dtypes_share_the_process_groups_on_which_they_are_sent() -> None:
     collected = ReduceScatterBucketer()
     with (
         patch.object(bucketer, "lanes_beside", wraps=lanes_beside) as leases,
-        patch.object(bucketer, "RowSum", wraps=bucketer.RowSum) as sums,
+        patch.object(bucketer, "start_row_sum", wraps=bucketer.start_row_sum) as sums,
     ):
         for dtype in (torch.float32, torch.bfloat16):
             collected.reduce_scatter_async([torch.ones(3, dtype=dtype)] * 2)

@@ -1,5 +1,6 @@
 """Recipes as data, and what is under way."""
 
+import atexit
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,14 +9,16 @@ from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from fake_streams import fake_streams
+from zero_optim.comm.pending import Pending
 from zero_optim.compat import threads
 from zero_optim.compat.streams import StreamBeside
-from zero_optim.flow import flow as flow_module
+from zero_optim.errors import StalledError
 from zero_optim.flow.flow import Flow, Worker
 from zero_optim.flow.schedule import (
     LAZY,
@@ -131,20 +134,21 @@ def test_a_moment_runs_what_stands_in_the_row_of_each_bucket_in_order() -> None:
     ]
 
 
-class Started:
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-        log.append(f"start {name}")
+def started(log: list[str], name: str, error: Exception | None = None) -> Pending[None]:
+    def end(_: object) -> None:
+        log.append(f"wait {name}")
+        if error is not None:
+            raise error
 
-    def wait(self) -> None:
-        self.log.append(f"wait {self.name}")
+    log.append(f"start {name}")
+    return Pending([], end)
 
 
 def test_the_oldest_is_waited_for_before_more_is_started_than_fits() -> None:
     log: list[str] = []
     flow = Flow(most=2)
     for name, size in (("a", 1), ("b", 1), ("c", 2), ("d", 3)):
-        flow.start(lambda name=name: Started(log, name), size)  # type: ignore[misc]
+        flow.start(partial(started, log, name), size)
     assert log == ["start a", "start b", "wait a", "wait b", "start c", "wait c", "start d"]
     flow.wait()
     flow.wait()
@@ -155,7 +159,7 @@ def test_each_is_waited_for_once_by_key_or_in_order() -> None:
     log: list[str] = []
     flow = Flow()
     for name in ("ab", "bc", "d"):
-        flow.start(lambda name=name: Started(log, name), keys=name)  # type: ignore[misc]
+        flow.start(partial(started, log, name), keys=name)
     flow.wait_for("c")
     assert log[3:] == ["wait bc"]
     assert flow.is_unclaimed
@@ -166,22 +170,44 @@ def test_each_is_waited_for_once_by_key_or_in_order() -> None:
 
 
 def test_a_wait_that_failed_fails_at_every_later_look() -> None:
-    class Fails(Started):
-        def wait(self) -> None:
-            super().wait()
-            raise ConnectionError
-
     log: list[str] = []
     flow = Flow()
-    flow.start(lambda: Fails(log, "a"), keys="a")
-    flow.start(lambda: Started(log, "b"), keys="b")
-    looks = (flow.wait, flow.wait, partial(flow.wait_for, "b"), flow.finish_first)
+    failed = started(log, "a", StalledError("planted", (1,)))
+    flow.start(lambda: failed, keys="a")
+    flow.start(partial(started, log, "b"), keys="b")
+    looks = (flow.wait, flow.wait, partial(flow.wait_for, "b"), flow.finish_first, failed.wait)
     for look in looks:
-        with pytest.raises(ConnectionError):
+        with pytest.raises(StalledError, match="planted") as raised:
             look()
+        assert raised.value.missing == (1,)
     assert log[2:] == ["wait a"]
     flow.abandon()
     flow.wait()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("planted"), ConnectionError("planted")])
+def test_work_that_failed_or_was_interrupted_never_seems_to_have_ended(error: BaseException) -> None:
+    work = Pending([], mock.Mock(side_effect=[error, "not the value"]))
+    for _ in range(2):
+        with pytest.raises(type(error), match="planted"):
+            work.wait()
+    assert (work.is_unclaimed, work.has_failed, work.is_over) == (False, True, False)
+
+
+def test_what_follows_a_wait_may_start_more_where_there_is_no_room() -> None:
+    log: list[str] = []
+    flow = Flow(most=2)
+
+    def follow(_: object) -> None:
+        flow.start(partial(started, log, "c"))
+        log.append("follow a")
+
+    flow.start(lambda: Pending([], follow))
+    flow.start(partial(started, log, "b"))
+    flow.start(partial(started, log, "d"))
+    assert log == ["start b", "start c", "follow a", "wait b", "start d"]
+    flow.wait()
+    assert log[5:] == ["wait c", "wait d"]
 
 
 class Busy:
@@ -191,10 +217,10 @@ class Busy:
         self.has_begun, self.may_end, self.error = threading.Event(), threading.Event(), error
         self.thread: threading.Thread | None = None
 
-    def begin(self) -> "Busy":
+    def begin(self) -> Pending[Any]:
         self.thread = threading.current_thread()
         self.has_begun.set()
-        return self
+        return Pending([self], list)
 
     def wait(self) -> None:
         assert threading.current_thread() is self.thread
@@ -213,10 +239,11 @@ def test_a_thread_starts_and_waits_in_order_beside_the_caller_and_goes_on_after_
     assert (len(flow), one.thread and one.thread.name) == (2, "steps")
     one.may_end.set()
     other.may_end.set()
-    with pytest.raises(ConnectionError, match="planted"):
-        flow.wait()
-    flow.wait()
-    assert not flow
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="planted"):
+            flow.wait()
+    flow.abandon()
+    other.has_begun.wait()
     assert other.thread is one.thread is not None
 
 
@@ -227,32 +254,43 @@ def test_an_interrupted_wait_ends_when_the_thread_has_done_the_work() -> None:
     flow.start(busy.begin)
     busy.has_begun.wait()
 
+    entry = flow._entries[0]
+    end = entry.end
+    assert end is not None
+
     class Interrupted(threading.Event):
+        def is_set(self) -> bool:
+            return end.is_set()
+
         def wait(self, timeout: float | None = None) -> bool:
             if busy.may_end.is_set():
-                return super().wait(timeout)
+                return end.wait(timeout)
             busy.may_end.set()
             raise KeyboardInterrupt
 
-    run: Any = flow._entries[0].work
-    run._end = Interrupted()
+    entry.end = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         flow.wait()
-    assert run._end.is_set()
+    assert end.is_set()
+    flow.wait()
+    assert not flow
 
 
 def test_a_flow_that_goes_while_its_thread_is_busy_does_not_wait_and_the_process_does() -> None:
     busy, other = Busy(), Busy()
-    for work in (busy, other):
-        flow = Flow(thread=Worker("steps"))
-        flow.start(work.begin)
-        work.has_begun.wait()
+    ends: list[Any] = []
+    with mock.patch.object(atexit, "register", ends.append):
+        for work in (busy, other):
+            flow = Flow(thread=Worker("steps"))
+            flow.start(work.begin)
+            work.has_begun.wait()
     assert {busy.thread, other.thread} <= threads._RUNNING  # one was dropped, one is there
     busy.may_end.set()
     assert busy.thread is not None
     busy.thread.join()  # it ends, as its flow has gone
     other.may_end.set()
-    flow_module._end_workers()
+    for end in ends:
+        end()
     assert other.thread is not None
     other.thread.join()
     assert threads._RUNNING.isdisjoint({busy.thread, other.thread})
@@ -260,23 +298,22 @@ def test_a_flow_that_goes_while_its_thread_is_busy_does_not_wait_and_the_process
 
 
 def test_work_waits_on_a_stream_behind_the_callers_which_waits_for_it_once() -> None:
-    log: list[str] = []
+    numbers: list[int] = []
     with fake_streams() as accelerator:
         main = accelerator.stack[0]
 
-        class OnStream(Started):
-            def wait(self) -> None:
-                super().wait()
-                assert [event.stream for event in accelerator.stack[-1].awaited] == [main] * len(log[1::2])
+        def wait(_: object) -> None:
+            assert {event.stream for event in accelerator.stack[-1].awaited} == {main}
+            numbers.append(len(accelerator.stack[-1].awaited))
 
         flow = Flow(1, streams=StreamBeside())
-        for name in "ab":
-            flow.start(lambda name=name: OnStream(log, name), device=torch.device("cpu"))  # type: ignore[misc]
-        assert (log, main.awaited) == (["start a", "wait a", "start b"], [])
+        for _ in range(2):
+            flow.start(lambda: Pending([], wait), device=torch.device("cpu"))
+        assert (numbers, main.awaited) == ([1], [])
         for _ in range(2):
             flow.wait()
         assert [event.stream.name for event in main.awaited] == ["beside"]
-    assert log[3:] == ["wait b"]
+    assert numbers == [1, 2]
 
 
 def test_work_that_began_behind_the_callers_stream_does_not_wait_for_later_work_there() -> None:
@@ -284,15 +321,11 @@ def test_work_that_began_behind_the_callers_stream_does_not_wait_for_later_work_
         beside = StreamBeside()
         flow, numbers = Flow(1, streams=beside), list[int]()
 
-        class Behind:
-            def begin(self) -> "Behind":
-                with beside.behind(torch.device("cpu")):
-                    return self
-
-            def wait(self) -> None:
-                numbers.append(len(accelerator.stack[-1].awaited))
+        def begin() -> Pending[None]:
+            with beside.behind(torch.device("cpu")):
+                return Pending([], lambda _: numbers.append(len(accelerator.stack[-1].awaited)))
 
         for _ in range(3):
-            flow.start(Behind().begin, device=torch.device("cpu"), is_behind=True)
+            flow.start(begin, device=torch.device("cpu"), is_behind=True)
         flow.wait()  # a broken-off pass may have been followed by anything
     assert numbers == [1, 2, 4]

@@ -7,6 +7,7 @@ import signal
 import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +27,7 @@ from zero_optim.comm import agreement
 from zero_optim.comm.agreement import find_memory
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import exchange, spread_rows
 from zero_optim.compat.engine import default_store
 from zero_optim.hooks.allreduce import mean_hook
@@ -67,8 +68,10 @@ def test_a_sum_has_the_bits_of_gloo() -> None:
             dist.all_reduce(expected)
             assert messages.can_sum(mine)
             number = memory.num_started
-            call, work = group.start_sum(mine)
-            work.wait()
+            total = group.start_sum(mine)
+            work: Any = total._works[0]
+            (call,) = work.handles
+            assert total.wait() is mine
             assert memory.num_started == number + 1
             assert call.nbytes == memory.sum_nbytes(mine)
             assert torch.equal(mine, expected), (dtype, length)
@@ -79,7 +82,7 @@ def test_what_gloo_rounds_in_its_own_way_goes_through_gloo() -> None:
     group, memory = shared()
     for mine in (torch.ones(5, dtype=torch.int64), torch.ones(5).half()):
         number = memory.num_started
-        group.start_sum(mine)[1].wait()
+        group.start_sum(mine).wait()
         assert torch.equal(mine, torch.full_like(mine, 2))
         assert memory.num_started == number
         assert not messages.can_sum(mine)
@@ -97,8 +100,8 @@ def test_ranks_whose_strides_differ_go_the_same_way() -> None:
             if number == 0:
                 dist.all_reduce(mine)
             else:
-                group.start_sum(mine)[1].wait()
-                group.start_sum(mine[:0])[1].wait()
+                group.start_sum(mine).wait()
+                group.start_sum(mine[:0]).wait()
             results.append(values)
         assert_same_bits([results[1]], [results[0]])
     assert memory.num_started == 4
@@ -113,11 +116,8 @@ def test_rows_are_those_that_sockets_bring(dtype: torch.dtype) -> None:
         assert zero_optim.share_host_memory(in_memory) is in_memory
         lanes = lanes_beside(group)
         rows = rows_of(group.rank, group.size, dtype)
-        result = [RowSum(group, lanes.groups, [row.clone() for row in rows], in_place=True).wait()]
-        works, came = exchange(group, rows, lanes.groups)
-        for work in works:
-            work.wait()
-        result += came
+        result = [start_row_sum(group, lanes.groups, [row.clone() for row in rows], in_place=True).wait()]
+        result += exchange(group, rows, lanes.groups).wait()
         everyone = rows_of(group.rank, group.size, dtype)
         for work in group.broadcast_rows(list(enumerate(everyone))):
             work.wait()
@@ -174,7 +174,7 @@ def test_rows_with_other_tags_are_not_taken_and_the_next_call_goes_on() -> None:
         work.wait()
     assert_same_bits(rows, before)
     total = torch.ones(1000)
-    group.start_sum(total)[1].wait()
+    group.start_sum(total).wait()
     assert torch.equal(total, torch.full((1000,), 3.0))
 
 
@@ -183,7 +183,7 @@ def test_a_rank_that_does_something_else_holds_nobody_up() -> None:
     """Its memory's own thread takes and sends what is more than a ring holds."""
     group, _ = shared()
     tensor = torch.full((2**22,), float(group.rank + 1))
-    _, work = group.start_sum(tensor)
+    work = group.start_sum(tensor)
     if group.rank == 0:
         work.wait()
         dist.barrier()
@@ -213,7 +213,7 @@ def test_ranks_go_on_over_sockets_where_one_cannot_share(refused: str) -> None:
     assert re.search(f"a step, through sockets \\(.*{why}", str(optimizer.explain(quiet=True)))
     optimizer.step()
     total = torch.ones(3)
-    optimizer.ranks.start_sum(total)[1].wait()
+    optimizer.ranks.start_sum(total).wait()
     assert torch.equal(total, torch.full((3,), 2.0))
 
 
@@ -247,13 +247,13 @@ def rows_after_one_has_left() -> str:
     if group.rank == 1:
         looks = mock.Mock(side_effect=memory._look)
         with mock.patch.object(memory, "_look", looks):
-            _, work = group.start_all_gather(row.view(torch.uint8))
+            work = group.start_all_gather(row.view(torch.uint8))
             wait_until(lambda: looks.call_count > 1)  # by the thread
         default_store().set("looked", "")
         work.wait()
     if group.rank == 2:
         default_store().wait(["looked"])
-        group.start_all_gather(row.view(torch.uint8))[1].wait()
+        group.start_all_gather(row.view(torch.uint8)).wait()
     return "all there"
 
 
@@ -266,7 +266,7 @@ def fail_to_add() -> str:
     broken = mock.patch.object(messages, "add_as_gloo", side_effect=ValueError("planted"))
     with broken if group.rank == 0 else nullcontext():
         try:
-            group.start_sum(torch.ones(1000))[1].wait()
+            group.start_sum(torch.ones(1000)).wait()
         except (RuntimeError, ValueError) as error:
             return str(error)
     return "summed"
@@ -385,7 +385,7 @@ def fork_and_sum() -> str:
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     total = torch.ones(3)
-    group.start_sum(total)[1].wait()
+    group.start_sum(total).wait()
     assert memory.failure is None
     return str(total.tolist())
 
@@ -418,7 +418,7 @@ def use(group: dist.ProcessGroup | None, number: int) -> None:
     ranks = RankGroup.of(group)
     find_memory(ranks)
     total = torch.ones(2**20)
-    ranks.start_sum(total)[1].wait()
+    ranks.start_sum(total).wait()
     assert taken()
     if number % 2 and ranks.rank == 0:
         ranks.start_sum(total)
@@ -480,7 +480,7 @@ def test_what_a_pending_call_has_taken_comes_back_without_the_garbage_collector(
 def sum_of_many() -> float:
     group, _ = shared()
     total = torch.ones(1000)
-    group.start_sum(total)[1].wait()
+    group.start_sum(total).wait()
     return float(total.sum())
 
 

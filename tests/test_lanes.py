@@ -136,9 +136,7 @@ def test_an_exchange_counts_once_on_each_lane_and_rank() -> None:
     group = RankGroup.of(None)
     lanes = lanes_beside(group)
     for _ in range(2):
-        works, _ = exchange(group, [torch.ones(2)] * group.size, lanes.groups)
-        for work in works:
-            work.wait()
+        exchange(group, [torch.ones(2)] * group.size, lanes.groups).wait()
     assert [num_started(lane) for lane in lanes.groups] == [2, 2, 2]
 
 

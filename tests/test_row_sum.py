@@ -22,7 +22,7 @@ from zero_optim.comm import row_sum
 from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.row_sum import RowSum, num_parts
+from zero_optim.comm.row_sum import num_parts, start_row_sum
 from zero_optim.ddp import ShardedDataParallel
 from zero_optim.hooks import reduce_to_owners
 
@@ -55,7 +55,7 @@ def test_three_ranks_add_16_bits_in_float32(in_place: bool) -> None:
     """In bf16 each of two additions of 1 to 256 would be lost."""
     group = RankGroup.of(None)
     rows = [torch.full((2,), 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16) for _ in range(3)]
-    assert RowSum(group, [group], rows, in_place=in_place).wait().tolist() == [258.0, 258.0]
+    assert start_row_sum(group, [group], rows, in_place=in_place).wait().tolist() == [258.0, 258.0]
 
 
 @on_ranks(3)
@@ -74,7 +74,7 @@ def test_gradients_that_go_to_their_owner_are_rounded_once() -> None:
 def test_two_ranks_have_the_bits_of_an_addition(dtype: torch.dtype) -> None:
     group = RankGroup.of(None)
     rows = [[torch.randn(99, generator=torch.Generator().manual_seed(n)).to(dtype)] * 2 for n in range(2)]
-    total = RowSum(group, [group], [row.clone() for row in rows[group.rank]], in_place=True).wait()
+    total = start_row_sum(group, [group], [row.clone() for row in rows[group.rank]], in_place=True).wait()
     assert torch.equal(total, rows[0][0] + rows[1][0])
 
 
@@ -110,7 +110,7 @@ def test_rows_of_uneven_lengths_have_the_sums_of_even_ones(at_once: bool, by_thr
         threads = []
         for number, lengths in enumerate(LENGTHS * 5):
             rows = [value(group.rank, number, length) for length in lengths]
-            sums.append(RowSum(group, lanes.groups, rows, in_place=number % 2 == 0))
+            sums.append(start_row_sum(group, lanes.groups, rows, in_place=number % 2 == 0))
             if by_thread and number == 2:
                 threads.append(threading.Thread(target=lambda: totals.extend(s.wait() for s in sums[:3])))
                 threads[0].start()
@@ -140,7 +140,7 @@ def test_the_owner_of_a_whole_bucket_receives_no_more_than_the_bucket_at_a_time(
         if at_once:
             stack.enter_context(parts_of_any_length(at_once=True))
         living = stack.enter_context(LivingStorages(rows))
-        total = RowSum(group, lanes.groups, rows, in_place=True).wait()
+        total = start_row_sum(group, lanes.groups, rows, in_place=True).wait()
     assert living.peak <= NBYTES + 4096, living.peak / NBYTES
     assert total is rows[group.rank]
     assert bool((total == group.size).all())

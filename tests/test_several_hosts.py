@@ -6,6 +6,7 @@ On one machine ranks only say that they are on several hosts; benchmarks/overlap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,7 +23,7 @@ from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Phase
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
@@ -74,9 +75,9 @@ def check_sums_to_owners(kind: str, dtype: torch.dtype) -> None:
         for in_place in (False, True):
             mine = rows_of(group.rank, group.size, dtype)
             lanes = lanes_beside(group)
-            sums = [RowSum(group, lanes.groups, mine) for _ in range(2)]
+            sums = [start_row_sum(group, lanes.groups, mine) for _ in range(2)]
             assert all(torch.equal(each.wait(), expected) for each in sums), (kind, dtype)
-            assert torch.equal(RowSum(group, lanes.groups, mine, in_place=in_place).wait(), expected)
+            assert torch.equal(start_row_sum(group, lanes.groups, mine, in_place=in_place).wait(), expected)
             others = [row for rank, row in enumerate(mine) if rank != group.rank]
             assert_same_bits(
                 others, [row for rank, row in enumerate(everyone[group.rank]) if rank != group.rank]
@@ -100,10 +101,12 @@ def check_rows_and_sums(kind: str) -> None:
             for shape in ((1,), (3,), (10, 100), (300_001,)):
                 total = torch.full(shape, 1 + group.rank, dtype=dtype)
                 total = total.T if total.dim() > 1 and group.rank else total
-                call, work = group.start_sum(total)
-                work.wait()
+                summed = group.start_sum(total)
+                work: Any = summed._works[0]
+                (call,) = work.handles
+                assert summed.wait() is total
                 assert torch.equal(total, torch.full_like(total, sum(range(1, group.size + 1))))
-                assert call.nbytes == call._hosts.sum_nbytes(total)
+                assert call.nbytes == call._memory.sum_nbytes(total)
         for work in works:
             work.wait()
         assert_same_bits([row for _, row in arrivals], [row for _, row in rows], kind)
@@ -148,10 +151,10 @@ def test_a_row_crosses_once_from_each_host() -> None:
         with mock.patch("torch.distributed.isend", side_effect=dist.isend) as sends:
             rows = [torch.ones(1000) for _ in range(4)]
             counted = replace(lanes[0], phase=Phase())
-            RowSum(counted, [counted], rows).wait()
+            start_row_sum(counted, [counted], rows).wait()
             for work in counted.broadcast_rows(list(enumerate(rows))):
                 work.wait()
-            counted.start_sum(torch.ones(4000))[1].wait()
+            counted.start_sum(torch.ones(4000)).wait()
             for work in spread_rows(counted, list(enumerate(rows)), [counted], 1):
                 work.wait()
         nbytes = [each.args[0].nbytes for each in sends.call_args_list]  # of this rank
@@ -168,7 +171,7 @@ def test_rows_with_other_tags_do_not_meet_and_the_next_call_goes_on(tags: tuple[
         for work in spread_rows(group, [(owner, torch.ones(1000 * tag)) for owner in range(4)], [group], tag):
             work.wait()
         total = torch.ones(1000)
-        group.start_sum(total)[1].wait()
+        group.start_sum(total).wait()
         assert torch.equal(total, torch.full((1000,), 4.0))
 
 
@@ -313,7 +316,7 @@ def call_another_unit(places: Sequence[int]) -> str:
         with torch.no_grad(), pytest.raises(zero_optim.RankMismatchError) as error:
             block(torch.ones(2, 8))
         total = torch.ones(1000)
-        group.start_sum(total)[1].wait()
+        group.start_sum(total).wait()
         return f"{error.value}; then {total.sum():g}"
 
 

@@ -198,7 +198,7 @@ def told_of_sums() -> Iterator[list[str]]:
         def wait(self) -> None:
             told.append(f"end {self.about}")
 
-    with mock.patch.object(owner_line, "RowSum", Recorded):
+    with mock.patch.object(owner_line, "start_row_sum", Recorded):
         yield told
 
 
@@ -228,7 +228,7 @@ def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
         assert told[2:] == [f"end {first}", f"start {third}", f"end {second}", f"start {last}"]
         line.keep_pace(1.0)
         assert told[6:] == [f"end {third}"]
-        launched()
+        launched.wait()
         assert told[7:] == [f"end {last}"]
 
 
@@ -245,7 +245,7 @@ def test_a_bucket_is_sent_while_the_last_portion_of_the_one_before_is_under_way(
         launched.append(launches[2]())
         assert told[6:] == [f"end {b1}", f"start {c1}"]
         for reduction in launched:
-            reduction()
+            reduction.wait()
         assert told[8:] == [f"end {b2}", f"start {c2}", f"end {c1}", f"end {c2}"]
 
 

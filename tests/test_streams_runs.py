@@ -32,11 +32,10 @@ from streams_runs import (
     replace_data,
     save,
 )
-from zero_optim.comm import row_sum
+from zero_optim.comm import pending
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import PrecisionPolicy, bucketer
 from zero_optim.ddp.reducer.stream_order import StreamOrder
-from zero_optim.flow import pending
 from zero_optim.hooks.stepper import ZeroStep
 from zero_optim.iteration import overlap
 
@@ -196,12 +195,12 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
         ("broadcast|receive", "wait"),  # whichever uses it last on a rank
     ),
     "what ranks sent is dropped after it was added up on another stream than its own": (
-        nothing(row_sum, "record_use"),
+        nothing(pending, "record_use"),
         OWNERS,
         ("wait", "__call__"),
     ),
     "what came for a reduce-scatter is dropped too early": (
-        nothing(row_sum, "record_use"),
+        nothing(pending, "record_use"),
         RUNS["reduce-scatters on two streams"],
         ("wait", "reduce_scatters"),
     ),

@@ -3,7 +3,7 @@
 import torch
 
 from fake_streams import FakeStream, fake_streams
-from zero_optim.flow.pending import Pending
+from zero_optim.comm.pending import Pending
 from zero_optim.plan.layout import whole
 from zero_optim.shard.row_bucket import RowBucket
 
@@ -15,7 +15,7 @@ def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
         for param in params:
             bucket.take_in(param)
         flat = bucket.fill()
-        bucket.gathers.start(lambda: Pending([], [flat], lambda: bucket.receive(flat)))
+        bucket.gathers.start(lambda: Pending([], lambda _: bucket.receive(flat), [flat]))
         bucket.arrive()
         come = streams.events[-1]
         bucket.arrive()

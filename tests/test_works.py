@@ -73,10 +73,10 @@ def test_nothing_keeps_a_tensor_of_a_work_that_has_ended() -> None:
     group = RankGroup.of(None)
     tensor = torch.full((4,), float(dist.get_rank()))
     seen = weakref.ref(tensor)
-    (work,) = group.broadcast_rows([(1, tensor)], "a tensor")
+    (work,) = group.within(100.0).broadcast_rows([(1, tensor)], "a tensor")
     assert isinstance(work, Work)
     assert group.works.pending == {work}
-    assert isinstance(work.wait(timeout=100.0), bool)
+    assert isinstance(work.wait(), bool)
     assert (work.text, work.timeout) == ("an agreement of a tensor", 100.0)
     assert torch.equal(tensor, torch.ones(4))
     del tensor, work

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.saved_reads import SavedReads
@@ -29,7 +30,6 @@ from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder
 from zero_optim.ddp.reducer.graph import on_gradient, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
-from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket
@@ -63,7 +63,7 @@ class _UnitTask(Task):
         """Leave out what is whole or comes."""
         return [bucket for bucket in buckets if bucket.needs_gather]
 
-    def gather(self, bucket: Bucket) -> Pending:
+    def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
         return self._units.gathers.start(bucket, self._stamps, self._purpose)
 

@@ -2,7 +2,7 @@
 
 The whole way: a gradient's hook counts, and a full bucket copies gradients, divided, into a row for each
 owner (`OwnerBucket.take`), or a comm hook takes the rows from DDP's bucket (`zero_optim.hooks.owners`); here
-the row goes to its owner, which adds up all ranks' in their order (`RowSum`); at the end of the pass
+the row goes to its owner, which adds up all ranks' in their order (`start_row_sum`); at the end of the pass
 ``param.grad`` is the sum on its owner, elsewhere a partial gradient (`Owners`).
 
 Note [Sums across replicas]
@@ -23,12 +23,11 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.pending import Pending
+from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp.owners.owner_rows import OwnerRows
-from zero_optim.ddp.reducer.reduction import Wait
 from zero_optim.flow.flow import Flow
-from zero_optim.flow.pending import Then
 
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
@@ -50,7 +49,7 @@ class OwnerLine:
     ) -> None:
         self.inner, self.lanes, self._sum_across = inner, lanes, across
         self._is_apart = is_apart
-        self._to_start: deque[tuple[Callable[[], Then], torch.device]] = deque()  # portions
+        self._to_start: deque[tuple[Callable[[], Pending[None]], torch.device]] = deque()  # portions
         self._portions = Flow(_NUM_UNDER_WAY, streams=streams)
         self._across = Flow(1)  # buckets
         self._num_summed = 0  # portions of all buckets, in their order
@@ -63,16 +62,16 @@ class OwnerLine:
 
     def launch(
         self, make_rows: Callable[[], OwnerRows], take_over: Callable[[Tensor], Tensor], label: str = ""
-    ) -> Wait:
+    ) -> Pending[Tensor]:
         """Start a bucket; its result is what ``take_over`` returns of the sum of this rank's row."""
         self._advance(self._end - self._is_apart)
         rows, results = make_rows(), list[Tensor]()
         count = rows.num_portions
 
-        def start(number: int) -> Then:
+        def start(number: int) -> Pending[None]:
             about = label if count == 1 else f"{label}, portion {number + 1} of {count}"
-            work = RowSum(self.inner, self.lanes.groups, rows.pop(number), in_place=True, about=about)
-            return Then([work], partial(summed, number))
+            work = start_row_sum(self.inner, self.lanes.groups, rows.pop(number), in_place=True, about=about)
+            return Pending([work], partial(summed, number))
 
         def summed(number: int, _: object) -> None:
             self._num_summed += 1
@@ -82,7 +81,8 @@ class OwnerLine:
         self._to_start += [(partial(start, number), rows.own.device) for number in range(count)]
         self._begin, self._end = self._end, self._end + count
         self._advance(0)
-        return partial(self._finish, self._end, results)
+        end = self._end
+        return Pending([], lambda _: self._finish(end, results))
 
     def _end_bucket(self, own: Tensor, label: str, end: Callable[[Tensor], None]) -> None:
         """Start the sum across replicas, of which the others have as many; without any the bucket ends."""
@@ -91,9 +91,8 @@ class OwnerLine:
             end(own)
             return
 
-        def begin() -> Then:
-            work = across.start_sum(own, f"{label}, across replicas")[1]
-            return Then([work], lambda _: end(own))
+        def begin() -> Pending[None]:
+            return Pending([across.start_sum(own, f"{label}, across replicas")], lambda _: end(own))
 
         self._across.start(begin)
 

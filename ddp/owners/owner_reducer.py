@@ -11,6 +11,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
 from zero_optim.ddp.owners.owner_line import OwnerLine
@@ -27,7 +28,7 @@ from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
-from zero_optim.ddp.reducer.reduction import Launch, Wait, start_sum
+from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
@@ -195,10 +196,10 @@ class OwnerReducer(Reducer):
             bucket.begin(earlier, line.keep_pace, adds_at_once=self.defers_reports)
         return partial(self._start, line)
 
-    def _start(self, line: OwnerLine, bucket: ReducerBucket) -> Wait:
+    def _start(self, line: OwnerLine, bucket: ReducerBucket) -> Pending[Tensor]:
         if bucket.is_sparse:
             line.finish()
-            return start_sum(self._summing, bucket)
+            return self._summing.start_sum(bucket.flat, bucket.label)
         assert isinstance(bucket, OwnerBucket)  # see `_assigned`
         return line.launch(bucket.rows, bucket.take_over, bucket.label)
 

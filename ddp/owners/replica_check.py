@@ -12,11 +12,14 @@ Note [Failures in one replica]
     anything. Only failures of which all ranks of a replica hear, in gathers, are told.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
+
+from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import bytes_to_tensor, ranks_text
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.errors import RankMismatchError, RemoteRankError, message_of
@@ -46,8 +49,8 @@ def _option(replicas: Sequence[int], value: str) -> str:
 
 _STEPS = Kind(("number",), _num_steps, "steps taken: {}", _failures, separator=", ")
 
-# The options of this rank at the start of a pass, and a function that waits for the stamps of all replicas.
-_Gather: TypeAlias = tuple[Options, Callable[[], dict[int, Stamp]]]
+# The options of this rank at the start of a pass, and the stamps of all replicas.
+_Gather: TypeAlias = tuple[Options, Pending[dict[int, Stamp]]]
 
 
 class ReplicaCheck:
@@ -86,17 +89,15 @@ class ReplicaCheck:
         mine = stamp.packed(_NBYTES)
         row = to_device(bytes_to_tensor(mine), self._across.device)
         group = self._across  # the function below is kept: it must not keep this object
-        rows, work = group.start_all_gather(row, "the options of replicas")
 
-        def stamps() -> dict[int, Stamp]:
-            work.wait()
-            return dict(Arrival(range(len(rows)), rows, mine).stamps(group.read))
+        def stamps(gathered: list[Tensor]) -> dict[int, Stamp]:
+            return dict(Arrival(range(group.size), gathered[0], mine).stamps(group.read))
 
-        return values.by_group, stamps
+        return values.by_group, Pending([group.start_all_gather(row, "the options of replicas")], stamps)
 
     def _stamps(self) -> dict[int, Stamp]:
         assert self._pending is not None  # checked by the caller
-        stamps = self._pending[1]()
+        stamps = self._pending[1].wait()
         error = verdict(_STEPS, stamps)
         if isinstance(error, RemoteRankError):
             self._pending = None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,13 +15,16 @@ from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.history import History
-from zero_optim.ddp.reducer.reduction import Launch, Wait
+from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.errors import ReductionError
 from zero_optim.flow.schedule import Moment
 from zero_optim.plan.groups import names_text
 from zero_optim.shard.engine import Engine, Task
+
+if TYPE_CHECKING:
+    from zero_optim.comm.pending import Pending
 
 
 class Phase(Enum):
@@ -39,7 +43,7 @@ class Reductions(Task):
 
     def __init__(self, engine: Engine, launch: Launch) -> None:
         self._engine, self._launch = engine, launch
-        self.waits: list[tuple[ReducerBucket, Wait]] = []  # of launched buckets
+        self.launched: list[tuple[ReducerBucket, Pending[Tensor]]] = []
 
     def start(self, bucket: ReducerBucket) -> None:
         """Run what a full bucket's row has."""
@@ -47,7 +51,7 @@ class Reductions(Task):
 
     def reduce(self, bucket: ReducerBucket) -> None:
         """Start the reduction of a bucket."""
-        self.waits.append((bucket, self._launch(bucket)))
+        self.launched.append((bucket, self._launch(bucket)))
 
 
 class BackwardPass:
@@ -286,12 +290,12 @@ class BackwardPass:
     @property
     def num_launched(self) -> int:
         """How many buckets were launched."""
-        return len(self._reductions.waits)
+        return len(self._reductions.launched)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
-        for bucket, wait in self._reductions.waits:
-            reduced = wait()
+        for bucket, pending in self._reductions.launched:
+            reduced = pending.wait()
             if report is not None and report.in_last_bucket and bucket.is_last:
                 report.read_word(reduced)
             yield bucket, reduced

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.pending import Pending
 from zero_optim.compat import private
 from zero_optim.ddp.reducer.assignment import Members
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket, tensor_of
@@ -18,9 +19,8 @@ from zero_optim.errors import message_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
 
-# Waits for a reduction, and returns the gradients: one tensor of the bucket's length, or a sparse one.
-Wait: TypeAlias = Callable[[], Tensor]
-Launch: TypeAlias = Callable[[ReducerBucket], Wait]  # starts the reduction of a bucket
+# Starts the reduction of a bucket to the gradients: one tensor of the bucket's length, or a sparse one.
+Launch: TypeAlias = Callable[[ReducerBucket], Pending[Tensor]]
 
 
 @runtime_checkable
@@ -32,22 +32,6 @@ class NamesBuckets(Protocol):
 
     def members(self) -> Members | None:
         """Return the parameters of each bucket, in its order; None for PyTorch's buckets."""
-
-
-def start_sum(group: RankGroup, bucket: ReducerBucket) -> Wait:
-    """Start the in-place sum of a bucket over all ranks."""
-    handle, work = group.start_sum(bucket.flat, bucket.label)
-
-    def wait() -> Tensor:
-        work.wait()
-        if not bucket.is_sparse:
-            return bucket.flat
-        # Waited for, not only asked for: so the memory is kept until the current stream has read it.
-        result = tensor_of(handle.get_future().wait())
-        assert result is not None  # the sum of one tensor is one tensor
-        return result
-
-    return wait
 
 
 class HookSlot:
@@ -94,17 +78,17 @@ class HookSlot:
         """Return the launch function: the comm hook, or a sum. It holds a weak reference."""
         reference = weakref.ref(self)
 
-        def launch(bucket: ReducerBucket) -> Wait:
+        def launch(bucket: ReducerBucket) -> Pending[Tensor]:
             slot = reference()
             assert slot is not None  # see above
             if slot._hook is None:
-                return start_sum(group, bucket)
+                return group.start_sum(bucket.flat, bucket.label)
             with slot.minding():
                 return slot._start(bucket, group, GradBucket(bucket, all_used=all_used))
 
         return launch
 
-    def _start(self, bucket: ReducerBucket, group: RankGroup, argument: GradBucket) -> Wait:
+    def _start(self, bucket: ReducerBucket, group: RankGroup, argument: GradBucket) -> Pending[Tensor]:
         """Call the hook, which also divides. Counts the wait, not the bytes that the hook sends."""
         assert self._hook is not None  # asked for by the caller
         (hook, state), name = self._hook, self.name
@@ -117,10 +101,9 @@ class HookSlot:
                 f"{type(future).__name__} from {name}. Expected a future of one tensor, as "
                 "all_reduce(..., async_op=True).get_future() gives"
             )
-        work.take(future)
 
-        def wait() -> Tensor:
-            value = work.wait()
+        def reduced(values: list[Any]) -> Tensor:
+            value = values[0]
             result = tensor_of(value)
             if result is None:
                 raise TypeError(
@@ -136,7 +119,7 @@ class HookSlot:
                 )
             return result
 
-        return wait
+        return Pending([work.take(future)], reduced)
 
     @contextmanager
     def minding(self) -> Iterator[None]:

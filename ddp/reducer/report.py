@@ -15,18 +15,15 @@ Note [Late reports]
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.errors import ReductionError
-
-if TYPE_CHECKING:
-    from zero_optim.comm.traffic import Waitable
 
 
 class FailureReport:
@@ -40,34 +37,29 @@ class FailureReport:
         self._failure = failure
         self._used = used
         self._is_late = False
-        self._work: Waitable | None = None
-        self._counts: Tensor | None = None
-        self._answer: HostCopy | None = None  # the word, or the counts
+        self._answer: Pending[HostCopy] | None = None  # the word, or the counts
         if in_last_bucket:
             return
-        self._counts = to_device(
+        counts = to_device(
             torch.tensor([failure is not None, *used], dtype=torch.int32, device="cpu"), group.device
         )
-        if group.size > 1:
-            _, self._work = group.start_sum(self._counts)
+        sums = [group.start_sum(counts)] if group.size > 1 else []
+        self._answer = Pending(sums, lambda _: HostCopy(counts))
 
     def read_word(self, reduced: Tensor) -> None:
         """Copy the element of the last bucket's sum, before the user gets the gradients."""
-        self._answer = HostCopy(reduced[:1])
+        word = HostCopy(reduced[:1])
+        self._answer = Pending([], lambda _: word)
 
     def put_off(self) -> None:
         """Start the copy to the CPU; `check` comes later: Note [Late reports]."""
         self._is_late = True
-        if self._counts is not None and is_asynchronous(self._counts.device):
+        if not self.in_last_bucket and is_asynchronous(self._group.device):
             self._read()
 
     def _read(self) -> HostCopy:
-        if self._answer is None:
-            assert self._counts is not None  # otherwise `read_word` comes first
-            if self._work is not None:
-                self._work.wait()
-            self._answer = HostCopy(self._counts)
-        return self._answer
+        assert self._answer is not None  # see ``in_last_bucket``
+        return self._answer.wait()
 
     def used(self) -> list[bool]:
         """Return by parameter whether any rank used it; the CPU waits, unless this rank used all."""

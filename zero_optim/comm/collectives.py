@@ -40,6 +40,7 @@ from zero_optim.comm.frames import (
     tensor_to_bytes,
     unframed,
 )
+from zero_optim.comm.pending import Pending
 from zero_optim.comm.records import Doing
 from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.work_log import GroupWorks, log_of
@@ -222,8 +223,8 @@ class RankGroup:
         )
         return work
 
-    def start_sum(self, tensor: Tensor, about: str = "") -> tuple[Any, Waitable]:
-        """Start a sum over all ranks, in place if dense; returns the handle with the result, and the work."""
+    def start_sum(self, tensor: Tensor, about: str = "") -> Pending[Tensor]:
+        """Start a sum over all ranks, which is the value; in place if dense."""
         self.count_sum(tensor)
         memory = self.shared_memory(tensor.device)
         work = self.begin_work(about, tensor.device)
@@ -233,7 +234,12 @@ class RankGroup:
                 handle = memory.sum_all(tensor)
             else:
                 handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-        return handle, work.take(handle)
+
+        def total(_: object) -> Tensor:
+            # Waited for, not only asked for: so the memory is kept until the current stream has read it.
+            return handle.get_future().wait()[0] if tensor.is_sparse else tensor
+
+        return Pending([work.take(handle)], total, [tensor])
 
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum over all ranks that the caller starts."""
@@ -290,8 +296,7 @@ class RankGroup:
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)
         try:
-            gathered, work = self.start_all_gather(mine)
-            work.wait()
+            return self.start_all_gather(mine).wait()
         except StalledError:
             raise
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
@@ -299,10 +304,9 @@ class RankGroup:
             within = "the timeout" if limit is None else f"{limit.total_seconds():g} s"
             why = f"a rank has ended, or did not come within {within} ({error})"
             raise RemoteRankError(f"the ranks could not agree: {why}") from error
-        return gathered
 
-    def start_all_gather(self, mine: Tensor, about: str = "") -> tuple[Tensor, Waitable]:
-        """Start `all_gather_rows` in a group of several; the handle's wait completes the rows."""
+    def start_all_gather(self, mine: Tensor, about: str = "") -> Pending[Tensor]:
+        """Start `all_gather_rows` in a group of several."""
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
         memory, work = self.one_host(mine.device), self.begin_work(about, mine.device)
@@ -314,7 +318,7 @@ class RankGroup:
                 handle = memory.spread_rows(list(enumerate(rows)))
             else:
                 handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
-        return gathered, work.take(handle)
+        return Pending([work.take(handle)], lambda _: gathered, [gathered])
 
 
 @lru_cache  # a step asks several times

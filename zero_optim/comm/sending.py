@@ -20,27 +20,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.pending import AfterEvent, Pending
 from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.compat.engine import coalesced, coalesces
-from zero_optim.compat.streams import HostCopy
+from zero_optim.compat.streams import HostCopy, recorded_event
 
 Lanes = Sequence[RankGroup]
-Received = tuple[Waitable, list[Tensor]]
 
 
 def exchange(
     group: RankGroup, pieces: Sequence[Tensor], lanes: Lanes, about: str = ""
-) -> tuple[list[Waitable], list[Tensor]]:
-    """Start sending one piece to each rank; returns handles and received pieces by rank. All ranks call.
+) -> Pending[list[Tensor]]:
+    """Start sending one piece to each rank; the value is the received pieces, by rank. All ranks call.
 
-    ``pieces``: 1-D, contiguous, one dtype, equal lengths for one receiver; the own one is not copied.
+    ``pieces``: 1-D, contiguous, one dtype, equal lengths for one receiver; the own one is not copied, and
+    none may change until the wait.
     ``lanes``: groups of the same ranks, one a sender, as one gloo group is not reliably full duplex.
     """
     mine = pieces[group.rank]
     received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
-    if group.size == 1:
-        return [], received
+    if group.size == 1:  # nothing is sent, and no handle orders the stream that waits behind this one
+        made = AfterEvent(mine.device, recorded_event(mine.device))
+        return Pending([made], lambda _: received, received)
     lane = replace(lanes[0], phase=group.phase)  # it counts for whoever exchanges
     memory = lane.one_host(mine.device)
     work = lane.begin_work(about, mine.device)
@@ -57,7 +59,7 @@ def exchange(
         else:
             handle, received = _all_to_all(pieces, received, lane, as_bytes=how == "bytes")
     group.phase.sent(sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != group.rank))
-    return [work.take(handle)], received
+    return Pending([work.take(handle)], lambda _: received, (*pieces, *received))
 
 
 def _all_to_all(
@@ -80,7 +82,7 @@ def _all_to_all(
 
 def start_parts(
     group: RankGroup, parts: Sequence[Sequence[Tensor]], lanes: Lanes, about: str = ""
-) -> tuple[Waitable, Callable[[Tensor], Received]]:
+) -> tuple[Waitable, Callable[[Tensor], Pending[list[Tensor]]]]:
     """Start sending parts to each rank; returns that handle, and what receives the next parts."""
     lane, device = replace(lanes[0], phase=group.phase), parts[group.rank][0].device
     work = lane.begin_work(about, device)
@@ -94,13 +96,13 @@ def start_parts(
         work.take(_start_paired(group, sends, (), lanes, tag))
     group.phase.sent(sum(part.nbytes for _, part in sends))
 
-    def receive(own: Tensor) -> Received:
+    def receive(own: Tensor) -> Pending[list[Tensor]]:
         into = [own if rank == group.rank else torch.empty_like(own) for rank in range(group.size)]
         others = ((rank, part) for rank, part in enumerate(into) if rank != group.rank)
         coming = lane.begin_work(about, device)
         with coming.starting():
             coming.take(_start_paired(group, (), others, lanes, tag))
-        return coming, into
+        return Pending([coming], lambda _: into)
 
     return work, receive
 

@@ -13,11 +13,13 @@ Note [Sends that nothing ends]
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.threads import start_thread
 
 LOOK = timedelta(seconds=1)
@@ -64,14 +66,11 @@ def _wait_for_pairs(handle: Paired, is_given_up: Callable[[], bool]) -> bool:
     if handle.is_small:
         handle.wait()
         return True
-    failures = list[RuntimeError]()
+    sent = Pending(handle.sends, list)
 
     def wait() -> None:
-        try:
-            for work in handle.sends:
-                work.wait()
-        except RuntimeError as error:
-            failures.append(error)
+        with suppress(RuntimeError):  # the caller raises it
+            sent.wait()
 
     thread = start_thread(wait, "zero_optim sends")
     for work in handle.receives:
@@ -83,11 +82,7 @@ def _wait_for_pairs(handle: Paired, is_given_up: Callable[[], bool]) -> bool:
             return False
         was_given_up = is_given_up()
         thread.join(LOOK.total_seconds())
-    if failures:
-        try:
-            raise failures[0]
-        finally:
-            failures.clear()  # the error refers to this frame
+    sent.wait()
     return True
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from zero_optim.comm.backends import raised_by_backend
+from zero_optim.comm.pending import AfterEvent
 from zero_optim.comm.traffic import Phase, Waitable
 from zero_optim.comm.work_log import GroupWorks
 from zero_optim.compat.engine import is_profiling
-from zero_optim.compat.streams import Event, is_capturing, recorded_event, wait_for_event
+from zero_optim.compat.streams import is_capturing, recorded_event
 from zero_optim.errors import ZeroOptimError
 
 # How a work is named in messages, by its phase.
@@ -87,10 +88,8 @@ class Work:
             self.group.outstanding = self
         return self
 
-    def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the last handle gives
+    def wait(self) -> Any:  # noqa: ANN401 - what the last handle gives
         """Wait with the caller or the current stream; StalledError if a rank is late or has ended."""
-        if timeout is not None:
-            self.timeout = timeout
         result: Any = None
         with self.phase.held_up(), _InBackend(self, ends=True):
             for handle in self.handles:
@@ -100,7 +99,7 @@ class Work:
             if is_capturing(device):  # which has no event to query
                 self.group.outstanding = None
             else:  # the handles keep tensors
-                self.handles = (_AfterWait(device, recorded_event(device)),)
+                self.handles = (AfterEvent(device, recorded_event(device)),)
         return result
 
     def is_completed(self) -> bool:
@@ -175,28 +174,6 @@ class _InBackend:
             # Note [Works that outlive the interpreter]; a device has no thread that takes the GIL.
             if work.late_on is not None or (self._ends if error is None else not work.handles):
                 work.group.pending.discard(work)
-
-
-class _AfterWait:
-    """The handle of a collective that a stream waits for; it keeps no tensors."""
-
-    def __init__(self, device: torch.device, event: Event) -> None:
-        self._device = device
-        self.event = event
-
-    def wait(self) -> None:
-        wait_for_event(self._device, self.event)
-
-    def is_completed(self) -> bool:
-        return bool(self.event.query())
-
-    def exception(self) -> Exception | None:
-        """Return the device's failure; only the backend's own handle has the backend's."""
-        try:
-            self.event.query()
-        except RuntimeError as error:
-            return error.with_traceback(None)
-        return None
 
 
 def explained(works: GroupWorks | None, error: RuntimeError) -> Exception | None:

@@ -50,7 +50,7 @@ def has_computed_all() -> bool:
     return in_backward() and not in_outer_backward()
 
 
-def after_backward(callback: Callable[[], None]) -> None:
+def after_backward(callback: Callable[[], object]) -> None:
     """Call ``callback``, after earlier ones, when the current backward pass has computed every gradient.
 
     On an accelerator maybe on an engine's thread, with the caller's streams, which wait for the gradients.

@@ -5,52 +5,38 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import torch
 
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.signals import wait_for
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.compat.threads import start_thread
 
 
-class Startable(Protocol):
-    """Something that was started."""
-
-    def wait(self) -> object:
-        """Wait; False if another stream that uses the result must wait, too."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
-    work: Startable
+    work: Pending[Any]
     size: float
-    keys: tuple[Hashable, ...]
-    behind: Callable[[], AbstractContextManager[None]]  # uses the stream that waits, behind the current one
-    in_turn: Callable[[], AbstractContextManager[None]]  # the same, in the turn of later work
-    is_unclaimed: bool = True
-    is_over: bool = False  # no stream has to wait any more
-
-    def wait(self, *, in_turn: bool = False) -> None:
-        if not self.is_over:
-            self.is_unclaimed, self.is_over = False, True  # also if it fails, see `Flow`
-            with self.in_turn() if in_turn else self.behind():
-                self.is_over = self.work.wait() is not False
+    keys: frozenset[Hashable]
+    device: torch.device | None
+    is_behind: bool
+    end: threading.Event | None  # of work on a thread
 
 
 class Flow:
     """Work under way, in the order of its start; the sum of its sizes is at most ``most``.
 
-    On an accelerator work stays until it is over, as each stream that reads must wait. Two threads may use a
-    flow. With ``streams`` an extra stream waits for the work, and `wait` lets the current one wait for that.
-    A ``thread`` starts the work and waits for it; one wait raises what fails there. After another wait has
-    failed each later one raises the same, as the results never come, until `abandon`.
+    On an accelerator work stays until it is over, as each stream that reads must wait; so does work that
+    failed, and each wait raises that, until `abandon`. Two threads may use a flow. With ``streams`` an extra
+    stream waits for the work, and `wait` lets the current one wait for that. A ``thread`` starts the work and
+    waits for it.
     """
 
     def __init__(
@@ -65,9 +51,7 @@ class Flow:
         self._is_apart = False  # something waits on extra streams that the current one has not waited for
         self._thread = thread
         self._entries: deque[_Entry] = deque()
-        self._by_key: dict[Hashable, list[_Entry]] = {}
         self._lock = threading.RLock()  # waiting for work may start more
-        self._failure: tuple[type[Exception], tuple[object, ...]] | None = None  # without its frames
 
     def __reduce__(self) -> "tuple[type[Flow], tuple[float]]":
         """Copy and pickle without the work, which uses the original's memory."""
@@ -76,19 +60,15 @@ class Flow:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __bool__(self) -> bool:
-        """Whether a wait has something to do, or to raise."""
-        return bool(self._entries) or self._failure is not None
-
     @property
     def is_unclaimed(self) -> bool:
         """Whether somebody has still to wait for some work."""
         with self._lock:
-            return any(entry.is_unclaimed for entry in self._entries)
+            return any(entry.work.is_unclaimed for entry in self._entries)
 
     def start(
         self,
-        begin: Callable[[], Startable],
+        begin: Callable[[], Pending[Any]],
         size: float = 1,
         keys: Iterable[Hashable] = (),
         device: torch.device | None = None,  # of the work's stream, with ``streams``
@@ -99,49 +79,40 @@ class Flow:
         with self._lock:
             while self._entries and size + sum(entry.size for entry in self._entries) > self._most:
                 self.finish_first()
-        work = begin() if self._thread is None else self._thread.run(lambda: begin().wait())
-        behind: Callable[[], AbstractContextManager[None]] = nullcontext
-        in_turn = behind
-        if self._streams is not None and device is not None:
-            behind, self._is_apart = partial(self._streams.behind, device), True
-            in_turn = partial(self._streams.using, device) if is_behind else behind
-        entry = _Entry(work, size, tuple(keys), behind, in_turn)
+        end: threading.Event | None = None
+        if self._thread is None:
+            work = begin()
+        else:
+            work = Pending([], lambda _: begin().wait())
+            end = self._thread.run(work)
+        self._is_apart |= device is not None
         with self._lock:
-            self._entries.append(entry)
-            for key in entry.keys:
-                self._by_key.setdefault(key, []).append(entry)
+            self._entries.append(_Entry(work, size, frozenset(keys), device, is_behind, end))
 
     def finish_first(self) -> None:
         """Wait for the oldest work."""
-        with self._waiting():
-            entry = self._entries.popleft()
-            entry.wait(in_turn=True)
-            if entry.is_over:
-                self._drop_keys(entry)
+        with self._lock:
+            entry = self._entries[0]
+            self._wait(entry, in_turn=True)
+            self._drop(entry)
 
     def wait_for(self, keys: Iterable[Hashable]) -> None:
         """Let the current stream, or on the CPU the caller, wait for the work with some keys."""
-        with self._waiting():
-            for key in keys if self._by_key else ():
-                for entry in self._by_key.pop(key, ()):
-                    entry.wait()
-                    if not entry.is_over:
-                        self._by_key.setdefault(key, []).append(entry)
-            over = [entry for entry in self._entries if entry.is_over]
-            for entry in over:
-                self._entries.remove(entry)
-                self._drop_keys(entry)
+        with self._lock:
+            wanted = frozenset(keys if self._entries else ())
+            for entry in tuple(self._entries):
+                if entry.work.has_failed or not entry.keys.isdisjoint(wanted):
+                    self._wait(entry)
+                if entry.work.is_over:
+                    self._drop(entry)
 
     def wait(self) -> None:
         """Let the current stream, or on the CPU the caller, wait for all work, in the order of its start."""
-        with self._waiting():
-            for _ in range(len(self._entries)):
-                entry = self._entries.popleft()  # if the wait raises, the rest stays
-                entry.wait()
-                if entry.is_over:  # or parameters would keep the work of every step
-                    self._drop_keys(entry)
-                else:
-                    self._entries.append(entry)
+        with self._lock:
+            for entry in tuple(self._entries):
+                self._wait(entry)
+                if entry.work.is_over:
+                    self._drop(entry)
         if self._streams is not None and self._is_apart:
             self._streams.join()
             self._is_apart = False
@@ -150,81 +121,50 @@ class Flow:
         """Drop all work; the backend keeps its memory until it is done."""
         with self._lock:
             self._entries.clear()
-            self._by_key.clear()
-            self._failure = None
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Hold the lock; raise what an earlier wait raised, and keep what this one raises."""
-        with self._lock:
-            if self._failure is not None:
-                kind, args = self._failure
-                raise kind(*args)
+    def _wait(self, entry: _Entry, *, in_turn: bool = False) -> None:
+        """Wait with the extra stream, if any, behind the current one, or ``in_turn`` of later work."""
+        stream: AbstractContextManager[None] = nullcontext()
+        if self._streams is not None and entry.device is not None:
+            use = self._streams.using if in_turn and entry.is_behind else self._streams.behind
+            stream = use(entry.device)
+        if entry.end is not None:
             try:
-                yield
-            except Exception as error:
-                if self._thread is None:
-                    self._failure = type(error), error.args
-                raise
+                wait_for(entry.end)
+            finally:
+                wait_for(entry.end)  # also after a Ctrl-C: the thread goes on to write
+        with stream:
+            entry.work.wait()
 
-    def _drop_keys(self, entry: _Entry) -> None:
-        for key in entry.keys:
-            left = [one for one in self._by_key.pop(key, ()) if one is not entry]
-            if left:
-                self._by_key[key] = left
+    def _drop(self, entry: _Entry) -> None:
+        with suppress(ValueError):  # what came of it has waited in its place
+            self._entries.remove(entry)
+
+
+_Job: TypeAlias = tuple[Pending[Any], threading.Event]
 
 
 class Worker:
     """A thread for `Flow`, which runs work in order. It ends with this object or the process."""
 
     def __init__(self, name: str) -> None:
-        self._works: SimpleQueue[_Run | None] = SimpleQueue()
-        self.end = partial(self._works.put, None)
-        start_thread(partial(_run_all, self._works), name)
-        weakref.finalize(self, self.end).atexit = False
-        _WORKERS.add(self)
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        end = partial(self._jobs.put, None)
+        start_thread(partial(_run_all, self._jobs), name)
+        weakref.finalize(self, end).atexit = False
+        atexit.register(end)  # before `zero_optim.compat.threads` waits for all: it was registered earlier
 
-    def run(self, work: Callable[[], object]) -> "_Run":
-        """Run some work after what came before."""
-        run = _Run(work)
-        self._works.put(run)
-        return run
-
-
-class _Run:
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work: Callable[[], object] | None = work
-        self._error: BaseException | None = None
-        self._end = threading.Event()
-
-    def run(self) -> None:
-        work, self._work = self._work, None
-        assert work is not None  # it runs once
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised by `wait`
-            self._error = error
-        self._end.set()
-
-    def wait(self) -> None:
-        try:
-            wait_for(self._end)
-        finally:
-            wait_for(self._end)  # also after a Ctrl-C, or nobody would wait for it
-        if self._error is not None:
-            raise self._error
+    def run(self, work: Pending[Any]) -> threading.Event:
+        """Wait for some work after what came before; returns an event at its end, also if it fails."""
+        end = threading.Event()
+        self._jobs.put((work, end))
+        return end
 
 
-def _run_all(works: "SimpleQueue[_Run | None]") -> None:
-    while (work := works.get()) is not None:
-        work.run()
-        del work
-
-
-_WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-
-
-@atexit.register  # before `zero_optim.compat.threads` waits for all, as that was registered earlier
-def _end_workers() -> None:
-    for worker in list(_WORKERS):
-        worker.end()
+def _run_all(jobs: "SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        work, end = job
+        with suppress(BaseException):  # each later wait raises it
+            work.wait()
+        del job, work  # with what it holds
+        end.set()

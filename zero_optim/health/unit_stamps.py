@@ -23,11 +23,11 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import bytes_to_tensor, ranks_text
+from zero_optim.comm.pending import Pending
 from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.errors import RankMismatchError
-from zero_optim.flow.pending import Then
 from zero_optim.health.stamp import (
     HEAD_NBYTES,
     STAMP_NBYTES,
@@ -131,7 +131,9 @@ class UnitMarks:
         head = marked(bytes(HEAD_NBYTES), mark)
         heads[ranks.rank] = bytes_to_tensor(head)
         works = spread_rows(ranks, list(enumerate(heads)), lanes, _TAG, label)
-        beside = Then(works, lambda _: self._compare(Arrival(range(ranks.size), heads, head), HostCopy.read))
+        beside = Pending(
+            works, lambda _: self._compare(Arrival(range(ranks.size), heads, head), HostCopy.read)
+        )
         return [beside, *spread_rows(ranks, rows, lanes, mark, label)]
 
     def send(

@@ -5,6 +5,7 @@ were read. Each has one writer, so there is no lock. Messages begin at multiples
 """
 
 import ctypes
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from zero_optim.host.segment import LINE
 
 if TYPE_CHECKING:
+    from zero_optim.host.several_hosts import SeveralHosts
     from zero_optim.host.shared_memory import SharedMemory
 
 PIECE = 2**19  # bytes that are copied at a time; they stay in a processor's cache until they are read
@@ -124,7 +126,7 @@ Act = Callable[[int, int], bool | None]
 class HostWork:
     """A pending call, as a handle of the backend. ``kept``: what it sends and fills."""
 
-    def __init__(self, memory: "SharedMemory", number: int, *kept: object) -> None:
+    def __init__(self, memory: "SharedMemory | SeveralHosts", number: int, *kept: object) -> None:
         self._memory = memory
         self.number = number
         self.began = time.monotonic()
@@ -142,7 +144,9 @@ class HostWork:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it has ended, or so long; RuntimeError if it does not, or failed."""
-        self._memory.wait(self, None if timeout is None else timeout.total_seconds())
+        self._memory.wait(self, math.inf if timeout is None else timeout.total_seconds())
+        if (failure := self.exception()) is not None:
+            raise failure
         return True
 
     def is_completed(self) -> bool:

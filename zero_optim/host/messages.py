@@ -19,7 +19,7 @@ from zero_optim.host.channel import Act, HostWork, Message, Receiver
 from zero_optim.host.shared_memory import SharedMemory
 
 # Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
-Add = Callable[[Sequence[Tensor], int, Tensor], None]
+Add = Callable[[Sequence[Tensor], int, Tensor], object]
 Then = Callable[[str | None], None] | None
 
 _ROWS, _PIECES, _ADDENDS, _SUMS = range(1, 5)  # kinds of messages

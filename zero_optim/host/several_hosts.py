@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from zero_optim.compat.signals import handlers_later, wait_for
 from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.errors import message_of
+from zero_optim.host.channel import HostWork
 from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo, flattened
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the calls have failed
@@ -40,49 +41,21 @@ _TAGS = 2**29 - 1  # of calls; each has two
 _OF_TAGGED = 2**30  # is added to those of calls that have a tag themselves
 
 
-class HostsCall:
-    """A pending call, as a handle of the backend."""
+class HostsCall(HostWork):
+    """A pending call, which another thread ends."""
 
-    def __init__(self, hosts: "SeveralHosts", then: Then) -> None:
-        self._hosts, self._then = hosts, then
-        self._is_over = threading.Event()
-        self._failure: str | None = None
-        self.nbytes = 0  # that it sends, inside and across
+    def __init__(self, hosts: "SeveralHosts", number: int, then: Then) -> None:
+        super().__init__(hosts, number)
+        self.num_pending, self.then = 1, then
+        self.is_over = threading.Event()
 
     def end(self, failure: str | None = None) -> None:
-        """End it, once."""
-        if self._is_over.is_set():
+        """End it, once, and tell."""
+        if self.is_over.is_set():
             return
-        self._failure = failure
-        self._is_over.set()
-        if self._then is not None:
-            self._then(failure)
-
-    @property
-    def failure(self) -> str | None:
-        """Why it will never end well, if so."""
-        return self._failure if self._is_over.is_set() else self._hosts.failure
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it has ended, or so long; RuntimeError if it does not, or failed."""
-        began = time.monotonic()
-        left = seconds = float("inf") if timeout is None else timeout.total_seconds()
-        while not wait_for(self._is_over, min(left, _LOOK)) and self.failure is None:
-            left = began + seconds - time.monotonic()
-            if left <= 0:
-                raise RuntimeError(f"Timed out waiting {seconds} s for a call across hosts")
-        if (failure := self.exception()) is not None:
-            raise failure
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether it has ended, or failed."""
-        return self._is_over.is_set() or self.failure is not None
-
-    def exception(self) -> Exception | None:
-        """Return its failure."""
-        failure = self.failure
-        return None if failure is None else dist.DistNetworkError(failure)
+        self.num_pending = int(failure is not None)
+        self.is_over.set()
+        super().end(failure)
 
 
 class SeveralHosts:
@@ -114,6 +87,15 @@ class SeveralHosts:
         """Take part no more, with nothing that failed."""
         self._up.let_go()
         self._down.let_go()
+
+    def wait(self, call: HostWork, seconds: float) -> None:
+        """Wait until a call has ended, or failed."""
+        assert isinstance(call, HostsCall)
+        deadline = time.monotonic() + seconds
+        while not call.is_completed():
+            if (left := deadline - time.monotonic()) <= 0:
+                raise RuntimeError(f"Timed out waiting {seconds} s for a call across hosts")
+            wait_for(call.is_over, min(left, _LOOK))
 
     @handlers_later
     def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostsCall:
@@ -176,7 +158,7 @@ class SeveralHosts:
         if self.failure is not None:
             raise dist.DistNetworkError(self.failure)
         self.num_started += 1
-        return HostsCall(self, then), 2 * (self.num_started % _TAGS)
+        return HostsCall(self, self.num_started, then), 2 * (self.num_started % _TAGS)
 
     def _rank_at(self, host: int) -> int:
         return self._ranks[host][self._number]
@@ -190,28 +172,23 @@ class SeveralHosts:
             total if host == self._host else torch.empty_like(rows[self._rank_at(host)]) for host in hosts
         ]
         arrivals = [total if host == self._host else torch.empty_like(total) for host in hosts]
-        crossing = list[dist.Work]()
-        is_summed, failures = threading.Event(), list[str]()
+        crossing = Future[list[dist.Work]]()
 
         def cross(failure: str | None) -> None:
+            works = list[dist.Work]()
             try:
                 if failure is None:
-                    crossing.extend(
-                        self._cross(tag, [[each] for each in sums], [[each] for each in arrivals])
-                    )
-                else:
-                    failures.append(failure)
-            except RuntimeError as error:  # of the backend
-                failures.append(message_of(error))
-            finally:
-                is_summed.set()
+                    works = self._cross(tag, [[each] for each in sums], [[each] for each in arrivals])
+            except Exception as error:  # noqa: BLE001 - of the backend; raised by `add_up`
+                failure = message_of(error)
+            if failure is None:
+                crossing.set_result(works)
+            else:
+                crossing.set_exception(dist.DistNetworkError(failure))
 
         @torch.inference_mode()  # as on sockets, whatever mode a thread has
         def add_up() -> None:
-            is_summed.wait()
-            if failures:
-                raise dist.DistNetworkError(failures[0])
-            _wait_for(crossing)
+            _wait_for(crossing.result())
             add(arrivals, self._host, total)
 
         inside = [[rows[here[number]] for here in self._ranks] for number in range(len(self._ranks[0]))]

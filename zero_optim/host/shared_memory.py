@@ -17,7 +17,6 @@ Note [Calls that differ]
 import atexit
 import ctypes
 import itertools
-import math
 import os
 import select
 import threading
@@ -182,17 +181,14 @@ class SharedMemory:
             self._ring(self.rank)  # another thread may sleep that waits for it
         return ended
 
-    def wait(self, work: HostWork, seconds: float | None) -> None:
-        """Move bytes until a call has ended."""
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
+    def wait(self, work: HostWork, seconds: float) -> None:
+        """Move bytes until a call has ended, or failed."""
+        deadline = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() >= deadline:
                 raise RuntimeError(f"Timed out waiting {seconds} s for a call on this host")
             with HandlersLater():
                 self._wait(work, min(deadline, time.monotonic() + _LONGEST))
-        failure = work.exception()
-        if failure is not None:
-            raise failure
 
     def _wait(self, work: HostWork, deadline: float) -> None:
         self._waiting.append(work)

@@ -224,7 +224,7 @@ class Iteration:
         group = self._core.group
         with group.doing("GradScaler.unscale_()"):
             if group.size > 1:
-                group.start_sum(found_inf)[1].wait()
+                group.start_sum(found_inf).wait()
 
     def clip(self, arguments: ClipArguments) -> Tensor:
         """Clip all gradients by their global norm; all ranks call, except joined ones."""

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.pending import Pending
 from zero_optim.comm.records import OVERLAPPED_STEP
-from zero_optim.flow.pending import Pending
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Gathering, Task
 from zero_optim.shard.gathers import start_gather
@@ -111,7 +111,7 @@ class PartTask(Task):
         stepped = self._core.engine.buckets_of(self._changed)
         return [bucket for bucket in stepped if bucket in buckets]
 
-    def gather(self, bucket: Bucket) -> Pending:
+    def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, on lanes that nobody else uses."""
         stamps = self._core.engine.stamps
         send = None if stamps is None else stamps.send

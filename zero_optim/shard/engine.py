@@ -29,10 +29,10 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, host_lanes_beside
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.flow.flow import Flow
-from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import ZERO1, Moment, Operation, Schedule
 from zero_optim.health.stamps import Call, Replicas, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
@@ -63,7 +63,7 @@ class Task:
         """Choose those that are gathered."""
         return buckets
 
-    def gather(self, bucket: Bucket) -> Pending:
+    def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ class Gathering(Task):
         self._lanes = self._engine.lanes_for(buckets)
         return buckets
 
-    def gather(self, bucket: Bucket) -> Pending:
+    def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
         group, lanes = self._group, self._lanes
         used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups

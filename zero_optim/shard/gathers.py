@@ -22,8 +22,8 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
+from zero_optim.comm.pending import Pending
 from zero_optim.comm.traffic import Waitable
-from zero_optim.flow.pending import Pending
 from zero_optim.health.stamp import Header
 from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
 from zero_optim.shard.bucket import Bucket
@@ -44,18 +44,18 @@ def start_gather(
     send: Send | None = None,  # writes a stamp
     start_rows: StartRows | None = None,
     changed: Collection[Tensor] | None = None,  # parameters that change for autograd; None for all
-) -> Pending:
+) -> Pending[None]:
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
     flat = bucket.fill()
     take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
     works = (start_rows or start_broadcasts)(lanes, bucket.rows(flat), bucket.label)
 
-    def end() -> None:
+    def end(_: object) -> None:
         bucket.receive(flat, changed)
         if take is not None:
             take()
 
-    return Pending(works, [flat], end)
+    return Pending(works, end, [flat])
 
 
 def start_broadcasts(
@@ -93,7 +93,7 @@ class UnitGathers:
     lanes: Lease  # for gathers alone
     marks: UnitMarks
 
-    def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending:
+    def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending[None]:
         """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
         lanes = [lane.during("gather") for lane in self.lanes.groups]
         mark = self.marks.mark_of(bucket.params[0], purpose)
