@@ -195,17 +195,10 @@ class Overlap:
 
         def step() -> None:
             sharding.under_way.wait_for(param for bucket in buckets for param in bucket.params)
-            own = {
-                param: gradient
-                for param, gradient in gradients.items()
-                if gradient is not None and sharding.piece_here(param) is not None
-            }
             try:
-                if own:
+                if failure is None:
                     with self.group.doing(OVERLAPPED_STEP):
-                        owned.step_some(self.core.groups, own)
-                if failure is None:  # of all, as an ordinary step does, also of those without a gradient
-                    owned.average.update(gradients)
+                        owned.step(self.core.groups, None, gradients)
             except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
                 errors.append(error)
 
@@ -280,7 +273,7 @@ class Overlap:
             try:
                 core.follow_members()
                 core.check_gradients(rest)
-                core.check_unreduced(in_join=in_join)
+                core.compare_unreduced(in_join=in_join)
             except (ValueError, RuntimeError) as error:
                 failure = error
         if in_join:  # ranks that joined wait for this; if one rank fails all raise
