@@ -60,7 +60,7 @@ class LazyGather:
             needs = self._needs[module] if module in self._needs else module.parameters()
             self._under_way.wait_for(needs)
         if not self._under_way and not in_backward():  # a pass that recomputes has to end in good order
-            self._gathers.check_failures()
+            self._gathers.raise_failures()
 
     @eager
     def _after_forward(self, *_: object) -> None:
