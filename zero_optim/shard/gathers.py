@@ -88,6 +88,10 @@ class Gathers:
         """Copy and pickle as new: modules wait for the original's gathers; a copy needs its own lanes."""
         return Gathers, (self.stamps,)
 
+    def begin_in(self, group: RankGroup, own_options: Collection[str]) -> None:
+        """Begin with new stamps in a group; models whose modules wait go on to do so."""
+        self.stamps = None if group.size == 1 else Stamps(own_options)
+
     def let_go(self, *, waits: bool) -> None:
         """Wait for pending gathers or abandon them, then release the lanes; no error if a rank died."""
         lanes, self._lanes = self._lanes, None
@@ -100,10 +104,10 @@ class Gathers:
         finally:
             self.under_way.abandon()
 
-    def check_failures(self) -> None:
-        """Raise if a rank is known to have failed in the last call."""
+    def raise_failures(self) -> None:
+        """Raise, once, if a rank is known to have failed in the last call."""
         if self.stamps is not None:
-            self.stamps.check_failures()
+            self.stamps.raise_failures()
 
     def schedules_of(self, buckets: Sequence[Bucket]) -> list[Schedule]:
         """Return the recipe of each bucket: `LAZY` if modules wait for all of its parameters."""

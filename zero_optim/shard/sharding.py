@@ -14,7 +14,7 @@ from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import Moment, Operation
-from zero_optim.health.stamps import Call, Stamps
+from zero_optim.health.stamps import Call
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -79,7 +79,7 @@ class Sharding:
         self.buckets: list[Bucket] = []
         self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
         self.gathers = Gathers() if gathers is None else gathers
-        self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
+        self.gathers.begin_in(group, own_options)
         self.cut_params: list[Tensor] = []
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._group = group
@@ -291,13 +291,13 @@ class Sharding:
             self.under_way.wait_for(param for bucket in awaited for param in bucket.params)
         else:
             self.under_way.wait()
-        self.gathers.check_failures()
+        self.gathers.raise_failures()
 
     def _gathered_at_step(self, buckets: Collection[Bucket]) -> list[Bucket]:
         """List the buckets that a step gathers; frees the others, which their modules gather."""
         for bucket in self.row_buckets:
             if bucket in buckets:
-                bucket.has_changed()
+                bucket.mark_changed()
         return [bucket for bucket in buckets if Operation.GATHER in bucket.schedule[Moment.STEP]]
 
     @property
