@@ -22,7 +22,14 @@ from zero_optim.ddp.full.guards import refuse_conversions
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
-from zero_optim.ddp.full.parts import make_gathers, make_reducer, make_units, seen_buffers, send_buffers
+from zero_optim.ddp.full.parts import (
+    make_gathers,
+    make_reducer,
+    make_stamps,
+    make_units,
+    seen_buffers,
+    send_buffers,
+)
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
@@ -148,7 +155,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         self._reducer = reducer = make_reducer(
             construction, optimizer, mesh, self._options, weakly(self._wants)
         )
-        stamps = optimizer.iteration.calls.unit_stamps()
+        stamps = make_stamps(optimizer)
         gathers = make_gathers(construction, optimizer)
         is_new = not hasattr(self, "units")
         if is_new:
@@ -156,7 +163,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             units = make_units(construction, reducer.params)
             self.units = UnitsInUse(units, self._arguments.num_kept, guards_reads=guards_reads)
         places = LaunchPlaces(self.units.units, construction.choice.unit_of, reducer)
-        self.units.use(optimizer.ranks, gathers, stamps, places)
+        self.units.use(optimizer.ranks, optimizer.core.engine, gathers, stamps, places)
         if is_new:
             hook_up(construction.choice, self.units)
             construction.policy.hook_up(construction.choice.modules)

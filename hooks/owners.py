@@ -123,8 +123,8 @@ class OwnerGradients:
         core, self.reduced = self.optimizer.core, []
         if self.optimizer.iteration.joins.under_way:
             raise RuntimeError(f"hooks that reduce gradients to owners take no part in Join: {NO_JOIN}")
-        if self._num_buckets != len(core.sharding.buckets):
-            self._num_buckets, self._elsewhere = len(core.sharding.buckets), {}
+        if self._num_buckets != len(core.engine.buckets):
+            self._num_buckets, self._elsewhere = len(core.engine.buckets), {}
             self._names = dict(zip(core.params, param_names(core.groups), strict=True))
             owners = {piece.owner for pieces in core.piece_list() for piece in pieces}
             self.has_one_owner = core.ranks.size > 1 and len(owners) == 1
@@ -187,7 +187,7 @@ class OwnerGradients:
 
     def version(self) -> int:
         """Return a number that changes when the optimizer gets more parameters."""
-        return len(self.optimizer.core.sharding.buckets)
+        return len(self.optimizer.core.engine.buckets)
 
     def members(self) -> list[list[Tensor]] | None:
         """Return each bucket's parameters in the order of owners; None if one rank owns all."""

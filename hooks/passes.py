@@ -85,7 +85,7 @@ class SteppedPass:
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
         """Store reduced gradients, and step the optimizer's full buckets."""
         self.unsure.update(params[place] for place in unsure)
-        number_of, touched = self.overlap.core.sharding.number_of, dict[int, Gradients]()
+        number_of, touched = self.overlap.core.engine.number_of, dict[int, Gradients]()
         for param, gradient in zip(params, gradients, strict=True):
             number = number_of(param)
             if number is not None:

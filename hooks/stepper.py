@@ -236,7 +236,7 @@ class ZeroStep:
         if not of.has_begun:
             self._begin(of)
         tasks, self._held = self._held, []
-        number_of = self._overlap.core.sharding.number_of
+        number_of = self._overlap.core.engine.number_of
         for task in tasks:
             # From here on any moment may change them. Autograd has to refuse to read old values, and on this
             # thread it does so whatever the timing.
@@ -257,7 +257,7 @@ class ZeroStep:
             self._optimizer.begin_overlapped_step(joined=of.joined)
         if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
             with of.storing_errors():
-                self._overlap.core.sharding.take_over()
+                self._overlap.core.engine.take_over()
 
     def _before_end(self) -> None:
         """Queue `_end` behind DDP's callback; wait for the thread here, to measure the wait."""

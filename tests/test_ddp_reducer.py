@@ -18,7 +18,7 @@ from fake_streams import fake_streams
 from pool import on_ranks
 from zero_optim.ddp import GradBucket, Reducer, ReducerOptions
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions
 from zero_optim.ddp.reducer.gradient_bucket import (
     BATCH_NBYTES,
     LARGE_NBYTES,
@@ -28,6 +28,7 @@ from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.history import History
 from zero_optim.errors import RankMismatchError, ReductionError
 from zero_optim.plan.groups import names_text
+from zero_optim.shard.engine import Engine
 
 SMALL = (500,)
 
@@ -247,7 +248,9 @@ def arrivals(shapes: list[tuple[int, ...]], *, batched: bool) -> list[int]:
     options = ReducerOptions(bucket_caps_nbytes=(2**30,), batched_grad_copy=batched)
     assignment = assign(ReducedParams.of(params), options, range(count))
     (bucket,) = assignment.buckets
-    current = BackwardPass(assignment, History(count), options, landed, divisor=2.0, can_carry_word=True)
+    current = BackwardPass(
+        assignment, History(count), options, Reductions(Engine(), landed), divisor=2.0, can_carry_word=True
+    )
     filled = []
     for index, param in enumerate(params):
         param.grad = torch.ones_like(param)
@@ -286,7 +289,7 @@ def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
     options = ReducerOptions(bucket_caps_nbytes=(16,), find_unused_parameters=True)
     assignment = assigned(params, options, [2, 1, 0])  # c and b, then a
     for presumed, is_late in (([1], False), ([1, 2], True)):
-        current = BackwardPass(assignment, History(3), options, landed)
+        current = BackwardPass(assignment, History(3), options, Reductions(Engine(), landed))
         current.presume_unused(presumed)
         params[1].grad = torch.ones(2)
         current.arrived(1)

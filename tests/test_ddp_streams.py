@@ -22,10 +22,11 @@ from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.compat import streams
 from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, Wait
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions, Wait
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.stream_order import StreamOrder
+from zero_optim.shard.engine import Engine
 
 SMALL = 10
 
@@ -38,7 +39,9 @@ class Begun:
         self.launched: list[int] = []
         options = ReducerOptions(bucket_caps_nbytes=caps or (2**30,), limits_first_buckets=True)
         assignment = assign(ReducedParams.of(self.params), options)
-        self.current = BackwardPass(assignment, History(num_params), options, self.launch, divisor=2.0)
+        self.current = BackwardPass(
+            assignment, History(num_params), options, Reductions(Engine(), self.launch), divisor=2.0
+        )
 
     def launch(self, bucket: ReducerBucket) -> Wait:
         self.launched.append(bucket.number)

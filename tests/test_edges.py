@@ -220,7 +220,7 @@ def test_every_dtype_travels() -> None:
         sharded = sgd(params)
         params[3].grad = torch.ones(2)
         sharded.step()
-        sharded.core.sharding.gather_all()
+        sharded.core.engine.gather_all()
         assert all(torch.equal(p.float(), torch.ones(5)) for p in params[:3] if not dtype.is_complex)
 
 

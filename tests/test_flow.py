@@ -1,6 +1,7 @@
 """Recipes as data, and what is under way."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -25,7 +26,9 @@ from zero_optim.flow.schedule import (
     Moment,
     Operation,
     Placement,
+    Schedule,
 )
+from zero_optim.shard.engine import Engine, Task
 
 
 def picture() -> str:
@@ -43,9 +46,16 @@ def picture() -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def test_the_picture_of_the_design_is_drawn_from_the_schedules() -> None:
+def placements() -> str:
+    """What a rank holds between two steps, by recipe, as rows of a table in Markdown."""
+    kinds = [(name, row.parameters.value, row.gradients.value) for name, row in RECIPES.items()]
+    return "\n".join(f"| {' | '.join(kind)} | {Placement.ROW.value} |" for kind in kinds)
+
+
+def test_the_pictures_of_the_design_are_drawn_from_the_schedules() -> None:
     design = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
     assert f"```\n{picture()}\n```" in design
+    assert f"\n{placements()}\n" in design
 
 
 def test_recipes_combine() -> None:
@@ -79,19 +89,46 @@ def test_a_unit_that_is_never_gathered_is_refused() -> None:
         replace(ZERO3, moments={**ZERO3.moments, Moment.BEFORE_BACKWARD: ()})
 
 
-def test_a_moment_runs_what_stands_in_the_row_in_order() -> None:
-    done: list[tuple[Operation, int]] = []
-    every = {each: lambda bucket, each=each: done.append((each, bucket)) for each in Operation}
-    for bucket, recipe in enumerate((ZERO1, LAZY, OVERLAP)):
-        recipe.at(Moment.STEP, every, bucket)
-        recipe.at(Moment.BUCKET_REDUCED, every, bucket=bucket)
-    assert [(each.value, bucket) for each, bucket in done] == [
-        *(("step", 0), ("gather", 0), ("wait", 0)),
-        *(("step", 1), ("gather", 1)),
-        *(("step", 2), ("gather", 2), ("wait", 2), ("step", 2), ("gather", 2)),
+class Recorded(Task):
+    """Writes down which operations are run on which buckets."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+
+    def step(self, buckets: Sequence[Any]) -> None:
+        self.done += [("step", bucket.number) for bucket in buckets]
+
+    def to_gather(self, buckets: Sequence[Any]) -> Sequence[Any]:
+        self.done += [("gather", bucket.number) for bucket in buckets]
+        return ()
+
+
+class Scheduled:
+    """A bucket for an engine, with a row of the table."""
+
+    def __init__(self, number: int, schedule: Schedule, task: Recorded) -> None:
+        self.number, self.schedule = number, schedule
+        self._done = task.done
+
+    def arrive(self) -> None:
+        self._done.append(("wait", self.number))
+
+    def free(self) -> None:
+        self._done.append(("free", self.number))
+
+
+def test_a_moment_runs_what_stands_in_the_row_of_each_bucket_in_order() -> None:
+    task, engine = Recorded(), Engine()
+    buckets = [Scheduled(*each, task) for each in enumerate((ZERO1, LAZY, OVERLAP, ZERO3))]
+    engine.on(Moment.STEP, buckets, task)
+    engine.on(Moment.BUCKET_REDUCED, buckets, task)
+    engine.on(Moment.AFTER_FORWARD, buckets, task)
+    assert task.done == [
+        *(("step", 0), ("step", 1), ("step", 2), ("step", 3)),
+        *(("gather", 0), ("gather", 1), ("gather", 2), ("wait", 0), ("wait", 2)),
+        *(("step", 2), ("gather", 2)),
+        ("free", 3),
     ]
-    with pytest.raises(KeyError, match="FREE"):
-        ZERO3.at(Moment.AFTER_FORWARD, {})
 
 
 class Started:

@@ -21,7 +21,7 @@ from zero_optim.comm import backends, collectives
 from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
-from zero_optim.shard import gathers
+from zero_optim.shard import engine, gathers
 
 LARGE = [(300, 256)] * 7 + [(7,)]  # 2.2 MB
 CAP = 0.3  # MiB, so that there are several buckets
@@ -87,7 +87,7 @@ def test_each_owner_sends_on_a_group_of_its_own() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("shapes", [[(8, 8)] * 4, [(600, 600)]], ids=["little to send", "one owner"])
 def test_no_group_is_made_where_it_gains_nothing(shapes: list[tuple[int, ...]]) -> None:
-    with mock.patch.object(gathers, "host_lanes_beside") as taken:
+    with mock.patch.object(engine, "host_lanes_beside") as taken:
         used = groups_used(make(shapes, cuts=False))
     assert set.union(*used.values()) == {given_group()}
     taken.assert_not_called()
@@ -104,7 +104,7 @@ def test_other_backends_and_devices_have_one_communicator() -> None:
 
 @on_ranks(2)
 def test_no_group_is_made_before_it_is_needed() -> None:
-    with mock.patch.object(gathers, "host_lanes_beside") as taken:
+    with mock.patch.object(engine, "host_lanes_beside") as taken:
         make()
     taken.assert_not_called()
 
@@ -200,7 +200,7 @@ def test_gathers_under_way_take_no_memory_or_that_of_four_large_buckets(as_view:
     optimizer = make(shapes, bucket_cap_mb=64 * 64 * 4 / 2**20, parameters_as_bucket_view=as_view)
     under_way: list[bool] = []
     most = [0, 0]
-    start = gathers.start_gather
+    start = engine.start_gather
 
     def noted(lanes: Any, bucket: Any, stamps: Any) -> Any:
         pending, is_large = start(lanes, bucket, stamps), bucket.layout.numel >= 64 * 64
@@ -215,13 +215,13 @@ def test_gathers_under_way_take_no_memory_or_that_of_four_large_buckets(as_view:
         pending.then = over
         return pending
 
-    with mock.patch.object(gathers, "start_gather", noted):
+    with mock.patch.object(engine, "start_gather", noted):
         step(optimizer)
     assert not under_way
-    assert len(optimizer.core.sharding.buckets) > 6
+    assert len(optimizer.core.engine.buckets) > 6
     assert most[0] == (6 if as_view else 4)
     if as_view:
-        assert most[1] == len(optimizer.core.sharding.buckets)
+        assert most[1] == len(optimizer.core.engine.buckets)
 
 
 # ---------------------------------------------------------------------- where a bucket is one launch
@@ -257,7 +257,7 @@ def launches() -> tuple[int, int]:
     ):
         optimizer.step()
     assert len(works) > started  # several owners in a bucket
-    return started, len(optimizer.core.sharding.buckets)
+    return started, len(optimizer.core.engine.buckets)
 
 
 def test_a_step_launches_as_often_with_four_ranks_as_with_two(ranks2: Ranks, ranks4: Ranks) -> None:

@@ -121,7 +121,7 @@ def test_a_module_waits_for_its_own_buckets_alone(as_view: bool, clips: bool) ->
     x = torch.ones(2, 8)
     model(x)  # shows which modules are called
     waited: list[int] = []
-    for index, bucket in enumerate(optimizer.core.sharding.buckets):
+    for index, bucket in enumerate(optimizer.core.engine.buckets):
         receive = bucket.receive
 
         def noted(*args: Any, index: int = index, receive: Callable[..., None] = receive) -> None:
@@ -142,7 +142,7 @@ def test_a_module_waits_for_its_own_buckets_alone(as_view: bool, clips: bool) ->
         layer(x)
         assert waited == list(range(index + 1))  # gathers are in the order of the forward pass
         assert torch.equal(layer.weight, before[index] - 0.1)  # type: ignore[arg-type, operator]
-    assert not optimizer.core.sharding.under_way
+    assert not optimizer.core.engine.under_way
 
 
 # ---------------------------------------------------------------------- one argument
@@ -223,10 +223,10 @@ def test_whatever_reads_parameters_through_our_interface_waits_first(as_view: bo
                 model(inputs(0), with_spare=False)
             with slow_gathers(0.02):
                 step_once(optimizer, model)
-                assert bool(optimizer.core.sharding.under_way) == lazy
+                assert bool(optimizer.core.engine.under_way) == lazy
                 read(optimizer, model)
                 if name != "step":
-                    assert not optimizer.core.sharding.under_way, name
+                    assert not optimizer.core.engine.under_way, name
                 optimizer.wait_for_gathers()
             results.append([param.detach().clone() for param in model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
@@ -241,19 +241,19 @@ def test_remove_and_copies_wait_at_each_step_again() -> None:
     twin = copy.deepcopy(optimizer, memo)
     assert not any(isinstance(copied, nn.Module) for copied in memo.values())
     step_once(optimizer, model)
-    assert optimizer.core.sharding.under_way
+    assert optimizer.core.engine.under_way
     lazy.remove()
     lazy.remove()
-    assert not optimizer.core.sharding.under_way
+    assert not optimizer.core.engine.under_way
     for module in model.modules():
         hooks = (module._forward_pre_hooks, module._forward_hooks, module._state_dict_pre_hooks)
         assert not any(hooks)
     step_once(optimizer, model, 1)
-    assert not optimizer.core.sharding.under_way
+    assert not optimizer.core.engine.under_way
     for param in twin.owners():  # a copy has no forward passes that wait
         param.grad = torch.ones_like(param)
     twin.step()
-    assert not twin.core.sharding.under_way
+    assert not twin.core.engine.under_way
 
 
 @on_ranks(2)

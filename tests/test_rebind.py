@@ -195,9 +195,9 @@ def test_lazy_gathers_and_changes_from_outside_outlive_the_group() -> None:
     assert model[0].weight[0, 0] == 3.0
     set_grads(list(model.parameters()), 1)
     optimizer.step()
-    assert optimizer.core.sharding.under_way
+    assert optimizer.core.engine.under_way
     model(torch.ones(1, 4, dtype=torch.bfloat16))
-    assert not optimizer.core.sharding.under_way
+    assert not optimizer.core.engine.under_way
 
 
 @on_ranks(2)
@@ -210,9 +210,9 @@ def test_detaching_without_a_wait_gives_up_gathers_to_which_a_rank_does_not_come
     optimizer.wait_for_gathers()
     if dist.get_rank() == 0:
         optimizer.step()
-        assert optimizer.core.sharding.under_way
+        assert optimizer.core.engine.under_way
     optimizer.detach(wait=False)
-    assert not optimizer.core.sharding.under_way
+    assert not optimizer.core.engine.under_way
     with pytest.raises(RankMismatchError, match=r"rank 1 after 1 steps or loads|rank 0 after 2 steps"):
         optimizer.rebind()
     optimizer.rebind(keep_state=False)

@@ -149,7 +149,7 @@ def test_cut_parameters_move_with_memory_for_one_bucket_more(view: bool, added: 
             else:
                 optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, **options)
     assert all(len(optimizer.pieces()[param]) == 2 for param in params)
-    bucket = optimizer.core.sharding.buckets[-1].nbytes
+    bucket = optimizer.core.engine.buckets[-1].nbytes
     assert living.peak <= NUM_CUT * bucket + (1 + added) * bucket + 4096, living.peak / CUT_NBYTES
 
 

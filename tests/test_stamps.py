@@ -313,8 +313,8 @@ def test_a_rate_that_differed_in_a_step_that_gathers_lazily_raises_in_the_next()
 @on_ranks(1)
 def test_one_rank_alone_has_no_stamps_and_checks_names_of_own_options() -> None:
     optimizer = make()
-    assert optimizer.core.sharding.gathers.stamps is None
-    assert not any(bucket.layout.rooms for bucket in optimizer.core.sharding.buckets)
+    assert optimizer.core.engine.stamps is None
+    assert not any(bucket.layout.rooms for bucket in optimizer.core.engine.buckets)
     step(optimizer)
     with pytest.raises(TypeError, match=r"own_options to be names of options, such as \('lr',\), got 'lr'"):
         make(own_options="lr")

@@ -97,7 +97,7 @@ def _holding(core: Core) -> RankHolding:
 def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     """Yield each bucket's line, why it is uneven or "", and its number of broadcasts in a step."""
     reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
-    for bucket, moves in zip(core.sharding.buckets, core.sharding.active(), strict=True):
+    for bucket, moves in zip(core.engine.buckets, core.engine.active(), strict=True):
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
         mean, fullest = layout.end_of_rows / core.group.size, max(rows.values(), default=0)

@@ -276,14 +276,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         After a ``backward()`` that raised, call it to train on: part of the step may have been taken.
         """
         self.iteration.wait_for_steps()
-        self.core.sharding.under_way.wait()
+        self.core.engine.under_way.wait()
 
     @called_by_all
     def gather_parameters(self) -> None:
         """Give every parameter its owner's value, on every rank; all ranks call. Communicates like a step."""
         with failing_together(self.core.group):
             self.core.refresh()
-        self.core.sharding.gather_all()
+        self.core.engine.gather_all()
 
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
         """Let gathers run on after `step`: forward passes of ``model`` wait for the parameters they need.
@@ -298,7 +298,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: the model (or its wrapper, such as DDP) has none of the parameters.
         """
         check_reader(model, self.core.params)
-        return LazyGather(model, self.core.sharding)
+        return LazyGather(model, self.core.engine)
 
     @called_by_all
     def averaged_weights(self) -> AbstractContextManager[None]:

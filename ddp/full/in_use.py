@@ -17,7 +17,7 @@ Note [The next unit]
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,11 @@ from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder
 from zero_optim.ddp.reducer.graph import on_gradient, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
-from zero_optim.flow.schedule import ZERO3, ZERO3_KEPT, Moment, Operation, Schedule
+from zero_optim.flow.pending import Pending
+from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
+from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.engine import Engine, Task
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
 
@@ -47,6 +50,39 @@ class _Call(NamedTuple):
     number: int  # of the unit
     guards: bool  # it has begun to watch what autograd saves
     passage: Passage | None  # what a backward pass will go through, where somebody waits for that
+
+
+class _UnitTask(Task):
+    """Gathers and frees units, for a purpose; with stamps it tells of failures of the last step."""
+
+    def __init__(self, units: "UnitsInUse", purpose: Purpose, stamps: UnitStamps | None) -> None:
+        self._units, self._purpose, self._stamps = units, purpose, stamps
+        self._is_here = False
+
+    def to_gather(self, buckets: Sequence[Any]) -> Sequence[Any]:
+        """Leave out what is whole or comes."""
+        return [bucket for bucket in buckets if bucket.needs_gather]
+
+    def gather(self, bucket: Bucket) -> Pending:
+        """Start the gather of a bucket."""
+        return self._units.gathers.start(bucket, self._stamps, self._purpose)
+
+    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+        """If ranks gather different units, free these, and forget other gathers."""
+        if isinstance(error, RankMismatchError):
+            self._units.forget_gathers()
+            for bucket in buckets:
+                bucket.free()
+
+    def arrived(self) -> None:
+        """Raise RankMismatchError if a rank gathered another unit."""
+        self._units.gathers.check()
+        self._is_here = True
+
+    def end(self) -> None:
+        """Compare the stamps that came."""
+        if self._stamps is not None and self._is_here:
+            self._stamps.look()
 
 
 class UnitsInUse(Uncopied):
@@ -66,9 +102,17 @@ class UnitsInUse(Uncopied):
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
         self.members: UnitMembers
 
-    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps, places: LaunchPlaces) -> None:
+    def use(
+        self,
+        group: RankGroup,
+        engine: Engine,
+        gathers: UnitGathers,
+        stamps: UnitStamps,
+        places: LaunchPlaces,
+    ) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
-        self.group, self.gathers, self._stamps, self._places = group, gathers, stamps, places
+        self.group, self._engine, self.gathers = group, engine, gathers
+        self._stamps, self._places = stamps, places
 
     @property
     def buckets(self) -> list[RowBucket]:
@@ -91,56 +135,25 @@ class UnitsInUse(Uncopied):
 
     # ------------------------------------------------------------------ operations
 
-    def _at(
-        self, moment: Moment, unit: Unit, purpose: Purpose, tells: bool = False, schedule: Schedule = ZERO3
-    ) -> None:
-        operations: dict[Operation, Callable[[Unit, Purpose, bool], None]] = {
-            Operation.GATHER: self._gather,
-            Operation.WAIT: self._wait,
-            Operation.FREE: self._free,
-        }
-        schedule.at(moment, operations, unit, purpose, tells)
+    def _at(self, moment: Moment, units: Iterable[Unit], purpose: Purpose, tells: bool = False) -> None:
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._engine.on(moment, buckets, _UnitTask(self, purpose, self._stamps if tells else None))
 
-    def _gather(self, unit: Unit, purpose: Purpose, tells: bool) -> None:
-        stamps = self._stamps if tells else None
-        for bucket in unit.buckets:
-            if not bucket.is_whole and not bucket.gathers.is_unclaimed:
-                bucket.gathers.start(partial(self.gathers.start, bucket, stamps, purpose))
-
-    def _wait(self, unit: Unit, _: object, tells: bool) -> None:
-        """Wait until a unit is whole; frees it, and RankMismatchError, if a rank gathered another."""
-        with self._forgetting(unit):
-            unit.arrive()
-            self.gathers.check()
-        if tells:
-            self._stamps.look()
-
-    def _free(self, unit: Unit, *_: object) -> None:
-        with self._forgetting(unit):
-            for bucket in unit.buckets:
-                bucket.free()
-
-    @contextmanager
-    def _forgetting(self, unit: Unit) -> Iterator[None]:
-        """If ranks gather different units, free this one and forget other gathers: they may never come."""
-        try:
-            yield
-        except RankMismatchError:
-            for bucket in self.buckets:
-                bucket.gathers.abandon()
-            self.gathers.abandon()
-            for bucket in unit.buckets:
-                bucket.free()
-            raise
+    def forget_gathers(self) -> None:
+        """Forget all gathers, which may never come, as ranks gather different units."""
+        for bucket in self.buckets:
+            bucket.gathers.abandon()
+        self.gathers.abandon()
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
+        """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
-            self._gather(self.units[number], purpose, tells)
+            task = _UnitTask(self, purpose, self._stamps if tells else None)
+            buckets = self.units[number].buckets
+            self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
 
-    def _free_unused(self, units: Iterable[Unit] | None = None) -> None:
-        for unit in self.units if units is None else units:
-            if not unit.depth:
-                self._at(Moment.AFTER_BACKWARD, unit, Purpose.BACKWARD)
+    def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
+        self._at(moment, [unit for unit in units if not unit.depth], Purpose.BACKWARD)
 
     # ------------------------------------------------------------------ forward
 
@@ -174,7 +187,7 @@ class UnitsInUse(Uncopied):
             self._stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, is_outermost=is_outermost)
-        self._at(Moment.BEFORE_FORWARD, unit, purpose, tells=True)
+        self._at(Moment.BEFORE_FORWARD, [unit], purpose, tells=True)
         order = self._forward.setdefault(self._calls[0].number, UnitOrder())
         if is_outermost:
             order.begin()
@@ -195,13 +208,13 @@ class UnitsInUse(Uncopied):
         stays = False
         if torch.is_grad_enabled() and output is not None:
             stays = self._watch(unit, output, call.passage)
-        self._at(Moment.AFTER_FORWARD, unit, Purpose.TRAINING, schedule=ZERO3_KEPT if stays else ZERO3)
+        if not stays:
+            self._at(Moment.AFTER_FORWARD, [unit], Purpose.TRAINING)
         if not self._calls:
             if outermost in self._forward:
                 self._forward[outermost].end()
-            for other in self.units:  # what was fetched and not needed
-                if any(bucket.gathers.is_unclaimed for bucket in other.buckets):
-                    self._free(other)
+            fetched = [unit for unit in self.units if any(b.gathers.is_unclaimed for b in unit.buckets)]
+            self._at(Moment.AFTER_FORWARD, fetched, Purpose.TRAINING)  # and not needed
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
         """Return a passage that ends when all inputs of a call have their gradients."""
@@ -255,7 +268,7 @@ class UnitsInUse(Uncopied):
             broke_off = partial(weakly(self._break_off), self._backward.begin())
             self._places.begin()
             when_backward_ends(weakly(self._end_backward), broke_off)
-        self._at(Moment.BEFORE_BACKWARD, self.units[number], Purpose.BACKWARD)
+        self._at(Moment.BEFORE_BACKWARD, [self.units[number]], Purpose.BACKWARD)
         self._places.reached(number, place)
         following = self._backward.reached(number)
         self._fetch(following, Purpose.BACKWARD)
@@ -274,7 +287,7 @@ class UnitsInUse(Uncopied):
 
     def _end_backward(self) -> None:
         self._end_order()
-        self._free_unused()
+        self._free_unused(self.units, Moment.AFTER_BACKWARD)
 
     def _break_off(self, order: list[int]) -> None:
         """End a backward pass with this order, if it has not ended, after an exception; waits for nothing."""
@@ -299,13 +312,12 @@ class UnitsInUse(Uncopied):
         """Gather a unit as its owners keep it, beside the parameters; RuntimeError if they are pinned."""
         self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
         wide = [WideBucket(bucket) for bucket in unit.buckets]
-        for pending in [self.gathers.start(bucket, None, Purpose.AS_KEPT) for bucket in wide]:
-            pending.wait()
+        self._engine.on(Moment.BEFORE_FORWARD, wide, _UnitTask(self, Purpose.AS_KEPT, None))
         return wide
 
     def hold(self, unit: Unit) -> None:
         """Make a unit whole until `release`, for a state dict or a load."""
-        self._at(Moment.BEFORE_FORWARD, unit, Purpose.REQUEST)
+        self._at(Moment.BEFORE_FORWARD, [unit], Purpose.REQUEST)
         unit.depth += 1
 
     def release(self, unit: Unit) -> None:
@@ -321,16 +333,15 @@ class UnitsInUse(Uncopied):
         tells = not self._calls
         if tells:
             self._stamps.begin_pass()
-        for unit in units:
-            self._gather(unit, Purpose.REQUEST, tells)
-        for unit in units:
-            self._at(Moment.BEFORE_FORWARD, unit, Purpose.REQUEST)
+        try:
+            self._at(Moment.BEFORE_FORWARD, units, Purpose.REQUEST, tells)
+        except BaseException:
+            self._free_unused(units)
+            raise
         for unit in units:
             _pin(unit, 1)
         guards = self._reads.begin()
         try:
-            if tells:
-                self._stamps.look()
             yield
         finally:
             if guards:

@@ -1,5 +1,6 @@
 """The parts of a fully sharded model: its units, what gathers them, and the reducer of its gradients."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from zero_optim.ddp.full.unit import OUTERMOST, Unit
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.wrapper_checks import ignored_names, seen_params, sparse_names
-from zero_optim.health.unit_stamps import UnitMarks
+from zero_optim.health.stamps import Call, Stamps
+from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.gathers import UnitGathers
 
@@ -82,6 +84,18 @@ def make_gathers(construction: UnitConstruction, optimizer: ZeroRedundancyOptimi
     named = zip(names, construction.registration.buckets, strict=True)
     labels = {bucket.params[0]: name for name, buckets in named for bucket in buckets}
     return UnitGathers(ranks, lanes_for_rows(ranks, params), UnitMarks(labels, ranks))
+
+
+def make_stamps(optimizer: ZeroRedundancyOptimizer) -> UnitStamps:
+    """Make the stamps that gathers of units send; no communication. Holds weak references only."""
+    core = optimizer.core
+    reference = weakref.ref(core)
+
+    def call() -> Call:
+        now = reference()
+        return Call("", lambda _: ((), ())) if now is None else now.call("")
+
+    return UnitStamps(core.engine.stamps or Stamps(), core.group, call)  # the latter in a group of one
 
 
 def seen_buffers(module: nn.Module) -> list[Tensor]:

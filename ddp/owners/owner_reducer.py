@@ -63,7 +63,15 @@ class OwnerReducer(Reducer):
         self._local_number = -1  # of the last backward pass that was not reduced
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         self._has_lanes = lanes.groups[0] is not optimizer.ranks
-        super().__init__(params, everyone.process_group, options, sparse=sparse, wanted=wanted, checks=False)
+        super().__init__(
+            params,
+            everyone.process_group,
+            options,
+            sparse=sparse,
+            wanted=wanted,
+            checks=False,
+            engine=optimizer.core.engine,
+        )
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)
         self._route = replace(optimizer.ranks, phase=phase), lanes, across

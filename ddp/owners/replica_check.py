@@ -60,7 +60,7 @@ class ReplicaCheck:
         self._pending: _Gather | None = None
         self._sent: list[_Gather] = []  # nobody waits for these, but they need their memory
         self._sent_after = -1  # steps
-        optimizer.iteration.calls.join_replicas(Replicas(weakly(self.tell), optimizer.ranks.numbers))
+        optimizer.core.engine.join_replicas(Replicas(weakly(self.tell), optimizer.ranks.numbers))
 
     def start(self) -> None:
         """Read the last gather, and start the next, with each backward pass. Raises as `read`."""

@@ -18,8 +18,9 @@ from zero_optim.ddp.reducer.reduction import Launch, Wait
 from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.errors import ReductionError
-from zero_optim.flow.schedule import Moment, Operation
+from zero_optim.flow.schedule import Moment
 from zero_optim.plan.groups import names_text
+from zero_optim.shard.engine import Engine, Task
 
 
 class Phase(Enum):
@@ -31,6 +32,22 @@ class Phase(Enum):
 
 
 _UNCOUNTED = nullcontext()
+
+
+class Reductions(Task):
+    """The reductions of one pass, which the engine starts; ``launch`` sends a bucket."""
+
+    def __init__(self, engine: Engine, launch: Launch) -> None:
+        self._engine, self._launch = engine, launch
+        self.waits: list[tuple[ReducerBucket, Wait]] = []  # of launched buckets
+
+    def start(self, bucket: ReducerBucket) -> None:
+        """Run what a full bucket's row has."""
+        self._engine.on(Moment.BUCKET_FULL, [bucket], self)
+
+    def reduce(self, bucket: ReducerBucket) -> None:
+        """Start the reduction of a bucket."""
+        self.waits.append((bucket, self._launch(bucket)))
 
 
 class BackwardPass:
@@ -45,7 +62,7 @@ class BackwardPass:
         assignment: BucketAssignment,
         history: History,
         options: ReducerOptions,
-        launch: Launch,
+        reductions: Reductions,
         *,
         divisor: float = 1.0,  # of the gradients; 1 where a comm hook divides
         can_carry_word: bool = False,  # the last bucket can tell of a failure; then it waits for the end
@@ -61,10 +78,9 @@ class BackwardPass:
         self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
         self.order: list[int] = []  # parameters as their gradients came
         self.num_passed = 0  # buckets that were launched or left out: the number of the next
-        self._waits: list[tuple[ReducerBucket, Wait]] = []  # of launched buckets
         self._assignment = assignment
         self._places = assignment.places
-        self._launch = launch
+        self._reductions = reductions
         self._divisor = divisor
         self._held_up = held_up
         # 0 while that is learnt: whatever comes is unusual
@@ -224,14 +240,7 @@ class BackwardPass:
 
     def _reduce_next(self) -> None:
         bucket = self._assignment.buckets[self.num_passed]
-        bucket.schedule.at(
-            Moment.BUCKET_FULL,
-            {
-                Operation.REDUCE: lambda each: self._waits.append((each, self._launch(each))),
-                Operation.FREE: lambda each: each.free(),
-            },
-            bucket,
-        )
+        self._reductions.start(bucket)
         self.num_passed += 1
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
@@ -277,11 +286,11 @@ class BackwardPass:
     @property
     def num_launched(self) -> int:
         """How many buckets were launched."""
-        return len(self._waits)
+        return len(self._reductions.waits)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
-        for bucket, wait in self._waits:
+        for bucket, wait in self._reductions.waits:
             reduced = wait()
             if report is not None and report.in_last_bucket and bucket.is_last:
                 report.read_word(reduced)

@@ -23,7 +23,7 @@ from zero_optim.comm.records import Activity
 from zero_optim.compat.engine import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
@@ -31,6 +31,7 @@ from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import SWAPPED, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
+from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import add_reducer, remove_reducer
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ class Reducer:
         sparse: Collection[str] = (),
         wanted: Callable[[bool], bool | None] | None = None,
         checks: bool = True,
+        engine: Engine | None = None,
     ) -> None:
+        self._engine = Engine() if engine is None else engine
         self.options = ReducerOptions() if options is None else options
         params = as_lists(params)
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
@@ -257,7 +260,7 @@ class Reducer:
             assignment,
             self.history,
             self.options,
-            self._open(),
+            Reductions(self._engine, self._open()),
             divisor=divisor,
             can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
             in_join=in_join,

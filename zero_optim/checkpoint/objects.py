@@ -100,13 +100,13 @@ class Objects:
                 )
         if self.model is not None and self.optimizer is not None:
             self.optimizer.core.check_weights()  # those that are saved must be those that train
-            for bucket in self.optimizer.core.sharding.row_buckets:
+            for bucket in self.optimizer.core.engine.row_buckets:
                 bucket.refresh()
 
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
         """Use state dicts of the model without communication; yields the rows of freed ones by address."""
-        buckets = [] if self.optimizer is None else self.optimizer.core.sharding.row_buckets
+        buckets = [] if self.optimizer is None else self.optimizer.core.engine.row_buckets
         with left_freed(buckets) as rows_of:
             yield {param.data_ptr(): rows for param, rows in rows_of.items() if param.numel()}
 

@@ -76,6 +76,10 @@ class Flow:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __bool__(self) -> bool:
+        """Whether a wait has something to do, or to raise."""
+        return bool(self._entries) or self._failure is not None
+
     @property
     def is_unclaimed(self) -> bool:
         """Whether somebody has still to wait for some work."""

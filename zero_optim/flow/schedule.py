@@ -1,21 +1,17 @@
 """Recipes as data: which operation happens to a bucket at which moment of an iteration. No torch.
 
-A recipe is a `Schedule`. `Schedule.at` runs what it has for a moment; three places call it: a full bucket
-(`ddp/reducer/backward_pass.py`), steps during the backward pass (`iteration/overlap.py`) and units
-(`ddp/full/in_use.py`). `Sharding` and `Gathers` read the row themselves.
+A recipe is a `Schedule`, one row of the table. Each bucket has one, and `Engine.on` in
+`zero_optim.shard.engine` runs what it has for a moment.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import ParamSpec
-
-P = ParamSpec("P")
 
 
 class Operation(Enum):
-    """One of the five things that happen to a bucket; all ranks do them in one order of buckets."""
+    """One of the five things that happen to a bucket, in the order in which a moment has them."""
 
     REDUCE = "reduce"  # its gradients, over the ranks
     STEP = "step"  # the rows that this rank owns
@@ -32,6 +28,7 @@ class Moment(Enum):
     BEFORE_BACKWARD = "before a module's backward pass"
     BUCKET_FULL = "a bucket has all gradients"
     BUCKET_REDUCED = "a bucket is reduced"
+    AFTER_MODULE = "after a module's backward pass"
     AFTER_BACKWARD = "after the backward pass"
     STEP = "step()"
 
@@ -56,40 +53,36 @@ class Schedule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "moments", MappingProxyType(dict(self.moments)))
+        for operations in self.moments.values():
+            if list(operations) != [each for each in Operation if each in operations]:
+                raise ValueError(f"expected operations in the order of Operation, got {operations}: {self}")
         if Operation.REDUCE not in self[Moment.BUCKET_FULL] or Operation.STEP not in self[Moment.STEP]:
             raise ValueError(f"expected full buckets to be reduced, and stepped in step() at last: {self}")
         is_whole = self.parameters is Placement.WHOLE
         for moment in self._with(Operation.STEP) if is_whole else _USES:
-            if Operation.GATHER not in self[moment] or not self._waits_behind(moment):
+            if not self._follows(moment, Operation.GATHER) or not self._follows(moment, Operation.WAIT):
                 raise ValueError(f"expected a gather at {moment.value!r}, and a wait behind it: {self}")
         freed = self._with(Operation.FREE)
         ends = Moment.AFTER_BACKWARD in freed, Moment.BUCKET_FULL in freed
-        if ends != (not is_whole, self.gradients is Placement.ROW) or (
-            is_whole and Moment.AFTER_FORWARD in freed
-        ):
+        kept = {Moment.BUCKET_FULL} if is_whole else set(Moment)
+        if ends != (not is_whole, self.gradients is Placement.ROW) or not kept.issuperset(freed):
             raise ValueError(f"expected all but own rows to be freed after use, nothing else: {self}")
+
+    def __reduce__(self) -> "tuple[type[Schedule], tuple[object, ...]]":
+        return Schedule, (dict(self.moments), self.parameters, self.gradients)
 
     def __getitem__(self, moment: Moment) -> tuple[Operation, ...]:
         """Return the operations at a moment, in order."""
         return self.moments.get(moment, ())
 
-    def at(
-        self,
-        moment: Moment,
-        operations: Mapping[Operation, Callable[P, object]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        """Run the operations at a moment, in order; KeyError if the caller lacks one."""
-        for operation in self[moment]:
-            operations[operation](*args, **kwargs)
-
     def _with(self, operation: Operation) -> list[Moment]:
         return [moment for moment in Moment if operation in self[moment]]
 
-    def _waits_behind(self, moment: Moment) -> bool:
-        in_backward = {Moment.AFTER_BACKWARD} if moment is Moment.BUCKET_REDUCED else set()
-        return not in_backward.union({moment, Moment.BEFORE_FORWARD}).isdisjoint(self._with(Operation.WAIT))
+    def _follows(self, moment: Moment, operation: Operation) -> bool:
+        """Whether an operation comes at a moment, or later in the backward pass; a wait also in the next."""
+        later = {moment, Moment.AFTER_BACKWARD} if moment is Moment.BUCKET_REDUCED else {moment}
+        late = later | {Moment.BEFORE_FORWARD} if operation is Operation.WAIT else later
+        return not late.isdisjoint(self._with(operation))
 
     def lazily(self) -> "Schedule":
         """Return the recipe in which modules wait for what steps gathered."""
@@ -127,14 +120,13 @@ ZERO3 = Schedule(
         Moment.AFTER_FORWARD: (Operation.FREE,),
         Moment.BEFORE_BACKWARD: (Operation.GATHER, Operation.WAIT),
         Moment.BUCKET_FULL: (Operation.REDUCE, Operation.FREE),
+        Moment.AFTER_MODULE: (Operation.FREE,),
         Moment.AFTER_BACKWARD: (Operation.FREE,),
         Moment.STEP: (Operation.STEP,),
     },
     parameters=Placement.ROW,
     gradients=Placement.ROW,
 )
-# reshard_after_forward=False: parameters stay whole from the forward to the backward pass
-ZERO3_KEPT = replace(ZERO3, moments={**ZERO3.moments, Moment.AFTER_FORWARD: ()})
 RECIPES = MappingProxyType(
     {"ZeRO-1": ZERO1, "gather_lazily": LAZY, "zero_step": OVERLAP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 )

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,21 +13,23 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.iteration.calls import Calls
+from zero_optim.flow.schedule import OVERLAP, Moment
 from zero_optim.iteration.joins import Joins, ShadowHook
 from zero_optim.iteration.overlap import Overlap
+from zero_optim.iteration.tasks import StepTask
 from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale, is_skipped_by_all
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
 
+T = TypeVar("T")
+
 
 class Iteration:
     """Steps what a rank owns, then gathers. All ranks call its methods together."""
 
     def __init__(self, core: Core) -> None:
-        self.calls = Calls(core)
         self.joins = Joins(core)
         self._core = core
         self._overlap: Overlap | None = None
@@ -43,10 +45,13 @@ class Iteration:
         loss, shared, failure = self._evaluate(closure)
         if self._finish_overlapped(optimizer, kwargs):
             return loss
-        with self.calls.telling_replicas():
-            scaler = kwargs.pop("grad_scaler", None)
+        scaler = kwargs.pop("grad_scaler", None)
+        try:
             if not self._ready_gradients(optimizer, scaler, failure, has_gradients=shared is None):
                 return loss
+        except BaseException as error:
+            self._core.engine.tell_replicas(error)
+            raise
         result = self._step_rows(shared, **kwargs)
         return loss if result is None else result
 
@@ -56,9 +61,21 @@ class Iteration:
         if shared is None and not self.joins.under_way:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
-        result = self.calls.make("step()", work, None if shared is None else shared.finish)
+        result = self._change("step()", work, None if shared is None else shared.finish)
         self.joins.end_step()
         return result
+
+    def _change(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
+        """Change this rank's parameters in ``work``, then gather; ``at_end`` runs before, also on errors."""
+        engine = self._core.engine
+        self._core.check_attached()
+        task = StepTask(self._core, name, work, at_end)
+        try:
+            engine.on(Moment.STEP, engine.buckets, task)
+        except BaseException as error:
+            engine.tell_replicas(error)
+            raise
+        return task.result
 
     def _evaluate(
         self, closure: Callable[[], float] | None
@@ -114,7 +131,8 @@ class Iteration:
         if self._overlap is None:
             with failing_together(self._core.group):
                 self._core.owned.local.require_parts()
-            self._overlap = Overlap(self._core, self.calls, self.joins)
+            self._overlap = Overlap(self._core, self.joins)
+            self._core.engine.run_by(OVERLAP)
         return self._overlap
 
     @property
@@ -158,7 +176,6 @@ class Iteration:
         if overlap is not None and overlap.let_go(waits=wait):
             core.snapshot.tear()
         core.let_go(waits=wait)
-        self.calls.let_go()
         self.joins.let_go()
 
     def rebind(self, group: RankGroup, *, keep_state: bool) -> None:
@@ -177,24 +194,24 @@ class Iteration:
 
         def call(*args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the class returns
             work = partial(core.owned.local.call, core.groups, matches, *args, **kwargs)
-            return self.calls.make(f"{name}()", partial(core.owned.run, work))
+            return self._change(f"{name}()", partial(core.owned.run, work))
 
         return call
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Put the averages into the model in the body; all ranks call; communicates at both ends."""
-        average, sharding = self._core.owned.average, self._core.sharding
+        average, engine = self._core.owned.average, self._core.engine
         with failing_together(self._core.group):
             self._core.refresh()
             average.check_swap_in()
         try:
             average.swap_in()  # now that no rank refuses
-            sharding.gather_all()
+            engine.gather_all()
             yield
         finally:
             average.swap_out()
-            sharding.gather_all()
+            engine.gather_all()
 
     def agree_on_infinity(self, found_inf: Tensor) -> None:
         """Set the scalers' ``found_inf`` if any rank saw an infinity; all ranks call; the CPU waits."""

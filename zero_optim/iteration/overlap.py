@@ -8,22 +8,18 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
 from zero_optim.comm.collectives import LET_GO
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
-from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.flow.flow import Flow, Worker
-from zero_optim.flow.schedule import OVERLAP, Moment, Operation
-from zero_optim.health.stamps import Call
-from zero_optim.iteration.calls import Calls
+from zero_optim.flow.schedule import Moment
 from zero_optim.iteration.joins import Joins
+from zero_optim.iteration.tasks import PartTask, whatever_happens
 from zero_optim.plan.groups import ParamGroup, params_of
-from zero_optim.shard.gathers import start_gather
 from zero_optim.state.core import Core
 
 
@@ -89,7 +85,7 @@ class OverlappedStep:
 class Overlap:
     """Steps buckets during the backward pass, and gathers them; all ranks make its calls in one order."""
 
-    def __init__(self, core: Core, calls: Calls, joins: Joins) -> None:
+    def __init__(self, core: Core, joins: Joins) -> None:
         self.group = core.group
         self.takes_thread = may_run_beside(core.group, core.sharding.pieces)
         self.lanes = self.new_lanes()
@@ -98,10 +94,10 @@ class Overlap:
         worker = Worker("zero_step") if self.takes_thread else None
         self.under_way = Flow(1 if worker is None else math.inf, streams=self.streams, thread=worker)
         self.core = core
-        self._calls = calls
         self._joins = joins
         self._trained: list[frozenset[Tensor]] = []
         self._loop_calls_step = False
+        self._ungathered: dict[Tensor, None] = {}  # parameters that were stepped
 
     def new_lanes(self) -> Lease:
         """Take process groups for a thread, or ``group`` without one. All ranks call."""
@@ -138,21 +134,22 @@ class Overlap:
         core.group.phase.traffic.count_step()
         lane, has_begun = self.lanes.groups[0], False
 
-        def end(call: Call) -> None:
+        def end(failure: BaseException | None) -> None:
             if lends:
                 self._joins.exchange_and_lend(lane, [], joined=joined)
             if has_begun:  # else gathers may be under way to parameters that this pass has read
-                core.sharding.begin_call(core.groups, call)
+                call = core.call("backward()", failure)
+                core.engine.begin_call(core.groups, call)
                 assert self.current is not None  # it has begun
                 try:
-                    core.sharding.compare_calls(lane.during("agree"), call, with_last=False)
+                    core.engine.compare_calls(lane.during("agree"), call, with_last=False)
                 except (RemoteRankError, RankMismatchError) as error:
                     self.current.earlier = error  # raised when this pass has ended, for which others wait
 
-        with self._calls.whatever_happens("backward()", end):
+        with whatever_happens(end):
             self._begin(joined=joined, lends=lends)
             has_begun = True
-            self._calls.prepare()
+            core.prepare()
 
     def _begin(self, *, joined: bool, lends: bool) -> None:
         last, self._trained = self.current, []  # parameters may be frozen, or trained again
@@ -160,7 +157,7 @@ class Overlap:
         self.current = OverlappedStep((last.num_passes if last else 0) + (not broke_off), lends)
         if self._loop_calls_step:
             self.current.check_passes()
-        under_way = self.core.sharding.under_way
+        under_way = self.core.engine.under_way
         if broke_off and under_way.is_unclaimed and not joined:
             raise RuntimeError(
                 "the last backward pass broke off after part of its step had been taken, and the "
@@ -178,51 +175,24 @@ class Overlap:
 
     def trained(self, number: int) -> frozenset[Tensor]:
         """Return a bucket's parameters that train in this pass, or all if none does."""
-        for bucket in self.core.sharding.buckets[len(self._trained) :]:
+        for bucket in self.core.engine.buckets[len(self._trained) :]:
             trained = frozenset(param for param in bucket.params if param.requires_grad)
             self._trained.append(trained or frozenset(bucket.params))
         return self._trained[number]
 
     def step(
         self,
-        gradients: Mapping[Tensor, Tensor | None],  # None leaves a parameter alone
+        gradients: Mapping[Tensor, Tensor | None],
         failure: BaseException | None = None,  # of this rank so far
-        moment: Moment = Moment.BUCKET_REDUCED,  # of `OVERLAP`
+        moment: Moment = Moment.BUCKET_REDUCED,  # at others all buckets are waited for
     ) -> None:
-        """Step parameters that have a gradient, gather all buckets of them; others receive the failure."""
-        sharding, owned, current = self.core.sharding, self.core.owned, self.current
-        buckets, errors = sharding.buckets_of(gradients), [] if failure is None else [failure]
-
-        def step() -> None:
-            sharding.under_way.wait_for(param for bucket in buckets for param in bucket.params)
-            try:
-                if failure is None:
-                    with self.group.doing(OVERLAPPED_STEP):
-                        owned.step(self.core.groups, None, gradients)
-            except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
-                errors.append(error)
-
-        def gather() -> None:
-            if current is not None:
-                current.stepped.update(dict.fromkeys(gradients))
-            gathers, changed = sharding.gathers, frozenset(gradients)  # the pass still reads frozen ones
-            if gathers.stamps is not None and errors:
-                gathers.stamps.fail(errors[0])
-            send = None if gathers.stamps is None else gathers.stamps.send
-            for bucket in buckets:
-                begin = partial(start_gather, self.lanes.groups, bucket, send, changed=changed)
-                gathers.under_way.start(begin, keys=bucket.params)
-
-        def wait() -> None:
-            if not errors:
-                sharding.end_step()
-
-        try:
-            OVERLAP.at(moment, {Operation.STEP: step, Operation.GATHER: gather, Operation.WAIT: wait})
-            if errors and failure is None:
-                raise errors[0]
-        finally:
-            errors.clear()  # an error's traceback has this frame
+        """Step parameters that have a gradient, and run their buckets' rows; others receive the failure."""
+        engine, ends = self.core.engine, moment is not Moment.BUCKET_REDUCED
+        if self.current is not None:
+            self.current.stepped.update(dict.fromkeys(gradients))
+        lanes = self.lanes.groups
+        task = PartTask(self.core, lanes, gradients, self._ungathered, failure, checks=ends)
+        engine.on(moment, engine.buckets if ends else engine.buckets_of(gradients), task)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """End a backward pass: wait for gathers that no forward pass waits for."""
@@ -230,7 +200,7 @@ class Overlap:
         self.current.end_backward(is_final=is_final, failed=failed)
         earlier, self.current.earlier = self.current.earlier, None
         try:
-            OVERLAP.at(Moment.AFTER_BACKWARD, {Operation.WAIT: self.core.sharding.end_step})
+            self.step({}, moment=Moment.AFTER_BACKWARD)
         except RemoteRankError:
             self.current.fail()  # as on the rank that failed
             raise
@@ -242,11 +212,14 @@ class Overlap:
 
     def finish(self, late: str, *, joined: bool) -> None:
         """Step what the backward pass did not reach; all ranks call. ``late``: a call that came too late."""
-        sharding = self.core.sharding
+        engine = self.core.engine
         self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
         lane = self.lanes.groups[0].during("agree")
-        check = partial(sharding.compare_calls, lane, with_last=not sharding.gathers.readers)
-        with self._calls.whatever_happens("step()", check):
+
+        def end(failure: BaseException | None) -> None:
+            engine.compare_calls(lane, self.core.call("step()", failure), with_last=not engine.is_lazy)
+
+        with whatever_happens(end):
             try:
                 self._step_rest(late, joined=joined)
             finally:
@@ -258,9 +231,7 @@ class Overlap:
         core, in_join, current = self.core, self._joins.under_way, self.current
         assert current is not None  # asked for by the caller
         # A parameter put into a group by hand is in no bucket; the next pass refuses it.
-        rest = [
-            param for param in current.rest(core.groups) if self.core.sharding.number_of(param) is not None
-        ]
+        rest = [param for param in current.rest(core.groups) if self.core.engine.number_of(param) is not None]
         failure: Exception | None = None
         try:
             if not joined:
@@ -280,5 +251,3 @@ class Overlap:
             self._joins.exchange_and_lend(core.group, rest, joined=joined, failure=failure)
         gradients = {param: None if failure is not None else param.grad for param in rest}
         self.step(gradients, failure, Moment.STEP)
-        if failure is not None:
-            raise failure

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others, seen_outside
+from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.health.stamp import Header, headers_in
 from zero_optim.plan.layout import Layout
@@ -114,6 +115,7 @@ class Bucket:
     """Parameters that are sent in one 1-D flat tensor, with a row for each owner; whole on every rank."""
 
     schedule: Schedule = ZERO1
+    gathers: Flow | None = None  # this bucket's alone; None where gathers of all are in one
 
     def __init__(
         self,
@@ -147,6 +149,10 @@ class Bucket:
         """Copy and pickle as a new bucket of the copied parameters."""
         make = partial(_again, as_views=self.is_in_place)
         return make, (self.params, self.layout, self.rank, self.label)
+
+    def run_by(self, recipe: Schedule) -> None:
+        """Take the row of the table by which the engine runs this bucket."""
+        self.schedule = recipe
 
     @property
     def is_in_place(self) -> bool:
@@ -216,6 +222,15 @@ class Bucket:
             others = [part for part in others if part[0] in shared] if shared else []
             others = [part for part in others if self.forms[part[0]].fits(self.params[part[0]])]
         self._copy(flat, others, into_params=True)
+
+    def arrive(self) -> None:
+        """Make the current stream wait for a gather that another has waited for; here there is none."""
+
+    def stepped(self, *, changed: bool) -> None:
+        """Note that a step is over, in which this rank's row may have changed."""
+
+    def free(self) -> None:
+        """Let go of what this rank does not own; here of nothing."""
 
     def give_back(self, param: Tensor) -> None:
         """Return the memory of a parameter that moved away to the system; no gather may follow."""

@@ -1,7 +1,7 @@
 """Gathers: the owners broadcast their rows of each bucket to all ranks.
 
-A plain ``step()`` comes here by `Calls.make` and `Sharding.gather`, after the local step, also if that
-raised. Functions that take a group or lanes communicate; all ranks call them in the same order of buckets.
+Here one is started; `zero_optim.shard.engine` decides when. Functions that take a group or lanes
+communicate; all ranks call them in the same order of buckets.
 
 Note [A lane an owner]
     A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
@@ -21,18 +21,13 @@ from typing import TypeAlias
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, host_lanes_beside
+from zero_optim.comm.lanes import Lease
 from zero_optim.comm.traffic import Waitable
-from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
-from zero_optim.flow.schedule import LAZY, Moment, Operation, Schedule
 from zero_optim.health.stamp import Header
-from zero_optim.health.stamps import Stamps
 from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
 from zero_optim.shard.bucket import Bucket
 
-# The flat tensors of pending gathers take at most the memory of this many largest buckets.
-NUM_FLAT_TENSORS = 4
 # See Note [A lane an owner].
 LANES_FROM_NBYTES = 2**21
 
@@ -75,80 +70,18 @@ def start_broadcasts(
     return works
 
 
-class Gathers:
-    """One optimizer's gathers and their stamps (None in a group of one)."""
-
-    def __init__(self, stamps: Stamps | None = None) -> None:
-        self.under_way = Flow()  # what a step left, as modules wait for it
-        self.stamps = stamps
-        self.readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
-        self._lanes: Lease | None = None  # for owners, see Note [A lane an owner]; the same on every rank
-
-    def __reduce__(self) -> "tuple[type[Gathers], tuple[Stamps | None]]":
-        """Copy and pickle as new: modules wait for the original's gathers; a copy needs its own lanes."""
-        return Gathers, (self.stamps,)
-
-    def begin_in(self, group: RankGroup, own_options: Collection[str]) -> None:
-        """Begin with new stamps in a group; models whose modules wait go on to do so."""
-        self.stamps = None if group.size == 1 else Stamps(own_options)
-
-    def let_go(self, *, waits: bool) -> None:
-        """Wait for pending gathers or abandon them, then release the lanes; no error if a rank died."""
-        lanes, self._lanes = self._lanes, None
-        try:
-            if waits:
-                self.under_way.wait()
-        except RuntimeError:  # of the backend
-            if lanes is not None:
-                lanes.abandon()
-        finally:
-            self.under_way.abandon()
-
-    def raise_failures(self) -> None:
-        """Raise, once, if a rank is known to have failed in the last call."""
-        if self.stamps is not None:
-            self.stamps.raise_failures()
-
-    def schedules_of(self, buckets: Sequence[Bucket]) -> list[Schedule]:
-        """Return the recipe of each bucket: `LAZY` if modules wait for all of its parameters."""
-        if not self.readers:
-            return [bucket.schedule for bucket in buckets]
-        read = frozenset[Tensor]().union(*self.readers)
-        return [LAZY if read.issuperset(bucket.params) else bucket.schedule for bucket in buckets]
-
-    def gather(self, group: RankGroup, buckets: Sequence[Bucket], *, in_step: bool) -> None:
-        """Gather buckets, as many at once as memory allows; ``in_step`` sends stamps, follows schedules."""
-        send = self.stamps.send if in_step and self.stamps is not None else None
-        awaited = Flow(NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0))
-        if self._lanes is None and _gains_by_lanes(group, buckets):
-            self._lanes = host_lanes_beside(group)
-        lanes = self._lanes
-        try:
-            for bucket, schedule in zip(buckets, self.schedules_of(buckets), strict=True):
-                used = (group,) if lanes is None or not _may_use_lanes(bucket, group) else lanes.groups
-                begin = partial(start_gather, used, bucket, send)
-                if in_step and Operation.WAIT not in schedule[Moment.STEP]:
-                    self.under_way.start(begin, keys=bucket.params)
-                else:
-                    awaited.start(begin, bucket.nbytes_to_gather)
-            awaited.wait()
-        except BaseException:
-            if lanes is not None:
-                lanes.abandon()  # nobody else may use them
-            raise
-
-
-def _gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
+def gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
     """Whether lanes make a gather faster; the same on every rank."""
     if group.size == 1:
         return False
-    sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
+    sent = [bucket for bucket in buckets if may_use_lanes(bucket, group)]
     if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
         return False
     return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
 
 
-def _may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
+def may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
+    """Whether a bucket's rows may go on lanes of their own."""
     return group.transport(bucket.device).lets_threads and group.shared_memory(bucket.device) is None
 
 

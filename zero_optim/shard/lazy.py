@@ -7,10 +7,23 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.compat.engine import eager, in_backward
-from zero_optim.shard.sharding import Sharding
+from zero_optim.flow.schedule import Moment
+from zero_optim.shard.engine import Engine, Task
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
+
+
+class _Reading(Task):
+    """A module's wait for parameters that it reads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def arrived(self) -> None:
+        """Raise what failed on other ranks, when all is here."""
+        if not self._engine.under_way and not in_backward():  # one that recomputes has to end in good order
+            self._engine.raise_failures()
 
 
 class LazyGather:
@@ -20,9 +33,8 @@ class LazyGather:
     later the nearest ancestor that was called then waits. Passes without gradients wait for everything.
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding) -> None:
-        self._under_way = sharding.under_way
-        self._gathers = sharding.gathers  # which outlive the sharding, see `Sharding`
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._engine, self._task = engine, _Reading(engine)
         self._root = model
         self._params = frozenset(model.parameters())
         self._called: set[nn.Module] = set()
@@ -32,35 +44,34 @@ class LazyGather:
             self._handles.append(module.register_forward_pre_hook(self.wait_for, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
-        sharding.gathers.readers.append(self._params)
+        engine.read_by(self._params, lazily=True)
 
     def remove(self) -> None:
         """Wait for pending gathers and remove the hooks; steps wait for their gathers again."""
-        self._under_way.wait()
+        self._engine.under_way.wait()
         if self._handles:
-            self._gathers.readers.remove(self._params)
+            self._engine.read_by(self._params, lazily=False)
         while self._handles:
             self._handles.pop().remove()
 
     def wait(self, *_: object) -> None:
         """Wait for all gathers; also a state-dict hook, hence the arguments."""
-        self._under_way.wait()
+        self._engine.under_way.wait()
 
     @eager
     def wait_for(self, module: nn.Module, *_: object) -> None:
         """Wait for the parameters that a module's forward pass needs; a forward pre-hook."""
         if self._needs is None:
             self._called.add(module)
-        if not self._under_way:
+        engine = self._engine
+        if not engine.under_way:
             return
-        if self._needs is None or not torch.is_grad_enabled():
-            self._under_way.wait()
-        else:
+        buckets = engine.buckets
+        if self._needs is not None and torch.is_grad_enabled():
             # A module that was not called in the first forward pass may read anything below it.
             needs = self._needs[module] if module in self._needs else module.parameters()
-            self._under_way.wait_for(needs)
-        if not self._under_way and not in_backward():  # a pass that recomputes has to end in good order
-            self._gathers.raise_failures()
+            buckets = engine.buckets_of(needs)
+        engine.on(Moment.BEFORE_FORWARD, buckets, self._task)
 
     @eager
     def _after_forward(self, *_: object) -> None:

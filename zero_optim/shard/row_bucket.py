@@ -25,7 +25,7 @@ from torch import Tensor
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use
 from zero_optim.flow.flow import Flow
-from zero_optim.flow.schedule import ZERO3
+from zero_optim.flow.schedule import ZERO3, Schedule
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import is_whole
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
@@ -77,6 +77,7 @@ class RowBucket(Uncopied, Bucket):
     """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty."""
 
     schedule = ZERO3
+    gathers: Flow
 
     def __init__(
         self,
@@ -114,6 +115,11 @@ class RowBucket(Uncopied, Bucket):
     def nbytes_live(self) -> int:
         """Current bytes beside the row."""
         return self.nbytes if self._memory.is_there and not self._stays else 0
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether it is not whole, and no gather is under way."""
+        return not self.is_whole and not self.gathers.is_unclaimed
 
     @property
     def is_rounded(self) -> bool:
@@ -234,10 +240,15 @@ class RowBucket(Uncopied, Bucket):
             return
         self._has_changed = True
         self.free()
-        self.pass_over()
+        self._freed.note_versions()
 
-    def pass_over(self) -> None:
-        """Accept the versions that a step changed."""
+    def run_by(self, recipe: Schedule) -> None:
+        """Do nothing: rows are kept by `ZERO3` alone."""
+
+    def stepped(self, *, changed: bool) -> None:
+        """Free the parameters if the row changed; accept the versions that a step changed."""
+        if changed:
+            self.mark_changed()
         self._freed.note_versions()
 
     @torch.no_grad()
@@ -308,6 +319,7 @@ class WideBucket(Bucket):
         super().__init__(bucket.params, bucket.layout, bucket.rank, label, as_views=False)
         self.schedule, self.dtype = bucket.schedule, bucket.row.dtype
         self.values: dict[Tensor, Tensor] = {}
+        self.needs_gather = True
         self._bucket = bucket
         self._flat: Tensor | None = None
 

@@ -1,20 +1,14 @@
-"""The owners of parameters, and an optimizer's buckets."""
+"""The owners of an optimizer's parameters."""
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, agreeing, failing_together, said_by_all
+from zero_optim.comm.agreement import agreeing, failing_together, said_by_all
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import eager
-from zero_optim.compat.streams import is_asynchronous
-from zero_optim.flow.flow import Flow
-from zero_optim.flow.schedule import Moment, Operation
-from zero_optim.health.stamps import Call
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -33,8 +27,7 @@ from zero_optim.plan.plan import (
 )
 from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
-from zero_optim.shard.bucket import Bucket, copy_out
-from zero_optim.shard.gathers import Gathers
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.order import Alike
 from zero_optim.shard.places import is_freed
 from zero_optim.shard.row_bucket import RowBucket
@@ -61,36 +54,24 @@ class _PiecesOf(dict[Tensor, Pieces]):
 
 
 class Sharding:
-    """The owners of parameters, and buckets in one order on all ranks: Note [Order of gathers]."""
+    """The owners of parameters, by plans on which all ranks agree."""
 
     def __init__(
         self,
         group: RankGroup,
         as_views: bool,
         cap_mb: float,
-        gathers: Gathers | None = None,
-        own_options: Collection[str] = (),
         *,
         store: Store,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = _PiecesOf()
         self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * group.size
-        self.buckets: list[Bucket] = []
-        self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
-        self.gathers = Gathers() if gathers is None else gathers
-        self.gathers.begin_in(group, own_options)
         self.cut_params: list[Tensor] = []
-        self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
+        self._num_buckets = 0
         self._group = group
         self._maker = BucketMaker(as_views, store)
         self.cap_nbytes = _nbytes(cap_mb)
-        self._active: list[bool] = []
-
-    @property
-    def under_way(self) -> Flow:
-        """Pending gathers."""
-        return self.gathers.under_way
 
     def plan(
         self,
@@ -158,9 +139,8 @@ class Sharding:
                     reasons = why_whole(plan.pieces)
         return replace(plan, whole_because=tuple(whole_because))
 
-    def let_go(self, *, waits: bool) -> None:
-        """Release the process group after the gathers."""
-        self.gathers.let_go(waits=waits)
+    def let_go(self) -> None:
+        """Release the process group."""
         self._group = self._group.let_go()
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
@@ -181,8 +161,8 @@ class Sharding:
         """Whether any parameter is cut; the same on every rank."""
         return bool(self.cut_params)
 
-    def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> None:
-        """Store a plan's owners and make its buckets."""
+    def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> list[Bucket]:
+        """Store a plan's owners; return its buckets."""
         self.pieces.update(zip(params, plan.pieces, strict=True))
         refused = zip(params, plan.whole_because, strict=True) if plan.whole_because else ()
         self.whole_because.update((param, reason) for param, reason in refused if reason is not None)
@@ -190,15 +170,12 @@ class Sharding:
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
         labels = [
             bucket_text(number, [names[index] for index in bucket.params])
-            for number, bucket in enumerate(plan.buckets, len(self.buckets))
+            for number, bucket in enumerate(plan.buckets, self._num_buckets)
         ]
+        self._num_buckets += len(plan.buckets)
         buckets = self._maker.make(self._group, params, plan, labels)
         self.cut_params += (param for bucket in buckets for param in bucket.params if self.is_cut(param))
-        for number, bucket in enumerate(buckets, len(self.buckets)):
-            self._numbers.update(dict.fromkeys(bucket.params, number))
-        self.buckets += buckets
-        self.row_buckets += (bucket for bucket in buckets if isinstance(bucket, RowBucket))
-        self._active += (bucket.is_active for bucket in buckets)
+        return buckets
 
     def make_row_buckets(
         self, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
@@ -206,121 +183,12 @@ class Sharding:
         """Make the buckets of a plan that are freed between steps, for the next `add`."""
         return self._maker.make_rows(self._group, params, plan, former)
 
-    def check_unpinned(self) -> None:
-        """See `RowBucket`."""
-        for bucket in self.row_buckets:
-            bucket.check_unpinned()
-
-    @eager
-    def refresh(self) -> None:
-        """Wait for gathers, then take over the user's changes: Note [Moving parameters] in `bucket`."""
-        self.under_way.wait()
-        self.take_over()
-
-    def take_over(self) -> None:
-        """Take over the user's changes; RuntimeError, after all others, if a parameter no longer fits."""
-        failure: Exception | None = None
-        written = [place for bucket in self.buckets for place in bucket.written()]
-        for bucket in self.buckets if written else ():
-            copy_out(bucket.params, written)
-        for bucket in self.buckets:  # all of them, then it raises
-            try:
-                if written or not bucket.is_in_place:
-                    bucket.refresh()
-            except RuntimeError as error:
-                failure = failure or error
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            failure = None  # the error has this frame
-
     def check_owned(self, groups: Sequence[ParamGroup]) -> None:
         """Raise ValueError for a parameter that was added without ``add_param_group()``."""
         for index, param in enumerate(params_of(groups)):
             if param not in self.pieces:
                 name = param_names(groups)[index]
                 raise ValueError(_NO_OWNER.format(name))
-
-    @eager
-    def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:
-        """Gather the parameters that a call changed; all ranks call. Raises also another rank's failure.
-
-        Skips buckets that never trained, unless ``frozen_too``; one must start to train on all ranks.
-        """
-        active = self.active()
-        if active != self._active:
-            params = params_of(groups)
-            states = ["trainable" if param.requires_grad else "frozen" for param in params]
-            items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
-            agree(self._group, items, "which parameters are frozen")
-            self._active = active
-        chosen = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
-        gathered = self._gathered_at_step(chosen)
-        for bucket in self.row_buckets:
-            bucket.pass_over()
-        group = self._group.during("gather")
-        self.begin_call(groups, call)
-        is_lazy = bool(self.gathers.readers)
-        on_cpu = not any(is_asynchronous(bucket.device) for bucket in gathered)
-        with group.phase.held_up() if on_cpu else nullcontext():
-            self.gathers.gather(group, gathered, in_step=True)
-        if self.gathers.stamps is not None:
-            with_last = not is_lazy and not self._is_asynchronous
-            self.gathers.stamps.compare(self._group.during("agree"), call, with_last=with_last)
-
-    def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Let the next gathers send a call's stamps, after waiting for the last call's."""
-        if self.gathers.stamps is not None:
-            self.under_way.wait()
-            self.gathers.stamps.begin(groups, call)
-
-    @eager
-    def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Check stamps; ``with_last`` also the last call's, if the CPU need not wait for a device."""
-        if self.gathers.stamps is not None:
-            if with_last:
-                self.under_way.wait()
-            self.gathers.stamps.compare(group, call, with_last=with_last and not self._is_asynchronous)
-
-    def end_step(self) -> None:
-        """Wait for gathers that no module waits for; raise what failed on other ranks."""
-        if self.gathers.readers:
-            schedules = zip(self.buckets, self.gathers.schedules_of(self.buckets), strict=True)
-            awaited = [b for b, row in schedules if Operation.WAIT not in row[Moment.BEFORE_FORWARD]]
-            self.under_way.wait_for(param for bucket in awaited for param in bucket.params)
-        else:
-            self.under_way.wait()
-        self.gathers.raise_failures()
-
-    def _gathered_at_step(self, buckets: Collection[Bucket]) -> list[Bucket]:
-        """List the buckets that a step gathers; frees the others, which their modules gather."""
-        for bucket in self.row_buckets:
-            if bucket in buckets:
-                bucket.mark_changed()
-        return [bucket for bucket in buckets if Operation.GATHER in bucket.schedule[Moment.STEP]]
-
-    @property
-    def _is_asynchronous(self) -> bool:
-        return any(is_asynchronous(bucket.device) for bucket in self.buckets)
-
-    def active(self) -> list[bool]:
-        """Return for each bucket whether it trains, or did at an earlier gather."""
-        return [was or bucket.is_active for bucket, was in zip(self.buckets, self._active, strict=True)]
-
-    def number_of(self, param: Tensor) -> int | None:
-        """Return the number of a parameter's bucket, or None."""
-        return self._numbers.get(param)
-
-    def buckets_of(self, params: Iterable[Tensor]) -> list[Bucket]:
-        """List the buckets of some parameters, in the order of gathers."""
-        return [self.buckets[number] for number in sorted({self._numbers[param] for param in params})]
-
-    @eager
-    def gather_all(self) -> None:
-        """Gather all parameters outside units, frozen ones too; all ranks call."""
-        gathered = self._gathered_at_step(self.buckets)
-        self.gathers.gather(self._group.during("gather"), gathered, in_step=False)
 
 
 def _nbytes(cap_mb: float) -> int:

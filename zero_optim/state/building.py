@@ -11,7 +11,7 @@ from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import params_of, short_names
 from zero_optim.plan.pieces import Piece
-from zero_optim.shard.gathers import Gathers
+from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
 from zero_optim.shard.sharding import Sharding
@@ -66,20 +66,21 @@ def build(
         local_over = partial(own.local_over, groups)
         owned = new_owned(group, leaves, average, pieces, local_over)
     # Now that no leaf holds the memory that parameters leave.
-    sharding.add(every, plan, short_names(groups))
+    engine = Engine()
+    engine.bind(group, options.own_options)
+    engine.add(sharding.add(every, plan, short_names(groups)))
     callback = registration.hand_over(buckets, group, every)
-    core = Core(inputs, group, sharding, owned, groups)
+    core = Core(inputs, group, engine, sharding, owned, groups)
     core.show_state()
     if read_by is not None:
-        LazyGather(read_by, sharding)
+        LazyGather(read_by, engine)
     return core, callback
 
 
-def new_sharding(inputs: PlanInputs, group: RankGroup, gathers: Gathers | None = None) -> Sharding:
-    """Make the owners and buckets, still empty."""
+def new_sharding(inputs: PlanInputs, group: RankGroup) -> Sharding:
+    """Make the owners, still none."""
     of = inputs.options
-    as_view, cap_mb, own_options = of.parameters_as_bucket_view, of.bucket_cap_mb, of.own_options
-    return Sharding(group, as_view, cap_mb, gathers, own_options, store=inputs.store)
+    return Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=inputs.store)
 
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
@@ -121,7 +122,8 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
         plan = sharding.plan(core.groups, own.costs, before, about, why)
         owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
         inputs.note(new, own, plan.costs)
-        sharding.add(group["params"], plan, short_names(core.groups)[-len(group["params"]) :])
+        names = short_names(core.groups)[-len(group["params"]) :]
+        core.engine.add(sharding.add(group["params"], plan, names))
     except Exception:
         del core.groups[before:]
         raise

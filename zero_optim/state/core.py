@@ -17,6 +17,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.errors import NotConsolidatedError
+from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import (
     ParamGroup,
     describe_options,
@@ -27,6 +28,7 @@ from zero_optim.plan.groups import (
 )
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
 from zero_optim.plan.plan import describe_params
+from zero_optim.shard.engine import Engine
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.moving import CutState, Held, RowMap
@@ -107,6 +109,7 @@ class Core:
 
     inputs: PlanInputs
     ranks: RankGroup
+    engine: Engine
     sharding: Sharding
     owned: OwnedState
     groups: list[ParamGroup]
@@ -140,7 +143,8 @@ class Core:
 
     def let_go(self, *, waits: bool) -> None:
         """Release the process group and everything built on it: Note [Detached] in `rebinding`."""
-        self.sharding.let_go(waits=waits)
+        self.engine.let_go(waits=waits)
+        self.sharding.let_go()
         self.owned.let_go()
         works = self.ranks.works
         works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
@@ -162,11 +166,23 @@ class Core:
     def check_weights(self) -> None:
         """Raise if the model holds averaged weights, or somebody needs rows whole."""
         self.owned.average.check_out()
-        self.sharding.check_unpinned()
+        self.engine.check_unpinned()
+
+    def prepare(self) -> None:
+        """Check the parameters before a step, and apply the user's changes; waits for gathers."""
+        self.check_weights()
+        self.snapshot.changed()
+        self.refresh()
+        self.check_cuts(self.groups)
+        self.follow_state()
+
+    def call(self, name: str, failure: BaseException | None = None) -> Call:
+        """Describe a call for stamps, with its exception on this rank."""
+        return Call(name, self.owned.local.origins, failure, self.engine.replicas)
 
     def refresh(self) -> None:
-        """Take over what the user changed in parameters and groups, as `Sharding.refresh`."""
-        self.sharding.refresh()
+        """Take over what the user changed in parameters and groups, as `Engine.refresh`."""
+        self.engine.refresh()
         self.follow_members()
 
     def follow_members(self) -> None:
@@ -205,7 +221,7 @@ class Core:
 
     def sample_gradients(self) -> None:
         """Let ranks compare elements of gradients in the next call, if no reducer knows the parameters."""
-        stamps = self.sharding.gathers.stamps
+        stamps = self.engine.stamps
         if stamps is not None and stamps.samples and not self.unreduced.are_known(self.sharding.pieces):
             num_params = len(self.sharding.pieces)
             stamps.send_sample(self.samples.take(self.groups, num_params, self.group.read))
@@ -217,7 +233,7 @@ class Core:
 
     def show_state(self) -> None:
         """Point ``state`` to the present state."""
-        self.state = self.owned.show(self.sharding.under_way.wait)
+        self.state = self.owned.show(self.engine.under_way.wait)
 
     def follow_state(self) -> None:
         """Take over a mapping that the user or the class assigned to ``state``."""
@@ -258,7 +274,7 @@ class Core:
 
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""
-        return [list(bucket.params) for bucket in self.sharding.buckets]
+        return [list(bucket.params) for bucket in self.engine.buckets]
 
     def own_params(self) -> list[Tensor]:
         """List the parameters of which this rank owns rows, in order."""
@@ -324,7 +340,7 @@ class Core:
 
     def take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         """Replace this rank's state and options; all ranks call, and fail together."""
-        self.sharding.under_way.wait()  # gathers read the parameters, which masters are written to
+        self.engine.under_way.wait()  # gathers read the parameters, which masters are written to
         self.owned.load(owned, groups, exact=exact)
         self.groups = groups
         self.show_state()
@@ -332,7 +348,7 @@ class Core:
 
     def remember(self) -> Callable[[], None]:
         """Copy this rank's state, options and parameters; return a function that restores them."""
-        self.sharding.under_way.wait()
+        self.engine.under_way.wait()
         put_back = self.owned.remember(self.own_params())
         groups = [(group, dict(group), list(group["params"])) for group in self.groups]
         state, snapshot = self.state, copy(self.snapshot)

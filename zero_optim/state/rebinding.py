@@ -60,7 +60,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
             group.check_serves(core.params)
             core.check_weights()
         _go_over(core, group, core.inputs, keep_state=keep_state)
-        core.sharding.gather_all()
+        core.engine.gather_all()
 
 
 def shard_parameters(core: Core, store: Store) -> list[Bucket]:
@@ -75,8 +75,8 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
                 )
             inputs.options.check_rows()
         agree(group, [f"offload={store.rows.description}"], "where a rank keeps what it owns")
-        core.sharding.under_way.wait()
-        former = core.sharding.buckets
+        core.engine.under_way.wait()
+        former = core.engine.buckets
         with failing_together(group):
             core.check_weights()
         _go_over(core, group, replace(inputs, store=store), keep_state=True)
@@ -192,7 +192,8 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
     with torch.no_grad():
         for index, value in part.values.items():
             owned.leaves.rows(params[index]).copy_(value)
-    sharding.add(params, plan, short_names(groups))
+    core.engine.bind(group, inputs.options.own_options)
+    core.engine.add(sharding.add(params, plan, short_names(groups)))
 
 
 def _planned(
@@ -200,7 +201,7 @@ def _planned(
 ) -> tuple[Sharding, Plan]:
     """Plan for the new owners, as the constructor does; all ranks call."""
     owned = core.owned
-    sharding = new_sharding(inputs, group, core.sharding.gathers)
+    sharding = new_sharding(inputs, group)
     may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
     options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
     why_whole = partial(options.why_whole, (), groups, owned.leaves.cut_rows)

@@ -1,0 +1,127 @@
+"""What `Engine.on` is asked for by ``step()``, and by a step during the backward pass."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.flow.pending import Pending
+from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.engine import Gathering, Task
+from zero_optim.shard.gathers import start_gather
+from zero_optim.state.core import Core
+
+T = TypeVar("T")
+
+
+class StepTask(Gathering, Generic[T]):
+    """A call that changes parameters, such as ``step()``: Note [Failures in a step] in `shard.engine`."""
+
+    result: T
+
+    def __init__(
+        self, core: Core, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(core.engine)
+        self._core, self._name = core, name
+        self._work, self._at_end = work, at_end  # the latter before the gather, also after an error
+        self._changed: frozenset[Bucket] = frozenset()
+
+    def step(self, buckets: Sequence[Bucket]) -> None:
+        """Prepare, change what this rank owns, and let the gathers tell how it went."""
+        core, engine = self._core, self._core.engine
+        try:
+            try:
+                core.prepare()
+                core.check_gradients()
+                self.result = self._work()
+            finally:
+                if self._at_end is not None:
+                    self._at_end()
+        except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
+            self.failure = error
+        moves_frozen, active = core.owned.local.moves_frozen, engine.agree_on_active(core.groups)
+        pairs = zip(engine.buckets, active, strict=True)
+        self._changed = frozenset(bucket for bucket, is_active in pairs if is_active or moves_frozen)
+        for bucket in buckets:
+            bucket.stepped(changed=bucket in self._changed)
+        engine.begin_call(core.groups, core.call(self._name, self.failure))
+        self._send = None if engine.stamps is None else engine.stamps.send
+
+    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Leave out buckets that never trained; one must start to train on all ranks."""
+        return super().to_gather([bucket for bucket in buckets if bucket in self._changed])
+
+    def end(self) -> None:
+        """Raise what other ranks have failed with, or if options differ."""
+        core, engine = self._core, self._core.engine
+        call = core.call(self._name, self.failure)
+        engine.compare_calls(core.group.during("agree"), call, with_last=not engine.is_lazy)
+
+
+class PartTask(Task):
+    """A part of an overlapped step: some parameters, and the buckets that were stepped and not gathered.
+
+    ``ungathered`` outlives the task: a row may have its gathers at a later moment.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        lanes: Sequence[RankGroup],
+        gradients: Mapping[Tensor, Tensor | None],  # None leaves a parameter alone
+        ungathered: dict[Tensor, None],
+        failure: BaseException | None = None,  # of this rank so far
+        *,
+        checks: bool = False,  # all is here at the end
+    ) -> None:
+        self._core, self._lanes, self._gradients = core, lanes, gradients
+        self._ungathered, self._checks = ungathered, checks
+        self._changed: frozenset[Tensor] = frozenset()
+        self.failure = failure
+
+    def step(self, buckets: Sequence[Bucket]) -> None:
+        """Step the parameters that have a gradient and rows here."""
+        core = self._core
+        try:
+            core.engine.under_way.wait_for(core.engine.buckets_of(self._gradients))
+            if self.failure is None:
+                with core.group.doing(OVERLAPPED_STEP):
+                    core.owned.step(core.groups, None, self._gradients)
+        except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
+            self.failure = self.failure or error
+        self._ungathered.update(dict.fromkeys(self._gradients))
+        if core.engine.stamps is not None and self.failure is not None:
+            core.engine.stamps.fail(self.failure)
+
+    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Choose the buckets that were stepped."""
+        self._changed = frozenset(self._ungathered)  # the pass still reads frozen ones
+        self._ungathered.clear()
+        stepped = self._core.engine.buckets_of(self._changed)
+        return [bucket for bucket in stepped if bucket in buckets]
+
+    def gather(self, bucket: Bucket) -> Pending:
+        """Start the gather of a bucket, on lanes that nobody else uses."""
+        stamps = self._core.engine.stamps
+        send = None if stamps is None else stamps.send
+        return start_gather(self._lanes, bucket, send, changed=self._changed)
+
+    def end(self) -> None:
+        """Raise what failed on other ranks, where all has come."""
+        if self._checks and self.failure is None:
+            self._core.engine.raise_failures()
+
+
+@contextmanager
+def whatever_happens(end: Callable[[BaseException | None], object]) -> Iterator[None]:
+    """Call ``end`` with the body's error or None: the other ranks wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        end(error)
+        raise
+    end(None)

@@ -1,0 +1,369 @@
+"""The engine: it owns an optimizer's buckets, and runs for each the row of the table that was chosen for it.
+
+`Engine.on` is the only way in; `_reduce`, `_step`, `_gather`, `_wait` and `_free` alone touch buckets. All
+ranks make the same calls, in the same order of buckets. Who makes them:
+
+==============================  ==========================================================================
+moment                          source
+==============================  ==========================================================================
+before and after modules        hooks of modules: `zero_optim.shard.lazy`, and `ddp.full.in_use` for units
+a bucket has all gradients      a gradient's hook, by `ddp.reducer.backward_pass`
+a bucket is reduced             `iteration.overlap`, for the comm hook `zero_step`
+after the backward pass         the same, and units
+``step()``                      `iteration.iteration`
+==============================  ==========================================================================
+
+Note [Failures in a step]
+    A rank whose step raises gathers all the same, and its stamp tells the others. On the CPU they raise as
+    the gathers end, with that rank's number and message: a `RemoteRankError`, or an error of the same class
+    if that is a usual one. On an accelerator, or with lazy gathers, they raise in a later call.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from zero_optim.comm.agreement import agree
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease, host_lanes_beside
+from zero_optim.compat.engine import eager
+from zero_optim.compat.streams import is_asynchronous
+from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
+from zero_optim.flow.schedule import ZERO1, Moment, Operation, Schedule
+from zero_optim.health.stamps import Call, Replicas, Stamps
+from zero_optim.plan.groups import ParamGroup, param_names, params_of
+from zero_optim.shard.bucket import Bucket, copy_out
+from zero_optim.shard.gathers import Send, gains_by_lanes, may_use_lanes, start_gather
+from zero_optim.shard.row_bucket import RowBucket
+
+# The flat tensors of the gathers that a call waits for take at most the memory of this many largest buckets.
+NUM_FLAT_TENSORS = 4
+
+
+class Task:
+    """What one call of `Engine.on` is about: what each operation does that a row may have there."""
+
+    failure: BaseException | None = None  # of this rank; raised when the others have heard of it
+    awaited: Flow | None = None  # gathers that this call itself waits for
+    span: AbstractContextManager[object] = nullcontext()  # measures gathers and waits
+
+    def reduce(self, bucket: Any) -> None:  # noqa: ANN401 - a bucket of gradients
+        """Start the reduction of a bucket of gradients."""
+        raise NotImplementedError
+
+    def step(self, buckets: Sequence[Bucket]) -> None:
+        """Step what this rank owns in some buckets; keeps what fails in `failure`."""
+        raise NotImplementedError
+
+    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Choose those that are gathered."""
+        return buckets
+
+    def gather(self, bucket: Bucket) -> Pending:
+        """Start the gather of a bucket."""
+        raise NotImplementedError
+
+    def arrived(self) -> None:
+        """Look at what has come with the rows that somebody waited for."""
+
+    def end(self) -> None:
+        """Compare what ranks have done, after the last operation."""
+
+    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+        """Clean up after a gather, wait or free that raised."""
+
+
+class Gathering(Task):
+    """The gather of all buckets, without stamps. Subclasses step, and send stamps."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine, self._group = engine, engine.group.during("gather")
+        self._lanes: Lease | None = None
+        self.span = self._group.phase.held_up() if engine.is_on_cpu else nullcontext()
+        self._send: Send | None = None  # writes a stamp
+
+    def step(self, buckets: Sequence[Bucket]) -> None:
+        """Note that all rows changed."""
+        for bucket in buckets:
+            bucket.stepped(changed=True)
+
+    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Return all; takes lanes where they make the gather faster."""
+        self._lanes = self._engine.lanes_for(buckets)
+        return buckets
+
+    def gather(self, bucket: Bucket) -> Pending:
+        """Start the gather of a bucket."""
+        group, lanes = self._group, self._lanes
+        used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
+        return start_gather(used, bucket, self._send)
+
+    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+        """Let nobody else use lanes on which something failed."""
+        if self._lanes is not None:
+            self._lanes.abandon()
+
+
+class Engine:
+    """Owns buckets, and runs their rows. All ranks of its group call `on`, and what else communicates."""
+
+    group: RankGroup
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.is_on_cpu = True
+        self.under_way = Flow()  # gathers that a later moment waits for, by bucket
+        self.stamps: Stamps | None = None  # none in a group of one
+        self.replicas: Replicas | None = None  # of a mesh
+        self._recipe = ZERO1  # of buckets that every rank keeps whole
+        self._readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
+        self._lanes: Lease | None = None  # for owners, see Note [A lane an owner] in `gathers`
+        self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
+        self._active: list[bool] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without models and replicas, which have the original; lanes are taken anew."""
+        return {**vars(self), "_lanes": None, "_readers": [], "_recipe": ZERO1, "replicas": None}
+
+    # ------------------------------------------------------------------ process groups that come and go
+
+    def bind(self, group: RankGroup, own_options: Collection[str]) -> None:
+        """Begin in a group, without buckets; models go on waiting for gathers. No communication."""
+        self.group = group
+        self.stamps = None if group.size == 1 else Stamps(own_options)
+        self.buckets, self._numbers, self._active = [], {}, []
+
+    def let_go(self, *, waits: bool) -> None:
+        """Wait for gathers or abandon them, then release the groups; no error if a rank died."""
+        lanes, self._lanes = self._lanes, None
+        try:
+            if waits:
+                self.under_way.wait()
+        except RuntimeError:  # of the backend
+            if lanes is not None:
+                lanes.abandon()
+        finally:
+            self.under_way.abandon()
+        self.group, self.replicas = self.group.let_go(), None
+        self.run_by(ZERO1)
+
+    def join_replicas(self, replicas: Replicas) -> None:
+        """Send errors of failed steps to the other replicas of a mesh, which hold no optimizer."""
+        self.replicas = replicas
+
+    def tell_replicas(self, error: BaseException) -> None:
+        """Send an exception that all ranks here raise to the other replicas."""
+        if self.replicas is not None:
+            self.replicas.tell(error)
+
+    # ------------------------------------------------------------------ buckets, and their rows of the table
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Take more buckets."""
+        for number, bucket in enumerate(buckets, len(self.buckets)):
+            self._numbers.update(dict.fromkeys(bucket.params, number))
+        self.buckets += buckets
+        self.is_on_cpu = not any(is_asynchronous(bucket.device) for bucket in self.buckets)
+        self._active += (bucket.is_active for bucket in buckets)
+        self._choose()
+
+    def run_by(self, recipe: Schedule) -> None:
+        """Run buckets that are whole everywhere by a recipe, from now on. No communication."""
+        self._recipe = recipe
+        self._choose()
+
+    def read_by(self, params: frozenset[Tensor], *, lazily: bool) -> None:
+        """Have a model's modules wait for gathers of its parameters, or no more. No communication."""
+        (self._readers.append if lazily else self._readers.remove)(params)
+        self._choose()
+
+    def _choose(self) -> None:
+        read, lazy = frozenset[Tensor]().union(*self._readers), self._recipe.lazily()
+        for bucket in self.buckets:
+            bucket.run_by(lazy if read.issuperset(bucket.params) else self._recipe)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether modules wait for gathers."""
+        return bool(self._readers)
+
+    @property
+    def row_buckets(self) -> list[RowBucket]:
+        """List the buckets that are freed between steps."""
+        return [bucket for bucket in self.buckets if isinstance(bucket, RowBucket)]
+
+    def number_of(self, param: Tensor) -> int | None:
+        """Return the number of a parameter's bucket, or None."""
+        return self._numbers.get(param)
+
+    def buckets_of(self, params: Iterable[Tensor]) -> list[Bucket]:
+        """List the buckets of some parameters, in the order of gathers; those in none are left out."""
+        numbers = {self._numbers[param] for param in params if param in self._numbers}
+        return [self.buckets[number] for number in sorted(numbers)]
+
+    def active(self) -> list[bool]:
+        """Return for each bucket whether it trains, or did at an earlier gather."""
+        return [was or bucket.is_active for bucket, was in zip(self.buckets, self._active, strict=True)]
+
+    @eager
+    def agree_on_active(self, groups: Sequence[ParamGroup]) -> list[bool]:
+        """Return `active`; RankMismatchError, on every rank, if ranks differ. Communicates if it changed."""
+        active = self.active()
+        if active != self._active:
+            states = ["trainable" if param.requires_grad else "frozen" for param in params_of(groups)]
+            items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
+            agree(self.group, items, "which parameters are frozen")
+            self._active = active
+        return active
+
+    def check_unpinned(self) -> None:
+        """Raise RuntimeError if somebody needs a bucket whole and unchanged. No communication."""
+        for bucket in self.row_buckets:
+            bucket.check_unpinned()
+
+    @eager
+    def refresh(self) -> None:
+        """Wait for gathers, then take over the user's changes: Note [Moving parameters] in `bucket`."""
+        self.under_way.wait()
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Take over the user's changes; RuntimeError, after all others, if a parameter no longer fits."""
+        failure: Exception | None = None
+        written = [place for bucket in self.buckets for place in bucket.written()]
+        for bucket in self.buckets if written else ():
+            copy_out(bucket.params, written)
+        for bucket in self.buckets:  # all of them, then it raises
+            try:
+                if written or not bucket.is_in_place:
+                    bucket.refresh()
+            except RuntimeError as error:
+                failure = failure or error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # the error has this frame
+
+    # ------------------------------------------------------------------ the five operations
+
+    def on(
+        self,
+        moment: Moment,
+        buckets: Sequence[Any],  # of parameters or of gradients
+        task: Task,
+        only: Operation | None = None,
+    ) -> None:
+        """Run what the rows of buckets have for a moment; at last raises what failed on this rank."""
+        rows = [bucket.schedule.moments.get(moment, ()) for bucket in buckets]
+        first = rows[0] if rows else ()
+        are_equal = rows.count(first) == len(rows)  # as nearly always
+        try:
+            for operation in first if are_equal else _RUN:
+                chosen = buckets
+                if not are_equal:
+                    chosen = [each for each, row in zip(buckets, rows, strict=True) if operation in row]
+                if chosen and only in (None, operation):
+                    _RUN[operation](self, moment, chosen, task)
+            task.end()
+        except BaseException as error:
+            if task.failure is not None and error is not task.failure:
+                error.__context__ = task.failure
+            raise
+        failure, task.failure = task.failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # the error has this frame
+
+    def _reduce(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
+        for bucket in buckets:
+            task.reduce(bucket)
+
+    def _step(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
+        task.step(buckets)
+
+    @eager
+    def _gather(self, moment: Moment, buckets: Sequence[Bucket], task: Task) -> None:
+        """Start gathers; of those that this moment waits for, as many at once as memory allows."""
+        try:
+            with task.span:
+                chosen = task.to_gather(buckets)
+                for bucket in chosen:
+                    begin = partial(task.gather, bucket)
+                    if bucket.gathers is not None:
+                        bucket.gathers.start(begin)
+                    elif Operation.WAIT in bucket.schedule[moment]:
+                        most = NUM_FLAT_TENSORS * max(each.nbytes_to_gather for each in chosen)
+                        task.awaited = task.awaited or Flow(most)
+                        task.awaited.start(begin, bucket.nbytes_to_gather)
+                    else:
+                        self.under_way.start(begin, keys=(bucket,))
+        except BaseException as error:
+            task.broke_off(error, buckets)
+            raise
+
+    @eager
+    def _wait(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
+        try:
+            with task.span:
+                if task.awaited is not None:
+                    task.awaited.wait()
+                if self.under_way:
+                    self.under_way.wait_for(buckets)
+                for bucket in buckets:
+                    bucket.arrive()
+                task.arrived()
+        except BaseException as error:
+            task.broke_off(error, buckets)
+            raise
+
+    def _free(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
+        try:
+            for bucket in buckets:
+                bucket.free()
+        except BaseException as error:
+            task.broke_off(error, buckets)
+            raise
+
+    def gather_all(self) -> None:
+        """Gather all parameters outside units, frozen ones too, and wait; all ranks call."""
+        self.on(Moment.STEP, self.buckets, Gathering(self))
+        self.under_way.wait()
+
+    def lanes_for(self, buckets: Sequence[Bucket]) -> Lease | None:
+        """Return lanes for owners if they make a gather faster, or did for another; all ranks call."""
+        group = self.group.during("gather")
+        if self._lanes is None and gains_by_lanes(group, buckets):
+            self._lanes = host_lanes_beside(group)
+        return self._lanes
+
+    # ------------------------------------------------------------------ what ranks tell each other beside
+
+    @eager
+    def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
+        """Let the next gathers send a call's stamps, after waiting for the last call's."""
+        if self.stamps is not None:
+            self.under_way.wait()
+            self.stamps.begin(groups, call)
+
+    @eager
+    def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
+        """Check stamps; ``with_last`` also the last call's, if the CPU need not wait for a device."""
+        if self.stamps is not None:
+            if with_last:
+                self.under_way.wait()
+            self.stamps.compare(group, call, with_last=with_last and self.is_on_cpu)
+
+    def raise_failures(self) -> None:
+        """Raise, once, if a rank is known to have failed in the last call."""
+        if self.stamps is not None:
+            self.stamps.raise_failures()
+
+
+_RUN = {operation: getattr(Engine, f"_{operation.value}") for operation in Operation}
