@@ -144,10 +144,9 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         units = construction.registration.params
         self._versions = {p: -1 for _, p in seen_params(module) if not p.requires_grad and p not in units}
         self._make_reducer()
-        self._optimizer.core.mesh = self._mesh
-        self._optimizer.begin_averages_anew()  # from the weights that the ranks have by now
-        construction.registration.is_open = construction.stands_in
-        construction.registration.everyone = None if self._mesh is None else everyone
+        self._optimizer.core.begin_training(self._mesh)
+        together = None if self._mesh is None else everyone
+        construction.registration.open(together, stands_in=construction.stands_in)
         refuse_conversions(module, construction.registration.params)
         PassHooks(self).hang_on(module)
 
@@ -177,7 +176,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
-            optimizer.core.mesh = self._mesh
+        optimizer.core.begin_training(self._mesh)
         self._reducer.close()
         unwatch(self._reducer)
         self._make_reducer()

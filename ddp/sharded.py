@@ -98,8 +98,7 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
             agree(everyone, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
-        optimizer.core.mesh = self._mesh
-        optimizer.begin_averages_anew()  # from the weights that the ranks have by now
+        optimizer.core.begin_training(self._mesh)
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]

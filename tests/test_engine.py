@@ -32,7 +32,6 @@ MOVES = {
     for function, operation in (
         (start_gather, Operation.GATHER),
         (OwnedState.step, Operation.STEP),
-        (OwnedState.step_some, Operation.STEP),
     )
 }
 Entries = set[tuple[Moment, Operation]]

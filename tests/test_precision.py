@@ -74,6 +74,25 @@ def test_narrow_parameters_are_stepped_through_masters_of_their_owner(dtype: tor
 
 
 @on_ranks(2)
+def test_a_step_with_the_gradients_of_all_parameters_has_the_bits_of_a_step_of_everything() -> None:
+    options: dict[str, Any] = {"master_dtype": torch.float32, "ema_decay": 0.5, "lr": 0.01}
+    plain, given = (
+        ZeroRedundancyOptimizer(low_precision(torch.bfloat16), torch.optim.AdamW, **options) for _ in range(2)
+    )
+    for step in range(3):
+        for optimizer in (plain, given):
+            set_grads(params_of(optimizer), step)
+        plain.step()
+        given.core.owned.step(given.param_groups, None, {p: p.grad for p in params_of(given)})
+        given.gather_parameters()
+        assert_same_bits(params_of(given), params_of(plain))
+    for mine, other in zip(given.owned_parameters(), plain.owned_parameters(), strict=True):
+        entries, expected = given.state[mine], plain.state[other]
+        assert list(entries) == list(expected)
+        assert_same_bits([*entries.values()], [*expected.values()])
+
+
+@on_ranks(2)
 def test_a_stale_master_does_not_undo_what_was_loaded_into_the_model() -> None:
     params = low_precision(torch.bfloat16)
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, master_dtype=torch.float32, lr=0.0)

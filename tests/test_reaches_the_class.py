@@ -128,7 +128,7 @@ def test_attributes_that_the_class_has_are_written_to_it() -> None:
 
 
 def supports_scaling(optimizer: Any) -> bool:
-    return hasattr(optimizer, "_step_supports_amp_scaling")
+    return bool(optimizer._step_supports_amp_scaling)
 
 
 @on_ranks(2)

@@ -185,8 +185,8 @@ def test_after_a_step_the_optimizer_holds_no_memory_of_cut_parameters(
         versions = [param._version for param in params]
         try:
             if overlapped:
-                optimizer.core.owned.step_some(
-                    optimizer.param_groups, {param: param.grad for param in params if param.grad is not None}
+                optimizer.core.owned.step(
+                    optimizer.param_groups, None, {param: param.grad for param in params}
                 )
             else:
                 optimizer.step()

@@ -459,7 +459,7 @@ FAILED, OTHER = stamp(name="KeyError", failed=True), stamp(4, "eval()")
             [stamp(), Stamp(0)],
             "rank 4 in step(), call 3 there; rank 5 in a gather that is no step",
         ),
-        (PRESENT_CALL, [stamp(), stamp(4)], "All ranks must make the same calls. A GradScaler's step counts"),
+        (PRESENT_CALL, [stamp(), stamp(4)], "rank 5 in step(), call 4 there. All ranks must make the same"),
         (
             PRESENT_CALL,
             [FAILED, OTHER, stamp()],

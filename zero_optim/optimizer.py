@@ -43,7 +43,7 @@ def _part(path: str, doc: str, *, settable: bool = False) -> Any:  # noqa: ANN40
     return property(attrgetter(path), change if settable else None, doc=doc)
 
 
-_OWN = frozenset({"core", "iteration", "defaults", "grad_scale", "found_inf"})  # the latter by scalers
+_OWN = frozenset({"core", "iteration", "grad_scale", "found_inf"})  # the latter by scalers
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -98,7 +98,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     are then that class's arguments, and ``defaults`` do not apply.
 
     Attributes:
-        defaults: as the class itself sets them.
         core, iteration: its parts, for other modules of this library.
 
     Raises:
@@ -162,9 +161,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.iteration.overlap()
 
     def _begin(self, core: Core) -> None:
+        super().__setstate__({})  # makes the hooks, without reading groups again
         self.core, self.iteration = core, Iteration(core)
-        super().__setstate__({"defaults": {}})  # makes the hooks, without reading groups again
-        self.defaults = core.owned.local.defaults
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the hooks, as ``torch.optim`` does; no communication."""
@@ -176,6 +174,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._begin(state["core"])
         if not self.core.ranks.is_let_go:
             watch(self, self.core.ranks, self.core.inputs.options.on_stall)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that the class sets, of the shared one if there are several."""
+        core: Core | None = vars(self).get("core")  # none while the hooks are made
+        return {} if core is None else core.owned.local.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.core.owned.local.assign("defaults", value)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
         """Return an attribute of the user's class; all ranks call a method, which then gathers parameters."""
@@ -224,6 +232,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 equal on all ranks.
         """
         if views.is_no_step(self.core):
+            self.core.refuse_empty_state()
             return None
         with self.core.group.doing("step()"):
             return self.iteration.step(self, closure, kwargs)
@@ -236,9 +245,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     num_steps = _part("core.snapshot.steps", "Calls of `step` on this rank, skipped ones included.")
 
     @property
-    def _step_supports_amp_scaling(self) -> views.Asked:
+    def _step_supports_amp_scaling(self) -> bool:
         """Whether a ``GradScaler`` calls `step` after an infinity too: Note [Infinities] in `step.amp`."""
-        return views.Asked(self.iteration.hears_scaler)  # a debugger may read it on one rank
+        return self.iteration.joins.under_way or self.iteration.has_begun
 
     def clip_grad_norm_(
         self,
@@ -398,7 +407,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self.core.ranks.is_let_go:
             return
         self.iteration.detach(wait=wait)
-        self.defaults = self.core.owned.local.defaults
         unwatch(self)
 
     def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
@@ -431,7 +439,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         finally:
             if self.core.ranks.is_let_go:  # as before
                 unwatch(self)
-        self.defaults = self.core.owned.local.defaults
         learn_addresses(group)
         return self.core.snapshot.steps
 

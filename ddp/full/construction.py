@@ -149,7 +149,7 @@ class UnitConstruction:
         sharded = {param: name for param, name in names.items() if param in units}
         storage = storage_for(self._arguments.offload, self.choice.unit_of)
         self.policy.check(sharded, sparse_names(self.module), self._arguments.accumulate)
-        self.registration.store = Store(units, self.policy.compute_dtypes(sharded), storage)
+        self.registration.hold(Store(units, self.policy.compute_dtypes(sharded), storage))
 
     def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
         """Build an optimizer that never steps, to hold the rows until one comes; all ranks call."""
@@ -175,7 +175,6 @@ class UnitConstruction:
                 buckets, units = shard_parameters(core, self.registration.store), self.registration.params
                 former = {p: bucket for bucket in buckets for p in bucket.params if p in units}
                 del buckets  # each goes when the last parameter of a unit is filled
-                optimizer.defaults = core.owned.local.defaults
             self.registration.mark()
             self.registration.place(core.engine.row_buckets, optimizer.ranks)
         self._is_filled = True

@@ -118,15 +118,13 @@ def stamps_in(arrivals: Iterable[Arrival], read: Read) -> dict[int, Stamp]:
 class Kind(NamedTuple):
     """The fields of a stamp that must be equal on all ranks, and the messages where they are not.
 
-    ``each``: what ranks with one stamp did. ``failures``: text of failed ranks, if they count. ``hint``: if
-    only numbers differ.
+    ``each``: what ranks with one stamp did. ``failures``: text of failed ranks, if they count.
     """
 
     fields: tuple[str, ...]
     each: Callable[[Sequence[int], Stamp], str]
     difference: str
     failures: Callable[[Mapping[int, Stamp], str], str] | None = None
-    hint: str = ""
     separator: str = "; "
 
 
@@ -148,18 +146,14 @@ def verdict(
 
 def difference(kind: Kind, stamps: Mapping[int, Stamp]) -> str:
     """Describe what groups of ranks did, the largest first; empty if they did the same."""
-    groups = ranks_by_value({rank: _key(stamp, kind.fields) for rank, stamp in stamps.items()})
+    groups = ranks_by_value(
+        {rank: tuple(getattr(stamp, name) for name in kind.fields) for rank, stamp in stamps.items()}
+    )
     if len(groups) < 2:
         return ""
     largest_first = sorted(groups.values(), key=lambda ranks: -len(ranks))
     each = kind.separator.join(kind.each(ranks, stamps[ranks[0]]) for ranks in largest_first)
-    others = [name for name in kind.fields if name != "number"]
-    only_numbers = len({_key(stamp, others) for stamp in stamps.values()}) == 1
-    return kind.difference.format(each) + (kind.hint if only_numbers else "")
-
-
-def _key(stamp: Stamp, fields: Sequence[str]) -> tuple[object, ...]:
-    return tuple(getattr(stamp, name) for name in fields)
+    return kind.difference.format(each)
 
 
 def _failures(failed: Mapping[int, Stamp], call: str) -> str:
@@ -183,9 +177,6 @@ PRESENT_CALL = Kind(
     _present_call,
     "ranks are in different calls of the optimizer: {}. All ranks must make the same calls",
     _failures,
-    ". A GradScaler's step counts even if it is skipped: one found an infinity on some ranks alone. "
-    "Reduce gradients before the scaler looks at them, as DDP does, or use "
-    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, with the process group",
 )
 LAST_CALL = Kind(
     ("number", "text"),

@@ -14,8 +14,8 @@ Note [What may differ]
 
 Note [What a count cannot tell]
     Ranks whose gathers meet have counted alike. The watchdog or the next forward pass (Note [Stamps of units]
-    in `unit_stamps`) shows a step left out. Steps that a ``GradScaler`` skips are counted: otherwise rows of
-    two iterations would meet.
+    in `unit_stamps`) shows a step left out. If a ``GradScaler`` skips one on some ranks alone, as it may if
+    nobody reduces gradients, rows of two iterations meet, and the sampled gradients differ.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -118,7 +118,6 @@ class Stamps:
         self.samples = True  # whether gradients are compared; equal on every rank
         self._sampled: Sampled | None = None  # of the next call
         self._num_rounded = 0
-        self._num_skipped = 0  # calls of a scaler since the last step: Note [What a count cannot tell]
         self._step = _Step(0, "construction", self._values.digest, ())  # the last call; it gathers nothing
         self._unread: list[_Step] = []  # calls that were not compared; the last one is `_step`
         self._reported: frozenset[Stamp] = frozenset()  # in the last comparison; the same on every rank
@@ -134,8 +133,7 @@ class Stamps:
             for name in self._own_options.intersection(group)
         }
         self._values.follow(groups, self._left_out | own if own else self._left_out)
-        number, values = self._step.number + 1 + self._num_skipped, self._values
-        self._num_skipped = 0
+        number, values = self._step.number + 1, self._values
         digest, (sampled, self._sampled) = values.digest, (self._sampled, None)
         if sampled is not None:
             digest = blake2b(digest + repr(sampled).encode(), digest_size=DIGEST_NBYTES).digest()
@@ -147,10 +145,6 @@ class Stamps:
     def send_sample(self, sampled: Sampled) -> None:
         """Compare elements of gradients in the next call."""
         self._sampled = sampled
-
-    def skip(self) -> None:
-        """Count a step that a scaler leaves out."""
-        self._num_skipped += 1
 
     def fail(self, failure: BaseException) -> None:
         """Put a failure into the gathers to come."""
@@ -169,8 +163,8 @@ class Stamps:
         """This rank's stamp of the last call."""
         return self._step.octets()
 
-    def check_failures(self) -> None:
-        """Raise RemoteRankError if only other ranks failed in the last call, as far as stamps are here."""
+    def raise_failures(self) -> None:
+        """Raise RemoteRankError, once, if only other ranks failed in the last call, by stamps that came."""
         for step in self._unread:
             is_here = all(arrival.is_here for arrival in step.arrivals)
             if step.is_raised or step.failure is not None or not is_here or step.is_uniform(HostCopy.read):
@@ -249,7 +243,10 @@ class Stamps:
                 "The step was taken, and each owner stepped with its own gradient. Let the backward pass "
                 "before step() be reduced: call the wrapper, not the module in it, outside of no_sync(), "
                 "with every parameter of the optimizer in the wrapper; without a wrapper average the "
-                "gradients. If only owners shall have reduced gradients, set the others to None"
+                "gradients. If only owners shall have reduced gradients, set the others to None. A "
+                "GradScaler skips a step for itself if it found an infinity on some ranks alone. Reduce "
+                "gradients before it looks at them, as DDP does, or use "
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, with the process group"
             )
         return None
 

@@ -174,7 +174,7 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._has_ended():
+            while not self._end_if_unused():
                 if self._listener.wait(self._interval):
                     self._listener.answer(self._verdicts.answer)
                 self._look()
@@ -190,7 +190,7 @@ class Watchdog:
                 self._listener.close()
                 atexit.unregister(self.end)
 
-    def _has_ended(self) -> bool:
+    def _end_if_unused(self) -> bool:
         with self._lock:
             self._is_over |= not self._users or not self.directory.is_current()
             return self._is_over

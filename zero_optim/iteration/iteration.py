@@ -41,13 +41,13 @@ class Iteration:
     ) -> float | None:
         """Prepare, step what this rank owns, and gather, as `ZeroRedundancyOptimizer.step`."""
         self.joins.announce(steps=True)
-        self._core.snapshot.steps += 1
+        self._core.snapshot.count_step()
         loss, shared, failure = self._evaluate(closure)
         if self._finish_overlapped(optimizer, kwargs):
             return loss
         scaler = kwargs.pop("grad_scaler", None)
         try:
-            if self._is_skipped(optimizer, scaler, failure, has_gradients=shared is None):
+            if not self._ready_gradients(optimizer, scaler, failure, has_gradients=shared is None):
                 return loss
         except BaseException as error:
             self._core.engine.tell_replicas(error)
@@ -60,7 +60,7 @@ class Iteration:
         core.group.phase.traffic.count_step()
         if shared is None and not self.joins.under_way:
             core.sample_gradients()
-        work = partial(core.owned.step, core.groups, shared, **kwargs)
+        work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         result = self._change("step()", work, None if shared is None else shared.finish)
         self.joins.end_step()
         return result
@@ -85,8 +85,8 @@ class Iteration:
             return None, None, None
         core, in_join = self._core, self.joins.under_way
         is_ready = self._overlap is not None or in_join or core.sharding.has_cuts
-        if not is_ready and core.owned.leaves.takes_closures:
-            return None, SharedCall(core.group, closure, partial(core.check_unreduced, in_join=False)), None
+        if not is_ready and core.owned.takes_closures:
+            return None, SharedCall(core.group, closure, partial(core.compare_unreduced, in_join=False)), None
         try:
             together = nullcontext() if in_join else failing_together(core.group)
             with torch.enable_grad(), together:  # gradients are needed before the class's own step begins
@@ -96,30 +96,33 @@ class Iteration:
                 raise
             return None, None, error
 
-    def _is_skipped(
+    def _ready_gradients(
         self, optimizer: Optimizer, scaler: object, failure: Exception | None, *, has_gradients: bool
     ) -> bool:
-        """Return whether the ranks skip a step; if not, unscale and lend gradients; all ranks call."""
+        """Check gradients, unscale them and lend them to joined ranks; all ranks call.
+
+        Returns False if a scaler found an infinity on any rank: then no rank steps.
+        """
         core, in_join, scaling = self._core, self.joins.under_way, None
         if failure is None:
             try:
                 if has_gradients:  # else the class evaluates the closure, and they are checked then
-                    core.check_unreduced(in_join=in_join)
+                    core.compare_unreduced(in_join=in_join)
                 if in_join:
                     core.check_gradients()
                 scaling = Scaling.of(optimizer, scaler)
             except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
                 failure = error
         if scaling is None and failure is None and not in_join:
-            return False
+            return True
         status, found_inf = (Status.NOTHING, None) if scaling is None else (scaling.status, scaling.found_inf)
         statuses = exchange(core.group, status, found_inf=found_inf, failure=failure)
         if scaling is not None:
-            if scaling.is_skipped(optimizer, statuses, core.group.rank):
-                return True
+            if scaling.back_off_together(optimizer, statuses, core.group.rank):
+                return False
             scaling.unscale(core.params)
         self.joins.lend(core.group, statuses)
-        return False
+        return True
 
     # ------------------------------------------------------------------ during the backward pass
 
@@ -127,7 +130,7 @@ class Iteration:
         """Return the `Overlap` for hooks; all ranks call. Raises on all if a class cannot step in parts."""
         if self._overlap is None:
             with failing_together(self._core.group):
-                self._core.owned.local.check_parts()
+                self._core.owned.local.require_parts()
             self._overlap = Overlap(self._core, self.joins)
             self._core.engine.run_by(OVERLAP)
         return self._overlap
@@ -171,8 +174,8 @@ class Iteration:
             )
         overlap, self._overlap = self._overlap, None
         if overlap is not None and overlap.let_go(waits=wait):
-            core.snapshot.is_torn = core.snapshot.age > 0  # else it broke off before anything was stepped
-        rebinding.detach(core, wait=wait)
+            core.snapshot.tear()
+        core.let_go(waits=wait)
         self.joins.let_go()
 
     def rebind(self, group: RankGroup, *, keep_state: bool) -> None:
@@ -209,15 +212,6 @@ class Iteration:
         finally:
             average.swap_out()
             engine.gather_all()
-
-    def hears_scaler(self) -> bool:
-        """Whether a ``GradScaler`` calls ``step()`` after an infinity: Note [What a count cannot tell]."""
-        if self.joins.under_way or self.has_begun:
-            return True
-        stamps = self._core.engine.stamps
-        if stamps is not None:
-            stamps.skip()
-        return False
 
     def agree_on_infinity(self, found_inf: Tensor) -> None:
         """Set the scalers' ``found_inf`` if any rank saw an infinity; all ranks call; the CPU waits."""

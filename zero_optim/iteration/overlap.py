@@ -244,7 +244,7 @@ class Overlap:
             try:
                 core.follow_members()
                 core.check_gradients(rest)
-                core.check_unreduced(in_join=in_join)
+                core.compare_unreduced(in_join=in_join)
             except (ValueError, RuntimeError) as error:
                 failure = error
         if in_join:  # ranks that joined wait for this; if one rank fails all raise

@@ -85,19 +85,12 @@ class PartTask(Task):
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Step the parameters that have a gradient and rows here."""
-        core, was_well = self._core, self.failure is None
+        core = self._core
         try:
             core.engine.under_way.wait_for(core.engine.buckets_of(self._gradients))
-            own = {
-                param: gradient
-                for param, gradient in self._gradients.items()
-                if gradient is not None and core.sharding.piece_here(param) is not None
-            }
-            if own:
+            if self.failure is None:
                 with core.group.doing(OVERLAPPED_STEP):
-                    core.owned.step_some(core.groups, own)
-            if was_well:  # of all, as an ordinary step does, also of those without a gradient
-                core.owned.average.update(self._gradients)
+                    core.owned.step(core.groups, None, self._gradients)
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = self.failure or error
         self._ungathered.update(dict.fromkeys(self._gradients))
@@ -120,7 +113,7 @@ class PartTask(Task):
     def end(self) -> None:
         """Raise what failed on other ranks, where all has come."""
         if self._checks and self.failure is None:
-            self._core.engine.check_failures()
+            self._core.engine.raise_failures()
 
 
 @contextmanager

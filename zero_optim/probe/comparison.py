@@ -70,7 +70,7 @@ def difference(record: TrialRecord, variant: Variant, *, with_state: bool = True
             entries = _different_entries(record, run, with_state=with_state and variant.cut is None)
             differs = state_difference(record, run, entries) if with_state else None
         if differs is None and entries:
-            differs = _why_used(record, entries)
+            differs = _try_entries(record, entries)
     except Exception as error:  # noqa: BLE001 - the first trial did not raise, so this is a difference
         return f"{variant.how}, it raises {first_line_of(error)}"
     return None if differs is None else f"{variant.how}, {differs}"
@@ -128,7 +128,7 @@ def _different_entries(record: TrialRecord, run: TrialRun, *, with_state: bool) 
     return entries
 
 
-def _why_used(record: TrialRecord, entries: Sequence[Entry]) -> str | None:
+def _try_entries(record: TrialRecord, entries: Sequence[Entry]) -> str | None:
     """Return which of the entries has an influence, perhaps, or None: Note [Idle entries]."""
     for enlarges in (False, True):
         again = record.begin()

@@ -117,7 +117,7 @@ def _try_dtypes(subject: OptimizerUnderTest, dtypes: tuple[torch.dtype, ...]) ->
             return None
         for (one, other), shapes in product(combinations(dtypes, 2), (answer.feed.shapes, _MATRICES)):
             feed = replace(answer.feed, shapes=shapes, dtype=one, second=other, num_steps=3)
-            reason = _why_coupled_with(feed, trial)
+            reason = _try_coupling(feed, trial)
             if reason is not None:
                 return f"with parameters of {one} and {other} in a group, {reason}"
     return None
@@ -148,7 +148,7 @@ def _traits(trial: TrialRecord) -> Traits:
     coupling = _why_coupled(trial)
     if coupling is not None:
         return Traits(coupling=coupling, counting=coupling, shape_use=coupling)
-    in_half = _why_coupled_with(replace(trial.feed, dtype=torch.bfloat16, num_steps=2), trial)
+    in_half = _try_coupling(replace(trial.feed, dtype=torch.bfloat16, num_steps=2), trial)
     moves_frozen = _moves_frozen(trial)
     if moves_frozen:
         counting: str | None = "it changes parameters that have no gradient, and these are not stepped then"
@@ -188,11 +188,11 @@ def _why_coupled_otherwise(trial: TrialRecord) -> str | None:
     tamer = [] if trial.finite or feed.huge == 1 else [replace(feed, huge=1.0)]
     large = replace(feed, shapes=_SEVERAL_LARGE, num_in_group=1, num_steps=STEPS_OF_LARGE, gaps=False)
     longer = [replace((*tamer, feed)[0], num_steps=_MANY_STEPS)] if trial.idle | trial.retyped else []
-    reasons = (_why_coupled_with(each, trial) for each in (*tamer, large, *longer))
+    reasons = (_try_coupling(each, trial) for each in (*tamer, large, *longer))
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _why_coupled_with(feed: Feed, trial: TrialRecord) -> str | None:
+def _try_coupling(feed: Feed, trial: TrialRecord) -> str | None:
     again = recorded(trial.subject, feed)
     if again is None:
         return None

@@ -360,10 +360,10 @@ class Engine:
                 self.under_way.wait()
             self.stamps.compare(group, call, with_last=with_last and self.is_on_cpu)
 
-    def check_failures(self) -> None:
-        """Raise if a rank is known to have failed in the last call."""
+    def raise_failures(self) -> None:
+        """Raise, once, if a rank is known to have failed in the last call."""
         if self.stamps is not None:
-            self.stamps.check_failures()
+            self.stamps.raise_failures()
 
 
 _RUN = {operation: getattr(Engine, f"_{operation.value}") for operation in Operation}

@@ -23,7 +23,7 @@ class _Reading(Task):
     def arrived(self) -> None:
         """Raise what failed on other ranks, when all is here."""
         if not self._engine.under_way and not in_backward():  # one that recomputes has to end in good order
-            self._engine.check_failures()
+            self._engine.raise_failures()
 
 
 class LazyGather:

@@ -60,6 +60,14 @@ class Registration:
         """The buckets of all units."""
         return list(chain.from_iterable(self.buckets))
 
+    def hold(self, store: Store) -> None:
+        """Set the parameters, and where their rows are stored."""
+        self.store = store
+
+    def open(self, everyone: RankGroup | None, *, stands_in: bool) -> None:
+        """Begin to train, on ``everyone`` of a mesh; if an optimizer ``stands_in``, another may take over."""
+        self.everyone, self.is_open = everyone, stands_in
+
     def mark(self) -> None:
         """Set this registration as an attribute of the parameters."""
         for param in self.params:

@@ -191,7 +191,7 @@ class RowBucket(Uncopied, Bucket):
         for param, rows in self.own_rows().items():
             if param in values:
                 rows.copy_(values[param])
-        self.has_changed()
+        self.mark_changed()
 
     def let_go(self, only: Tensor | None = None) -> None:
         """Make all parameters, or one, show NaN and release their memory; their values are new."""
@@ -212,7 +212,7 @@ class RowBucket(Uncopied, Bucket):
         """Copy a tensor of its length to the row and free the parameters; RuntimeError if pinned."""
         self.check_unpinned()
         self._storage.write(self.row, values)
-        self.has_changed()
+        self.mark_changed()
 
     # ------------------------------------------------------------------ steps and writes
 
@@ -234,8 +234,8 @@ class RowBucket(Uncopied, Bucket):
         if not self.is_whole and self._freed.was_written():
             raise RuntimeError(_WRITE.format(name=self.label))
 
-    def has_changed(self) -> None:
-        """Note that the row changed, and free the parameters."""
+    def mark_changed(self) -> None:
+        """Record that the row changed, and free the parameters."""
         if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
             return
         self._has_changed = True
@@ -248,7 +248,7 @@ class RowBucket(Uncopied, Bucket):
     def stepped(self, *, changed: bool) -> None:
         """Free the parameters if the row changed; accept the versions that a step changed."""
         if changed:
-            self.has_changed()
+            self.mark_changed()
         self._freed.note_versions()
 
     @torch.no_grad()

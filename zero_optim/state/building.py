@@ -34,7 +34,6 @@ def build(
     read_by: torch.nn.Module | None,
 ) -> tuple[Core, Callback | None]:
     """Plan, agree on the plan, and build; all ranks call. Returns the parts, and a callback or None."""
-    inputs = PlanInputs(options)
     together = registration_in(params).failing_together
     with together():
         with failing_together(group):
@@ -46,7 +45,7 @@ def build(
             if registration.params:
                 options.check_rows()
             registration.check(every, group)
-            inputs.store = registration.store
+            inputs = PlanInputs(options, registration.store)
             sharding = new_sharding(inputs, group)
             leaves, average = new_leaves(inputs)
             own = GroupOptions.taken_from(groups, default, options)

@@ -37,17 +37,18 @@ from zero_optim.step.averages import EMA
 from zero_optim.step.gradient_sample import GradientSamples
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
+from zero_optim.step.partial import PartialGradient
 from zero_optim.step.state_view import OwnedEntries
-from zero_optim.step.unreduced import UnreducedParams, check_unreduced
+from zero_optim.step.unreduced import UnreducedParams, compare_unreduced
 
 
 class Snapshot:
     """This rank's whole state, if current: Note [Whole state]. ``age`` is equal on all ranks, not steps."""
 
-    def __init__(self, age: int = 0, steps: int = 0) -> None:
+    def __init__(self, age: int = 0) -> None:
         self.untouched = age == 0
         self.age = age
-        self.steps = steps
+        self.steps = 0
         self.is_torn = False
         self._whole: dict[Any, Any] | None = None
         self._was_held = False
@@ -56,6 +57,20 @@ class Snapshot:
     def hold(self, whole: dict[Any, Any]) -> None:
         """Keep the current whole state."""
         self._whole, self._was_held = whole, True
+
+    def at(self, age: int, steps: int) -> "Snapshot":
+        """Return it for state of some age; of another age, or of none, it has no whole state."""
+        snapshot = copy(self) if age and age == self.age else Snapshot(age)
+        snapshot.steps = steps
+        return snapshot
+
+    def count_step(self) -> None:
+        """Count a call of ``step()``."""
+        self.steps += 1
+
+    def tear(self) -> None:
+        """Record that a step broke off, perhaps before any: some parameters have taken it, others not."""
+        self.is_torn = self.age > 0
 
     def changed(self) -> None:
         """Note a change of the state, and drop the whole state."""
@@ -126,6 +141,28 @@ class Core:
         if self.ranks.is_let_go:
             raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
 
+    def let_go(self, *, waits: bool) -> None:
+        """Release the process group and everything built on it: Note [Detached] in `rebinding`."""
+        self.engine.let_go(waits=waits)
+        self.sharding.let_go()
+        self.owned.let_go()
+        works = self.ranks.works
+        works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
+        self.ranks, self.mesh = self.ranks.let_go(), None
+        if any(isinstance(param.grad, PartialGradient) for param in self.params):
+            for param in self.params:
+                param.grad = None  # whole ones too: the next group may have other owners
+
+    def become(self, other: "Core") -> None:
+        """Go on with the parts of another one."""
+        vars(self).update(vars(other))
+        self.show_state()
+
+    def begin_training(self, mesh: RankMesh | None) -> None:
+        """Train with ranks that have equal weights by now; averages start there. ``mesh``: of replicas."""
+        self.mesh = mesh
+        self.owned.average.begin_anew()
+
     def check_weights(self) -> None:
         """Raise if the model holds averaged weights, or somebody needs rows whole."""
         self.owned.average.check_out()
@@ -157,10 +194,7 @@ class Core:
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse group options with which a class cannot step cut parameters; may try the class."""
         if self.sharding.has_cuts:
-            pieces, cut_rows, is_cut = self.sharding.pieces, self.owned.leaves.cut_rows, self.sharding.is_cut
-            self.owned.local.check_cuts(
-                groups, lambda group: [cut_rows(p, pieces[p]) for p in filter(is_cut, group["params"])]
-            )
+            self.owned.local.check_cuts(groups, self.owned.leaves.cut_rows, self.sharding.pieces)
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
         """Raise ValueError if parameters with sparse gradients are cut."""
@@ -178,12 +212,12 @@ class Core:
         params = self.sharding.cut_params if params is None else params
         self.check_sparse(param for param in params if param.grad is not None and param.grad.is_sparse)
 
-    def check_unreduced(self, *, in_join: bool) -> None:
-        """Refuse to step with unreduced gradients; communicates only if there may be some."""
+    def compare_unreduced(self, *, in_join: bool) -> None:
+        """Refuse to step with unequal unreduced gradients; communicates only if there may be some."""
         unreduced = self.unreduced.among(self.sharding.pieces) if self.group.size > 1 else {}
         if unreduced:
             names = dict(zip(self.params, short_names(self.groups), strict=True))
-            check_unreduced(self.group, unreduced, names, in_join=in_join)
+            compare_unreduced(self.group, unreduced, names, in_join=in_join)
 
     def sample_gradients(self) -> None:
         """Let ranks compare elements of gradients in the next call, if no reducer knows the parameters."""
@@ -205,6 +239,11 @@ class Core:
         """Take over a mapping that the user or the class assigned to ``state``."""
         if self.owned.take_over_state(self.state):
             self.show_state()
+
+    def refuse_empty_state(self) -> None:
+        """Have ``state_dict()`` raise where it would give an empty state: Note [Steps that are none]."""
+        if self.snapshot.untouched and not self.owned.local.initial_state(self.groups):
+            self.snapshot.drop(is_new=True)
 
     def with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
         """Combine the groups' own parameters and names with saved options."""

@@ -15,11 +15,10 @@ from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.pieces import Pieces
-from zero_optim.probe.cut_rows import CutRows
 from zero_optim.probe.probe import why_dtypes_couple
 from zero_optim.shard.store import Store
 from zero_optim.step.local import LocalOptimizer
-from zero_optim.step.spec import GroupSpec, OptimizerSpec
+from zero_optim.step.spec import CutRowsOf, GroupSpec, OptimizerSpec
 
 KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -77,9 +76,9 @@ class PlanInputs:
     """The inputs of plans, beside parameters and ranks; ``store`` keeps the parameters held as rows."""
 
     options: ShardingOptions
+    store: Store
     costs: dict[Tensor, float] = field(default_factory=dict)
     kept_whole: set[Tensor] = field(default_factory=set)
-    store: Store = field(default_factory=Store)
 
     def may_cut(self, groups: Sequence[ParamGroup]) -> list[bool]:
         """Return for each group whether the user allows cuts."""
@@ -169,7 +168,7 @@ class GroupOptions:
         self,
         before: Sequence[GroupSpec],
         groups: Sequence[ParamGroup],
-        cut_rows: Callable[[Tensor, Pieces], CutRows],
+        cut_rows: CutRowsOf,
         pieces: Sequence[Pieces],
     ) -> list[str | None]:
         """Return why each parameter cannot be cut as planned, or None; ``before``: earlier groups."""

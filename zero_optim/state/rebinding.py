@@ -1,8 +1,8 @@
 """Going to another process group, or to rows alone: plan anew, and move the state to its new owners.
 
 Note [Detached]
-    `detach` does not communicate, so it works after a failure too. It leaves this rank's parameters, their
-    state and the options. Ranks are known by number only; calls that communicate raise.
+    `Core.let_go` does not communicate, so it works after a failure too. It leaves this rank's parameters,
+    their state and the options. Ranks are known by number only; calls that communicate raise.
 
 Note [Rebinding is building anew]
     `rebind` plans, agrees, builds, and loads this rank's state as from a checkpoint, with the bits of a saved
@@ -28,36 +28,20 @@ from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, short_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
-from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core, Snapshot
 from zero_optim.state.moving import Held, move, sent_by
-from zero_optim.state.options import GroupOptions
+from zero_optim.state.options import GroupOptions, PlanInputs
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
-from zero_optim.step.partial import PartialGradient
 
 _GO_BACK = (
     "Go back to a checkpoint, on all ranks: rebind(keep_state=False), then zero_optim.checkpoint.load()"
 )
 _MOST_NAMED = 5  # parameters in a message
-
-
-def detach(core: Core, *, wait: bool) -> None:
-    """Release the process group and everything built on it: Note [Detached]."""
-    core.engine.let_go(waits=wait)
-    core.sharding.let_go()
-    core.owned.let_go()
-    works = core.ranks.works
-    works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
-    core.ranks, core.mesh = core.ranks.let_go(), None
-    params = core.params
-    if any(isinstance(param.grad, PartialGradient) for param in params):
-        for param in params:
-            param.grad = None  # whole ones too: the next group may have other owners
 
 
 def new_group(core: Core, process_group: dist.ProcessGroup | None) -> RankGroup:
@@ -75,7 +59,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
                 raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
             group.check_serves(core.params)
             core.check_weights()
-        _go_over(core, group, keep_state=keep_state)
+        _go_over(core, group, core.inputs, keep_state=keep_state)
         core.engine.gather_all()
 
 
@@ -92,14 +76,10 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
             inputs.options.check_rows()
         agree(group, [f"offload={store.rows.description}"], "where a rank keeps what it owns")
         core.engine.under_way.wait()
-        before, inputs.store, former = inputs.store, store, core.engine.buckets
-        try:
-            with failing_together(group):
-                core.check_weights()
-            _go_over(core, group, keep_state=True)
-        except Exception:
-            inputs.store = before
-            raise
+        former = core.engine.buckets
+        with failing_together(group):
+            core.check_weights()
+        _go_over(core, group, replace(inputs, store=store), keep_state=True)
     return former
 
 
@@ -174,7 +154,7 @@ def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Piece
     return list(map(tuple, of_param))
 
 
-def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
+def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bool) -> None:
     """Plan anew for a group, and move the state to its owners, or begin with new state; all ranks call."""
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
     own = Held({})
@@ -184,8 +164,8 @@ def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
             core.follow_state()
             leaves.follow_values(leaves.masters)
             own = core.held()
-        about = [*core.inputs.options.describe(), *local.describe_specs()]
-        about.append(f"cuts of groups {core.inputs.may_cut(core.groups)}")
+        about = [*inputs.options.describe(), *local.describe_specs()]
+        about.append(f"cuts of groups {inputs.may_cut(core.groups)}")
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
     holders = _find_holders(core, group, own) if keep_state else None
@@ -197,35 +177,30 @@ def _go_over(core: Core, group: RankGroup, *, keep_state: bool) -> None:
         shared = sent_by(group, holders.first, shared, "the options")
         groups = groups if is_first else core.with_options(shared["options"])
         everywhere = shared["everywhere"]
-    sharding, plan = _planned(core, group, groups, about)
+    sharding, plan = _planned(core, group, inputs, groups, about)
     part = Held({})
     if holders is not None:
         part = move(group, core.row_map(holders.pieces, plan.pieces), replace(own, everywhere={}))
-    owned = _built(core, group, sharding, plan, groups)
+    owned = _built(core, group, inputs, sharding, plan, groups)
     if holders is not None:
         state = {params[index]: entries for index, entries in part.state.items()}
         owned.load({**state, **everywhere}, groups, exact=True)
     # Everything is checked now. Only a rank that dies can stop it from here on.
-    core.ranks, core.sharding, core.owned, core.groups = group, sharding, owned, groups
+    snapshot = Snapshot() if holders is None else core.snapshot.at(holders.age, holders.steps)
+    new = replace(core, ranks=group, inputs=inputs, sharding=sharding, owned=owned, groups=groups)
+    core.become(replace(new, snapshot=snapshot))
     with torch.no_grad():
         for index, value in part.values.items():
             owned.leaves.rows(params[index]).copy_(value)
-    core.engine.bind(group, core.inputs.options.own_options)
+    core.engine.bind(group, inputs.options.own_options)
     core.engine.add(sharding.add(params, plan, short_names(groups)))
-    core.show_state()
-    if holders is None:
-        core.snapshot = Snapshot()
-    elif core.snapshot.age != holders.age:
-        core.snapshot = Snapshot(holders.age, holders.steps)
-    else:
-        core.snapshot.steps = holders.steps
 
 
 def _planned(
-    core: Core, group: RankGroup, groups: Sequence[ParamGroup], about: Sequence[str]
+    core: Core, group: RankGroup, inputs: PlanInputs, groups: Sequence[ParamGroup], about: Sequence[str]
 ) -> tuple[Sharding, Plan]:
     """Plan for the new owners, as the constructor does; all ranks call."""
-    inputs, owned = core.inputs, core.owned
+    owned = core.owned
     sharding = new_sharding(inputs, group)
     may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
     options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
@@ -235,17 +210,18 @@ def _planned(
 
 
 def _built(
-    core: Core, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
+    core: Core,
+    group: RankGroup,
+    inputs: PlanInputs,
+    sharding: Sharding,
+    plan: Plan,
+    groups: list[ParamGroup],
 ) -> OwnedState:
-    params, (leaves, average) = core.params, new_leaves(core.inputs)
-    cut = {param: each for param, each in zip(params, plan.pieces, strict=True) if len(each) > 1}
-
-    def cuts_of(of: ParamGroup) -> list[CutRows]:
-        return [leaves.cut_rows(param, cut[param]) for param in of["params"] if param in cut]
+    params, (leaves, average) = core.params, new_leaves(inputs)
 
     def local_over(leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
-        local = core.owned.local.again(groups, leaf_of)
-        local.check_cuts(groups, cuts_of)  # options may have changed, and other parameters are cut
+        local, pieces = core.owned.local.again(groups, leaf_of), dict(zip(params, plan.pieces, strict=True))
+        local.check_cuts(groups, leaves.cut_rows, pieces)  # options may have changed, and what is cut
         return local
 
     pieces = sharding.owned(params, plan)

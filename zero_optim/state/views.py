@@ -8,7 +8,7 @@ Note [Steps that are none]
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,21 +35,7 @@ def is_no_step(core: Core) -> bool:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") != _DCP:
-        return False
-    if core.snapshot.untouched and not core.owned.local.initial_state(core.groups):
-        core.snapshot.drop(is_new=True)  # so that state_dict() raises and returns no empty state
-    return True
-
-
-class Asked:
-    """An answer that is found when somebody asks whether it is true, not when it is only read."""
-
-    def __init__(self, answer: Callable[[], bool]) -> None:
-        self._answer = answer
-
-    def __bool__(self) -> bool:
-        return self._answer()
+    return frame is not None and frame.f_globals.get("__name__") == _DCP
 
 
 @dataclass(frozen=True, slots=True)

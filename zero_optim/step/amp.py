@@ -50,8 +50,10 @@ class Scaling:
         """Flags that other ranks need beside ``found_inf``."""
         return Status.DEAF if self.scaler is None else Status.NOTHING
 
-    def is_skipped(self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int) -> bool:
-        """Return whether all ranks skip the step; then this rank's scaler backs off too. Raises as below."""
+    def back_off_together(
+        self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int
+    ) -> bool:
+        """Make this rank's scaler back off if all ranks skip the step; return whether. Raises as below."""
         if not is_skipped_by_all(statuses):
             return False
         if Status.INFINITE not in statuses[rank] and self.scaler is not None:

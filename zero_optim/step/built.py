@@ -1,6 +1,6 @@
 """One optimizer of the user's class over this rank's leaves."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -9,24 +9,18 @@ from torch.optim import Optimizer
 from zero_optim.compat import private
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
 from zero_optim.plan.option_values import plain
-from zero_optim.probe.cut_rows import CutRows
+from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.saved import BESIDE, has_own_dict, load_packed
 from zero_optim.probe.traits import Traits, refusal, refusal_in_half
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import CutRowsOf, OptimizerSpec
 
 
 class BuiltOptimizer:
     """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order."""
 
     def __init__(
-        self,
-        spec: OptimizerSpec,
-        numbers: list[int],
-        groups: list[ParamGroup],
-        *,
-        is_tried: bool,
-        steps_parts: bool,
+        self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup], *, is_tried: bool
     ) -> None:
         self.spec = spec
         self.numbers = numbers
@@ -37,9 +31,10 @@ class BuiltOptimizer:
         leaves = _leaf_ids(groups)  # taken now: the class may change the dicts
         self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
         self.defaults = {key: plain(value) for key, value in self.optimizer.defaults.items()}
-        self._check_leaves(leaves, steps_parts=steps_parts)
+        self._try_class(leaves)
 
-    def _check_leaves(self, leaves: list[set[int]], *, steps_parts: bool) -> None:
+    def _try_class(self, leaves: list[set[int]]) -> None:
+        """Set ``traits``; raise ValueError if the class cannot step ``leaves``, those of the last groups."""
         first = len(self.numbers) - len(leaves)
         if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(
@@ -52,8 +47,6 @@ class BuiltOptimizer:
             traits = probe(self.spec.optimizer_class, self.spec.arguments, self.first_options)
             if not traits.separable:
                 raise ValueError(refusal(self.spec.optimizer_class, traits))
-            if steps_parts:
-                self.check_parts(traits)
             self.traits = traits
             leaves_now = params_of(self.optimizer.param_groups)
             narrow = any(leaf.is_floating_point() and leaf.element_size() < 4 for leaf in leaves_now)
@@ -71,12 +64,17 @@ class BuiltOptimizer:
         own = "has a state_dict() of its own, and its" if has_own_dict(self.optimizer) else "keeps what its"
         return f"{self.spec.name} {own} state can be neither consolidated, saved nor loaded: {reason}"
 
-    def check_parts(self, traits: Traits | None) -> None:
+    def combine(self, answers: Iterator[bool]) -> None:
+        """Keep the probe results that hold on every rank, from the ``answers`` of all classes."""
+        if self.traits is not None:
+            self.traits = self.traits.combined([next(answers) for _ in self.traits.answers()])
+
+    def check_parts(self) -> None:
         """Raise ValueError if probed traits forbid steps of some parameters at a time."""
-        if traits is not None and not traits.steppable_in_parts:
+        if self.traits is not None and not self.traits.steppable_in_parts:
             raise ValueError(
                 f"{self.spec.name} cannot be stepped during the backward pass, some parameters at a time: "
-                f"{traits.counting}. Use it without zero_step (overlap_with_ddp)"
+                f"{self.traits.counting}. Use it without zero_step (overlap_with_ddp)"
             )
 
     def state_entries(self, num_dims: int) -> dict[str, bool]:
@@ -91,14 +89,17 @@ class BuiltOptimizer:
         """Return the state entries with the shape of their parameter."""
         return frozenset(name for name, is_shaped in self.state_entries(num_dims).items() if is_shaped)
 
-    def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
+    def check_cuts(
+        self, groups: list[ParamGroup], cut_rows: CutRowsOf, pieces: Mapping[Tensor, Pieces]
+    ) -> None:
         """Raise ValueError if options that changed in kind since the last step allow no cuts."""
         for number, own in zip(self.numbers, self.optimizer.param_groups, strict=True):
             group = groups[number]
             changed = changed_in_kind(own, group)
             if not changed:
                 continue
-            options, cuts = options_of(group), cuts_of(group)
+            options, params = options_of(group), group["params"]
+            cuts = [cut_rows(param, pieces[param]) for param in params if len(pieces[param]) > 1]
             key = frozenset((key, kind_of(key, value)) for key, value in options.items()), tuple(cuts)
             if key not in self._answers:
                 self._answers[key] = self.spec.why_not_cut([options], options, cuts, is_tried=self._is_tried)
@@ -111,13 +112,13 @@ class BuiltOptimizer:
                     "optimizer with these options, or with cuts=False"
                 )
 
-    def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
+    def add_group(self, number: int, group: ParamGroup) -> None:
         """Add the owned part of a public group; after an error call `drop_groups`."""
         first, leaves = options_of(group), _leaf_ids([group])
         self.optimizer.add_param_group(group)
         self.numbers.append(number)
         self.first_options.append(first)
-        self._check_leaves(leaves, steps_parts=steps_parts)
+        self._try_class(leaves)
 
     def drop_groups(self, count: int) -> None:
         """Drop all groups after the first ``count`` public ones."""
@@ -129,7 +130,24 @@ class BuiltOptimizer:
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
             del state[key]
 
-    def step(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the class returns
+    def step(self, chosen: Collection[int] | None, /, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Step all leaves, or those with the chosen ids: the groups omit the others meanwhile."""
+        if chosen is None:
+            return self._call_step(*args, **kwargs)
+        groups = self.optimizer.param_groups
+        members = [group["params"] for group in groups]
+        stepped = [[leaf for leaf in leaves if id(leaf) in chosen] for leaves in members]
+        if not any(stepped):
+            return None
+        try:
+            for group, leaves in zip(groups, stepped, strict=True):
+                group["params"] = leaves
+            return self._call_step(*args, **kwargs)
+        finally:
+            for group, leaves in zip(groups, members, strict=True):
+                group["params"] = leaves
+
+    def _call_step(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the class returns
         """Step with this optimizer's hooks alone: those for all optimizers run around the sharded step."""
         method: Callable[..., Any] = self.optimizer.step
         is_hooked = private.global_optimizer_pre_hooks or private.global_optimizer_post_hooks
@@ -144,21 +162,6 @@ class BuiltOptimizer:
         for done_hook in self.optimizer._optimizer_step_post_hooks.values():
             done_hook(self.optimizer, *arguments)
         return result
-
-    def step_some(self, chosen: Collection[int], **kwargs: object) -> None:
-        """Step only the leaves with these ids; the groups omit the others meanwhile."""
-        groups = self.optimizer.param_groups
-        members = [group["params"] for group in groups]
-        stepped = [[leaf for leaf in leaves if id(leaf) in chosen] for leaves in members]
-        if not any(stepped):
-            return
-        try:
-            for group, leaves in zip(groups, stepped, strict=True):
-                group["params"] = leaves
-            self.step(**kwargs)
-        finally:
-            for group, leaves in zip(groups, members, strict=True):
-                group["params"] = leaves
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
         """Replace the state through the class's ``load_state_dict``, as `LocalOptimizer.load`."""

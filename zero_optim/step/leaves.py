@@ -8,12 +8,13 @@ Note [Masters and their parameters]
 Note [Leaves of cut parameters]
     The leaf of a cut parameter without a master views the owned rows only while a class uses it, as users,
     buckets or copies may give the parameter other memory. `Leaves.let_go` points it at one expanded NaN:
-    shapes stay readable, in-place arithmetic raises. `Leaves.put_back` copies values if the class gave the
+    shapes stay readable, in-place arithmetic raises. `Leaves.in_use` copies values if the class gave the
     leaf other memory.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -157,9 +158,9 @@ class Leaves:
                 self._put_over_rows(param)
 
     @torch.no_grad()
-    def let_go(self, params: Iterable[Tensor] | None = None) -> None:
+    def let_go(self, some: Mapping[Tensor, Tensor] | None = None) -> None:
         """Drop the gradients of all leaves, or some, and the memory of all but masters."""
-        for param, leaf in self._some(params).items():
+        for param, leaf in (self.separate if some is None else some).items():
             leaf.grad = None
             if param not in self.masters:
                 form = leaf.dtype, leaf.device
@@ -180,10 +181,30 @@ class Leaves:
         if not _is_over(leaf, rows):
             leaf.data = rows
 
+    @contextmanager
+    def in_use(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Iterator[None]:
+        """Give all leaves values and gradients in the body, or some with ``gradients``; write them back."""
+        given = {} if gradients is None else gradients
+        before = {param: param.grad for param in given if param not in self.separate}
+        some = self.separate
+        if gradients is not None:
+            some = {param: some[param] for param in gradients if param in some}
+        try:
+            for param in before:
+                param.grad = given[param]
+            self._take_in(some, gradients)
+            try:
+                yield
+            finally:  # a step that broke off has changed parameters too, as in torch.optim
+                self._put_back(some)
+        finally:
+            self.let_go(some)
+            for param, grad in before.items():
+                param.grad = grad
+
     @torch.no_grad()
-    def take_in(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
-        """Set separate leaves' gradients, by default the parameters', and values changed outside; no wait."""
-        for param, leaf in self._some(gradients).items():
+    def _take_in(self, some: Mapping[Tensor, Tensor], gradients: Mapping[Tensor, Tensor] | None) -> None:
+        for param, leaf in some.items():
             if param in self.masters:
                 _follow(self.rows(param), leaf)
             else:
@@ -194,10 +215,9 @@ class Leaves:
             leaf.grad = None if grad is None else grad.to(leaf.dtype)
 
     @torch.no_grad()
-    def put_back(self, params: Iterable[Tensor] | None = None) -> None:
-        """Write separate leaves, or some, back to their parameters; call `let_go` next."""
+    def _put_back(self, some: Mapping[Tensor, Tensor]) -> None:
         rows, masters, views = list[Tensor](), list[Tensor](), list[Tensor]()
-        for param, leaf in self._some(params).items():
+        for param, leaf in some.items():
             own = self.rows(param)
             if param in self.masters:
                 rows.append(own)
@@ -210,10 +230,6 @@ class Leaves:
             private.foreach_copy_(rows, masters)
         if views:
             torch.autograd.graph.increment_version(views)
-
-    def _some(self, params: Iterable[Tensor] | None) -> dict[Tensor, Tensor]:
-        every = self.separate
-        return every if params is None else {param: every[param] for param in params if param in every}
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
         """Return the masters in loaded entries, for wide rows too; StateMismatchError if one does not fit."""

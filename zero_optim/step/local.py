@@ -1,19 +1,19 @@
 """The local optimizer: the user's classes over the leaves of this rank."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, options_of, params_of
 from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable, plain
-from zero_optim.probe.cut_rows import CutRows
+from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
-from zero_optim.step.spec import GroupSpec, OptimizerSpec
+from zero_optim.step.spec import Closure, CutRowsOf, GroupSpec, OptimizerSpec
 
 _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -49,8 +49,7 @@ class LocalOptimizer:
             _fill_in(public, local)
 
     def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
-        is_tried, steps_parts = self._is_tried, self._steps_parts
-        self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=is_tried, steps_parts=steps_parts))
+        self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=self._is_tried))
 
     def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
         """Build the same classes over other leaves from the original options; ``groups`` stay unchanged.
@@ -79,10 +78,10 @@ class LocalOptimizer:
         """Describe the classes and their arguments, to compare ranks."""
         return [f"optimizer {built.spec.describe()} for groups {built.numbers}" for built in self._built]
 
-    def check_parts(self) -> None:
-        """Raise ValueError, now and for later groups, if a class cannot step some parameters at a time."""
+    def require_parts(self) -> None:
+        """Step some parameters at a time from now on; ValueError, for later groups too, if a class cannot."""
         for built in self._built:
-            built.check_parts(built.traits)
+            built.check_parts()
         self._steps_parts = True
 
     def check_dicts(self) -> None:
@@ -125,8 +124,7 @@ class LocalOptimizer:
         """Keep the probe results that hold on every rank: processors may differ, decisions must not."""
         rest = iter(answers)
         for built in self._built:
-            if built.traits is not None:
-                built.traits = built.traits.combined([next(rest) for _ in built.traits.answers()])
+            built.combine(rest)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -159,21 +157,18 @@ class LocalOptimizer:
     def _shared(self) -> BuiltOptimizer | None:
         return next((built for built in self._built if built.spec is self.default), None)
 
-    def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
+    def check_cuts(
+        self, groups: list[ParamGroup], cut_rows: CutRowsOf, pieces: Mapping[Tensor, Pieces]
+    ) -> None:
         """Raise ValueError for options that allow no cuts."""
         for built in self._built:
-            built.check_cuts(groups, cuts_of)
+            built.check_cuts(groups, cut_rows, pieces)
 
     def step(
-        self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
+        self, groups: list[ParamGroup], closure: Closure, chosen: set[int] | None, /, **kwargs: object
     ) -> float | None:
-        """Step every leaf under the public groups' options; returns the class's result."""
-        steps = [built.step for built in self._built]
-        if closure is not None and len(self._built) > 1:  # once, for all of them
-            with torch.enable_grad():
-                loss = closure()
-            self.call(groups, steps, **kwargs)
-            return loss
+        """Step all leaves, or those with the chosen ids; returns the class's result."""
+        steps = [partial(built.step, chosen) for built in self._built]
         arguments = () if closure is None else (closure,)
         stepped: float | None = self.call(groups, steps, *arguments, **kwargs)
         return stepped
@@ -190,21 +185,13 @@ class LocalOptimizer:
         return bool(having)
 
     def call(
-        self, groups: list[ParamGroup], methods: list[Callable[..., Any]], *args: object, **kwargs: object
+        self, groups: list[ParamGroup], methods: Sequence[Callable[..., Any]], *args: object, **kwargs: object
     ) -> Any:  # noqa: ANN401 - whatever the class returns
         """Call the optimizers' own methods under the public groups' options; returns the first result."""
         before = self._take_options(groups)
         results = [method(*args, **kwargs) for method in methods]
         self._give_options(groups, before)
         return results[0]
-
-    def step_some(self, groups: list[ParamGroup], leaves: Collection[Tensor], **kwargs: object) -> None:
-        """Step some leaves under the public groups' options."""
-        chosen = {id(leaf) for leaf in leaves}
-        before = self._take_options(groups)
-        for built in self._built:
-            built.step_some(chosen, **kwargs)
-        self._give_options(groups, before)
 
     def follow_members(self, groups: Sequence[ParamGroup]) -> None:
         """Step what the public groups list now."""
@@ -271,7 +258,9 @@ class LocalOptimizer:
         if spec is not self.default or shared is None:
             self._build(spec, [number], [part])
         else:
-            shared.add_group(number, part, steps_parts=self._steps_parts)
+            shared.add_group(number, part)
+        if self._steps_parts:
+            self.of_group(number).check_parts()
         self._check_saves()
         _fill_in(group, self._groups()[number])
 
@@ -323,16 +312,16 @@ class LocalOptimizer:
         for public, local in zip(groups, self._groups(), strict=True):
             _fill_in(public, local)
 
-    def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
-        """Return the argument of `restore` to undo a `load`; copies no tensor."""
+    def remember(self) -> Callable[[], None]:
+        """Return a function that undoes a `load`; copies no tensor."""
         optimizers = [built.optimizer for built in self._built]
-        return [(each.state, list(map(dict, each.param_groups))) for each in optimizers]
+        saved = [(each, each.state, list(map(dict, each.param_groups))) for each in optimizers]
 
-    def restore(self, saved: list[tuple[dict[Any, Any], list[ParamGroup]]]) -> None:
-        """Undo a `load` that failed on any rank."""
-        self.replace_states([state for state, _ in saved])
-        for built, (_, groups) in zip(self._built, saved, strict=True):
-            built.optimizer.param_groups = groups
+        def undo() -> None:
+            for optimizer, state, groups in saved:
+                optimizer.state, optimizer.param_groups = state, groups
+
+        return undo
 
 
 def _leaves_of(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from zero_optim.step.averages import EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.partial import make_plain
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import Closure, OptimizerSpec
 from zero_optim.step.state_view import OwnedStateView
 
 T = TypeVar("T")
+Gradients: TypeAlias = Mapping[Tensor, Tensor | None]  # whole ones; None leaves a parameter alone
 
 
 class OwnedState:
@@ -37,7 +38,7 @@ class OwnedState:
         self.leaves = leaves
         self._group = group
         average.add(owned)
-        leaves.let_go(owned)
+        leaves.let_go()
         self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
 
     def let_go(self) -> None:
@@ -52,6 +53,11 @@ class OwnedState:
             shown = OwnedStateView(states, self.local, self.leaves, self.average, wait)
         self.shown = shown
         return shown
+
+    @property
+    def takes_closures(self) -> bool:
+        """Whether the class's step may call a closure; several classes share the gradients of one call."""
+        return self.leaves.takes_closures and len(self.local.states) == 1
 
     def take_over_state(self, state: object) -> bool:
         """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again."""
@@ -68,48 +74,29 @@ class OwnedState:
             self.local.replace_states([state])
         return True
 
-    def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the leaves and write them back to the parameters, even if it raises."""
-        make_plain(self.leaves.owned)
-        result = self._on_leaves(work)
-        self.average.update()
+    def run(self, work: Callable[[], T], gradients: Gradients | None = None) -> T:
+        """Run ``work`` on the leaves, or those with ``gradients``; write them back, even if it raises."""
+        own = None if gradients is None else self._own(gradients)
+        make_plain(self.leaves.owned if own is None else own)
+        with self.leaves.in_use(own):
+            result = work()
+        self.average.update(gradients)  # also of parameters without a gradient
         return result
 
     def step(
-        self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
+        self, groups: list[ParamGroup], closure: Closure, gradients: Gradients | None, /, **kwargs: object
     ) -> float | None:
-        """Step everything; returns the class's result."""
-        return self.run(partial(self.local.step, groups, closure, **kwargs))
-
-    def _on_leaves(self, work: Callable[[], T], gradients: Mapping[Tensor, Tensor | None] | None = None) -> T:
-        """Run ``work`` with the leaves' values and gradients set, and write the leaves back."""
-        leaves = self.leaves
-        if not leaves.separate:
-            return work()
-        try:
-            leaves.take_in(gradients)
-            try:
-                return work()
-            finally:  # a step that broke off has changed parameters too, as in torch.optim
-                leaves.put_back(gradients)
-        finally:
-            leaves.let_go(gradients)
+        """Step everything, or owned parameters that have one of the gradients; returns the class's result."""
+        chosen = None
+        if gradients is not None:
+            chosen = {id(self.leaves.leaf(param)) for param, grad in gradients.items() if grad is not None}
+        return self.run(partial(self.local.step, groups, closure, chosen, **kwargs), gradients)
 
     @torch.no_grad()
-    def step_some(self, groups: list[ParamGroup], gradients: Mapping[Tensor, Tensor]) -> None:
-        """Step some owned parameters with gradients of their shape; their own stay, averages too."""
-        own = {param: self.leaves.own_rows(param, gradient) for param, gradient in gradients.items()}
-        if not self.local.spares_gradients:
-            own = {param: gradient.clone() for param, gradient in own.items()}
-        leaf_of = {param: self.leaves.leaf(param) for param in own}
-        before = {param: param.grad for param, leaf in leaf_of.items() if leaf is param}
-        try:
-            for param in before:
-                param.grad = own[param]
-            self._on_leaves(partial(self.local.step_some, groups, list(leaf_of.values())), own)
-        finally:
-            for param, grad in before.items():
-                param.grad = grad
+    def _own(self, gradients: Gradients) -> dict[Tensor, Tensor]:
+        known = {param: grad for param, grad in gradients.items() if param in self.leaves.owned}
+        own = {param: self.leaves.own_rows(param, grad) for param, grad in known.items() if grad is not None}
+        return own if self.local.spares_gradients else {param: rows.clone() for param, rows in own.items()}
 
     def add_group(self, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Piece]) -> None:
         """Add the owned part of a group on all ranks, or none; raises any rank's error; all ranks call."""
@@ -124,17 +111,17 @@ class OwnedState:
             self.local.drop_groups(before)
             self.leaves.drop(owned)
             raise
-        self.leaves.let_go(owned)
+        self.leaves.let_go()
         self.average.add(owned)
 
     def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
         """Copy owned parameters and record what `load` replaces; returns a function that restores both."""
-        before = self.local.save()
+        undo_load = self.local.remember()
         beside = [*self.leaves.masters.values(), *self.average.averages.values()]
         copies = [tensor.detach().clone() for tensor in (*map(self.leaves.rows, owned), *beside)]
 
         def undo() -> None:
-            self.local.restore(before)
+            undo_load()
             for tensor, copy in zip([*map(self.leaves.rows, owned), *beside], copies, strict=True):
                 tensor.data.copy_(copy)
 
@@ -152,7 +139,7 @@ class OwnedState:
                 of_leaf = {name: entry for name, entry in entries[key].items() if name not in (MASTER, EMA)}
             if of_leaf != {}:
                 of_leaves[separate.get(key, key)] = of_leaf
-        before = self.local.save()
+        undo = self.local.remember()
         self.leaves.follow()  # the class's own load may read them
         try:
             with failing_together(self._group):
@@ -160,7 +147,7 @@ class OwnedState:
                 averages = self.average.taken_from(entries)
                 self.local.load(groups, of_leaves, exact=exact)
         except Exception:
-            self.local.restore(before)
+            undo()
             raise
         finally:
             self.leaves.let_go()

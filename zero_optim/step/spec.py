@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows, why_rows_not_cut
 from zero_optim.probe.cut_rows import why_not_cut as why_class_not_cut
+
+Closure: TypeAlias = Callable[[], float] | None
+CutRowsOf: TypeAlias = Callable[[Tensor, Pieces], CutRows]
 
 
 @dataclass(frozen=True, slots=True)

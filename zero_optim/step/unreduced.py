@@ -139,7 +139,7 @@ def _not_synced(reducers: Sequence[GradientReducer], params: Collection[Tensor])
     return unreduced
 
 
-def check_unreduced(
+def compare_unreduced(
     group: RankGroup, unreduced: Mapping[Tensor, Unreduced], names: Mapping[Tensor, str], *, in_join: bool
 ) -> None:
     """Compare unreduced gradients, a collective a reason; all ranks call. RankMismatchError if unequal."""
