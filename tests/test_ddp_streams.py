@@ -19,10 +19,11 @@ from fake_streams import fake_streams
 from modelled import modelled_streams
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
+from zero_optim.comm.pending import Pending
 from zero_optim.compat import streams
 from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions, Wait
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.stream_order import StreamOrder
@@ -43,9 +44,9 @@ class Begun:
             assignment, History(num_params), options, Reductions(Engine(), self.launch), divisor=2.0
         )
 
-    def launch(self, bucket: ReducerBucket) -> Wait:
+    def launch(self, bucket: ReducerBucket) -> Pending[torch.Tensor]:
         self.launched.append(bucket.number)
-        return pytest.fail
+        return Pending([], pytest.fail)
 
     def come(self, index: int) -> None:
         self.params[index].grad = torch.ones(SMALL, device=torch.device("cpu"))

@@ -17,11 +17,11 @@ from parity_runs import Row
 from pool import Ranks
 from sharded import Setting
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
+from zero_optim.comm.pending import Pending
 from zero_optim.ddp.owners import owner_line, owner_reducer, owner_rows
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
 from zero_optim.ddp.owners.owner_rows import OwnerRows, most_portions, num_portions
 from zero_optim.ddp.owners.owners import Owners
-from zero_optim.ddp.reducer.reduction import Wait
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.step.partial import PartialGradient
 
@@ -204,7 +204,7 @@ def told_of_sums() -> Iterator[list[str]]:
 
 def launches_and_line(
     count: int, num_portions: int, *, is_apart: bool = True
-) -> tuple[list[Callable[[], Wait]], owner_line.OwnerLine]:
+) -> tuple[list[Callable[[], Pending[torch.Tensor]]], owner_line.OwnerLine]:
     """What launches each of some buckets in a line, and the line."""
     nobody: Any = SimpleNamespace(groups=())
     line = owner_line.OwnerLine(nobody, nobody, is_apart=is_apart)
