@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_optim.compat.engine import untraced
 from zero_optim.errors import StalledError
@@ -56,6 +57,17 @@ class Doing:
     @untraced
     def __exit__(self, *_: object) -> None:
         self._activity.end(self._name)
+
+
+class LastStep(NamedTuple):
+    """The last ``step()`` here in a group; ``failure``: what it raised, if no gather tells it."""
+
+    number: int = 0
+    has_closure: bool = False
+    failure: str = ""
+
+
+NO_STEP = LastStep()
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ class Sharding:
         self.row_buckets: list[RowBucket] = []  # those of them that are freed between steps
         self.gathers = Gathers() if gathers is None else gathers
         self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
+        group.works.note_failure("")  # of an optimizer before this one
         self.cut_params: list[Tensor] = []
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._group = group
@@ -261,6 +262,7 @@ class Sharding:
             bucket.pass_over()
         group = self._group.during("gather")
         self.begin_call(groups, call)
+        group.works.note_failure("" if gathered else call.failure_text)
         is_lazy = bool(self.gathers.readers)
         on_cpu = not any(is_asynchronous(bucket.device) for bucket in gathered)
         with group.phase.held_up() if on_cpu else nullcontext():
