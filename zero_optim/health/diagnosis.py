@@ -103,7 +103,8 @@ def are_parted(mine: Status, theirs: Status) -> bool:
 def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -> Verdict:
     """Describe missing ranks and the others' waits.
 
-    ``seconds``: of the own wait, None if it failed early. ``broken``: its error, if all processes run.
+    ``seconds``: of the own wait, None if it failed early. ``broken``: its error, if no rank is known to
+    have caused it.
     """
     mine = reports[own]
     assert isinstance(mine, Status)  # it can always be asked

@@ -75,7 +75,8 @@ class Verdicts:
 
     def has_failure(self) -> bool:
         """Return whether a step here raised, and other ranks have not heard of it."""
-        return any(step.failure for step in list(self.log.steps.values()))
+        steps = list(self.log.steps.items())
+        return any(step.failure and ranks not in self.log.verdicts for ranks, step in steps)
 
     def judge_step(self, works: GroupWorks) -> None:
         """Give up if the ranks' last steps let them not meet any more, as a rank beside this one shows."""
@@ -89,7 +90,7 @@ class Verdicts:
             before = works.ranks[works.ranks.index(self._directory.rank) - 1]
             report = _reports(self._directory.ask_all([before], {"ranks": works.whole}))[0]
             mine = self._status(works.whole)
-            if isinstance(report, Status) and are_parted(mine, report):
+            if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
                 self._decide(works, None)
         finally:
             self._asking.discard(works.whole)
@@ -212,7 +213,10 @@ class Verdicts:
             is_broken = is_closed and is_over
             if is_late or ended_ranks(reports) or is_broken or _verdict_in(reports) is not None:
                 self._directory.catch_up()
-                broken = "" if is_late or ended_ranks(reports) or mute else str(error).partition(". ")[0]
+                is_known = (
+                    is_late or ended_ranks(reports) or {Presence.SILENT, Presence.CUT_OFF}.intersection(mute)
+                )
+                broken = "" if is_known else str(error).partition(". ")[0]
                 return self._decide(works, None, reports, broken).error()
             if not is_closed:
                 return None
