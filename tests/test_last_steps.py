@@ -73,8 +73,8 @@ def test_others_hear_of_a_step_that_raised_where_its_rank_catches_that_and_stays
 def step_with_a_closure_on_some(kind: str) -> str:
     model, optimizer = built(kind)
     about_to_stall()
-    for number in range(3):
-        if number < 2 or dist.get_rank() == 1:
+    for number in range(4):
+        if number != 2 or dist.get_rank() == 1:
             optimizer.step(lambda: backward(model))  # type: ignore[arg-type, return-value]
         else:
             backward(model)
@@ -94,12 +94,13 @@ def test_a_closure_that_some_ranks_lack_is_named_on_every_rank_long_before_the_t
 
 
 def test_ranks_are_parted_by_a_closure_in_the_same_step_alone() -> None:
-    def stepped(number: int, has_closure: bool) -> Status:
-        return Status(("an agreement",), (), {}, step=LastStep(number, has_closure))
+    def stepped(number: int, closures: int) -> Status:
+        return Status(("an agreement",), (), {}, step=LastStep(number, closures))
 
-    assert are_parted(stepped(3, True), stepped(3, False))
-    for other in (stepped(3, True), stepped(2, False), stepped(4, False)):
-        assert not are_parted(stepped(3, True), other)
+    for other in (stepped(3, 0b10), stepped(4, 0b01)):
+        assert are_parted(stepped(3, 0b11), other)
+    for other in (stepped(3, 0b11), stepped(2, 0b00), stepped(4, 0b10), stepped(5, 0b00)):
+        assert not are_parted(stepped(3, 0b11), other)
 
 
 def test_ranks_are_parted_by_a_step_that_raised_if_another_rank_has_waited_in_a_call_for_long() -> None:

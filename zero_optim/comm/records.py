@@ -60,11 +60,20 @@ class Doing:
 
 
 class LastStep(NamedTuple):
-    """The last ``step()`` here in a group; ``failure``: what it raised, if no gather tells it."""
+    """The last ``step()`` here in a group.
+
+    ``closures``: bits that tell whether it had one, and the step before. ``failure``: what it raised, if no
+    gather tells it.
+    """
 
     number: int = 0
-    has_closure: bool = False
+    closures: int = 0
     failure: str = ""
+
+    def had_closure(self, number: int) -> bool | None:
+        """Return whether a step had a closure; None if that is not known."""
+        back = self.number - number
+        return bool(self.closures >> back & 1) if back in (0, 1) else None
 
 
 NO_STEP = LastStep()

@@ -106,7 +106,8 @@ class GroupWorks:
     @untraced
     def begin_step(self, *, has_closure: bool) -> None:
         """Record a step."""
-        self.log.steps[self.whole] = LastStep(self.step.number + 1, has_closure)
+        last = self.step
+        self.log.steps[self.whole] = LastStep(last.number + 1, (last.closures << 1 | has_closure) & 3)
 
     @untraced
     def note_failure(self, failure: str) -> None:

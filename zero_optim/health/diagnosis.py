@@ -94,8 +94,9 @@ def wait_for_each_other(reports: Reports, seconds: float) -> bool:
 
 def are_parted(mine: Status, theirs: Status) -> bool:
     """Return whether two ranks will not meet after their last steps; False while that is not sure."""
-    if mine.step.number == theirs.step.number and mine.step.has_closure != theirs.step.has_closure:
-        return True
+    number = mine.step.number
+    if theirs.step.had_closure(number) not in (None, mine.step.had_closure(number)):
+        return True  # without a gather in step() theirs may be in the next one
     is_ahead = any(mine.counts.get(name, 0) < count for name, count in theirs.open[:1])
     return bool(mine.step.failure) > bool(theirs.step.failure) and is_ahead and theirs.stuck >= _GOES_ON
 
@@ -110,7 +111,7 @@ def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -
     assert isinstance(mine, Status)  # it can always be asked
     call = mine.open[0] if mine.open else None
     ended = ended_ranks(reports)  # if there are some, nobody else is to blame
-    missing, texts = [], _last_steps(reports, own)
+    missing, texts = [], _last_steps(reports)
     if broken:
         texts.insert(0, f"a connection of rank {own} broke ({broken})")
     waits: dict[int, str] = {}
@@ -134,14 +135,14 @@ def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -
     return Verdict(f"{why}: {'; '.join(texts)}. {_ADVICE}", tuple(missing))
 
 
-def _last_steps(reports: Reports, own: int) -> list[str]:
+def _last_steps(reports: Reports) -> list[str]:
     """Describe steps that raised, and a step that only some ranks took with a closure."""
     steps = {rank: what.step for rank, what in sorted(reports.items()) if isinstance(what, Status)}
     texts = [f"rank {rank} failed with {step.failure}" for rank, step in steps.items() if step.failure]
-    number = steps[own].number
-    having = {rank: step.has_closure for rank, step in steps.items() if step.number == number}
-    if len(set(having.values())) > 1:
-        those, others = (ranks_text(ranks_by_value(having)[how]) for how in (True, False))
+    number = min(step.number for step in steps.values())
+    having = ranks_by_value({rank: step.had_closure(number) for rank, step in steps.items()})
+    if True in having and False in having:
+        those, others = ranks_text(having[True]), ranks_text(having[False])
         texts.append(
             f"{those} called step() with a closure, and {others} without one: give it on all ranks or on none"
         )

@@ -67,7 +67,7 @@ class Verdicts:
             self._deciding.add(works.whole)
             _beside(lambda: self._decide(works, seconds))
             return
-        if works.step.has_closure and seconds >= ANSWER_LIMIT:
+        if works.step.closures and seconds >= ANSWER_LIMIT:
             self.judge_step(works)
         if seconds >= min(_LONG, work.timeout / 2) and not work.is_warned:
             work.is_warned = True
