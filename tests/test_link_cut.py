@@ -1,12 +1,13 @@
-"""A link that is cut while ranks train: nobody closes a connection, and each survivor says who is missing."""
+"""A link that is cut, or connections that break while all run: each survivor names the rank, or says that."""
 
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from forked import fork_context
+from stalling import linear, outcomes
 from waiting import LIMIT
-from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim import StalledError, ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
 SIZE, CUT = 3, 2
@@ -99,3 +101,59 @@ def test_each_survivor_of_a_cut_link_names_the_rank_that_is_cut_off() -> None:
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def open_sockets() -> set[int]:
+    """The file descriptors of this process that are sockets."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the folder
+            if str(entry.readlink()).startswith("socket:"):
+                found.add(int(entry.name))
+    return found
+
+
+def break_connections(descriptors: set[int]) -> None:
+    """End connections as a host between the ranks may do, which both ends see."""
+    for descriptor in descriptors:
+        with socket.socket(fileno=os.dup(descriptor)) as copy, suppress(OSError):  # it may listen
+            if copy.family != socket.AF_UNIX and copy.getpeername():
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+def train_while_connections_break(kind: str) -> tuple[str, str]:
+    before = open_sockets()
+    group = dist.new_group()
+    model = linear()
+    optimizer = ZeroRedundancyOptimizer(
+        model.named_parameters(), torch.optim.SGD, lr=0.1, process_group=group
+    )
+    wrapped: nn.Module = model
+    if kind == "averaged":
+        wrapped = DistributedDataParallel(model, process_group=group)
+    elif kind == "sharded":
+        wrapped = ShardedDataParallel(model, optimizer)
+    elif kind == "units":
+        wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.children()])
+    try:
+        for number in range(4):
+            if number == 2 and dist.get_rank() == 1:
+                break_connections(open_sockets() - before)  # lanes are among them
+            wrapped(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except StalledError as error:
+        return str(error), str(error.__cause__)
+    return "trained", ""
+
+
+@pytest.mark.on_sockets("connections break")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the files of a process")
+@pytest.mark.parametrize("kind", ["plain", "averaged", "sharded", "units"])
+def test_connections_that_break_while_all_ranks_run_raise_a_named_error_on_each(kind: str) -> None:
+    ended = outcomes(3, train_while_connections_break, kind)
+    assert len({outcome.said[0] for outcome in ended}) == 1, ended
+    for said, _ in (outcome.said for outcome in ended):
+        assert "stalled: a connection of rank " in said, ended
+        assert " broke ([" in said, ended
+    assert any("gloo/" in outcome.said[1] for outcome in ended), ended

@@ -58,7 +58,7 @@ class Rank:
         return work
 
     def decides(self, work: Work) -> Verdict:
-        return self.verdicts._decide(work, 1.0)
+        return self.verdicts._decide(work.group, 1.0)
 
     @property
     def held(self) -> Verdict | None:

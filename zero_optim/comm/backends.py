@@ -31,7 +31,16 @@ T = TypeVar("T")
 ON_HOST = "gloo"  # the backend that every PyTorch has, for CPU tensors
 # In what a backend raises where a rank does not come, and where it is gone.
 _LATE = "imed out"
-_CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe", "o route to host", "nreachable")
+_CLOSED = (
+    "onnection",
+    "closed",
+    "closure",
+    "reset",
+    "roken pipe",
+    "o route to host",
+    "nreachable",
+    "gloo/trans",
+)
 _PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
 # Such as "[…/gloo/transport/tcp/pair.cc:534]"; or what a wait raises after another one took too long.
 _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused pair closure")

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.comm.backends import aborts_of
-from zero_optim.comm.records import Activity, Verdict
+from zero_optim.comm.records import NO_STEP, Activity, LastStep, Verdict
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
+from zero_optim.compat.engine import untraced
 from zero_optim.compat.threads import start_thread_or_run
 
 if TYPE_CHECKING:
@@ -97,6 +98,23 @@ class GroupWorks:
         """Global ranks given up with this group: its mesh's, or its own."""
         return self.log.wholes.get(self.ranks, self.ranks)
 
+    @property
+    def step(self) -> LastStep:
+        """The last step of an optimizer of these ranks, or of its mesh."""
+        return self.log.steps.get(self.whole, NO_STEP)
+
+    @untraced
+    def begin_step(self, *, has_closure: bool) -> None:
+        """Record a step."""
+        last = self.step
+        self.log.steps[self.whole] = LastStep(last.number + 1, (last.closures << 1 | has_closure) & 3)
+
+    @untraced
+    def note_failure(self, failure: str) -> None:
+        """Record what the last step raised; an empty text if nothing, or if the ranks will hear of it."""
+        if self.step.failure != failure:
+            self.log.steps[self.whole] = self.step._replace(failure=failure)
+
     def drop_ended(self) -> None:
         """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
         if len(self.pending) < self._drops_from:
@@ -155,14 +173,15 @@ class WorkLog:
     """The works of this process, as long as the default group lives.
 
     ``groups``: by id; other threads add to it. ``verdicts``: by the ranks of a group given up. ``wholes``:
-    ranks of a part of a mesh -> all its ranks, which share a verdict. ``explain``: returns the exception for
-    a backend's error; None if its own message is best.
+    ranks of a part of a mesh -> all its ranks, which share a verdict. ``steps``: by those ranks.
+    ``explain``: returns the exception for a backend's error; None if its own message is best.
     """
 
     activity: Activity = field(default_factory=Activity)
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    steps: dict[tuple[int, ...], LastStep] = field(default_factory=dict)
     shares_memory: bool = True
     explain: Callable[["Work", RuntimeError], Exception | None] = explain_nothing
 

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_optim.comm.frames import differences, ranks_by_value, ranks_text
-from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Verdict
+from zero_optim.comm.records import NO_STEP, OVERLAPPED_STEP, Activity, LastStep, Verdict
 from zero_optim.comm.works import Work
 from zero_optim.health.peers import Presence
 
 _ADVICE = (
     "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
 )
+_GOES_ON = 5.0  # seconds in which a rank that has caught what its step raised may begin another pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Status:
 
     ``waits``: longest first. ``stuck``: seconds of the longest for the ranks that ask. ``open``: names and
     counts of its calls, outermost first. ``last``: begin or end. ``verdict``: message and missing ranks.
-    ``is_deciding``: it is about to give up.
+    ``is_deciding``: it is about to give up. ``step``: for those ranks.
     """
 
     waits: Sequence[str]
@@ -30,6 +31,7 @@ class Status:
     verdict: tuple[str, Sequence[int]] | None = None
     is_deciding: bool = False
     stuck: float = 0.0
+    step: LastStep = NO_STEP
 
     @classmethod
     def of(
@@ -38,6 +40,7 @@ class Status:
         waits: Iterable[Work],
         activity: Activity,
         verdict: Verdict | None,
+        step: LastStep = NO_STEP,
         *,
         is_deciding: bool,
     ) -> "Status":
@@ -59,6 +62,7 @@ class Status:
                 (now - (work.waiting_since or now) for work in listed if work.group.whole == ranks),
                 default=0.0,
             ),
+            step,
         )
 
 
@@ -88,13 +92,28 @@ def wait_for_each_other(reports: Reports, seconds: float) -> bool:
     return len(stuck) == len(reports) and len(set(stuck)) > 1
 
 
-def judge(reports: Reports, own: int, seconds: float | None) -> Verdict:
-    """Describe missing ranks and the others' waits; ``seconds``: of the own one, None if it failed early."""
+def are_parted(mine: Status, theirs: Status) -> bool:
+    """Return whether two ranks will not meet after their last steps; False while that is not sure."""
+    number = mine.step.number
+    if theirs.step.had_closure(number) not in (None, mine.step.had_closure(number)):
+        return True  # without a gather in step() theirs may be in the next one
+    is_ahead = any(mine.counts.get(name, 0) < count for name, count in theirs.open[:1])
+    return bool(mine.step.failure) > bool(theirs.step.failure) and is_ahead and theirs.stuck >= _GOES_ON
+
+
+def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -> Verdict:
+    """Describe missing ranks and the others' waits.
+
+    ``seconds``: of the own wait, None if it failed early. ``broken``: its error, if no rank is known to
+    have caused it.
+    """
     mine = reports[own]
     assert isinstance(mine, Status)  # it can always be asked
     call = mine.open[0] if mine.open else None
     ended = ended_ranks(reports)  # if there are some, nobody else is to blame
-    missing, texts = [], []
+    missing, texts = [], _last_steps(reports)
+    if broken:
+        texts.insert(0, f"a connection of rank {own} broke ({broken})")
     waits: dict[int, str] = {}
     for rank, what in sorted(reports.items()):
         if isinstance(what, Status) and what.waits and not _steps_beside(what):
@@ -114,6 +133,20 @@ def judge(reports: Reports, own: int, seconds: float | None) -> Verdict:
         )
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
     return Verdict(f"{why}: {'; '.join(texts)}. {_ADVICE}", tuple(missing))
+
+
+def _last_steps(reports: Reports) -> list[str]:
+    """Describe steps that raised, and a step that only some ranks took with a closure."""
+    steps = {rank: what.step for rank, what in sorted(reports.items()) if isinstance(what, Status)}
+    texts = [f"rank {rank} failed with {step.failure}" for rank, step in steps.items() if step.failure]
+    number = min(step.number for step in steps.values())
+    having = ranks_by_value({rank: step.had_closure(number) for rank, step in steps.items()})
+    if True in having and False in having:
+        those, others = ranks_text(having[True]), ranks_text(having[False])
+        texts.append(
+            f"{those} called step() with a closure, and {others} without one: give it on all ranks or on none"
+        )
+    return texts
 
 
 def _irregular(reports: Reports) -> list[str]:

@@ -52,6 +52,7 @@ from zero_optim.plan.option_values import (
 )
 
 _SHOWN = 4  # options in a message
+_LONGEST_TEXT = 2000  # characters of an exception that a watchdog tells
 _ROUNDING = 0.01  # of the larger of two elements
 _MOST_ROUNDED = 8  # comparisons
 Options: TypeAlias = Sequence[Mapping[str, Plain]]  # by group
@@ -74,6 +75,14 @@ class Call(NamedTuple):
     origins: Origins
     failure: BaseException | None = None
     replicas: Replicas | None = None
+
+    @property
+    def failure_text(self) -> str:
+        """The exception, and what raised it; empty without one."""
+        if self.failure is None:
+            return ""
+        kind, message = failure_of(self.failure)
+        return f"{kind} in {self.name}: {message}"[:_LONGEST_TEXT]
 
 
 @dataclass(slots=True, eq=False)

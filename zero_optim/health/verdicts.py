@@ -6,6 +6,9 @@ Note [Giving up together]
     fails early, as gloo saw a closed connection, does so too if ranks have ended. Several ranks may decide at
     once: a verdict first goes to the lowest rank that answers, which keeps the first.
 
+    A rank whose step raised where no gather tells the others, and one that waits after a step with a closure,
+    ask a rank beside them: it may wait for the former in vain, or have stepped without a closure.
+
     Ranks that wait for each other, each for another thing, do not wait for the group's timeout: they give up
     after `_LONG`, unless the caller gave a ``timeout``.
 """
@@ -20,13 +23,14 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from zero_optim.comm.backends import late_or_closed
-from zero_optim.comm.records import Verdict
+from zero_optim.comm.records import NO_STEP, LastStep, Verdict
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.health.diagnosis import (
     Reports,
     Status,
+    are_parted,
     ended_ranks,
     judge,
     wait_for_each_other,
@@ -52,6 +56,7 @@ class Verdicts:
         self.log = log
         self._directory = directory
         self._deciding: set[tuple[int, ...]] = set()
+        self._asking: set[tuple[int, ...]] = set()
 
     def judge_wait(self, work: Work, seconds: float) -> None:
         """Warn of a wait of some seconds, or give it up."""
@@ -60,11 +65,35 @@ class Verdicts:
             return
         if seconds >= work.timeout:
             self._deciding.add(works.whole)
-            _beside(lambda: self._decide(work, seconds))
+            _beside(lambda: self._decide(works, seconds))
             return
+        if works.step.closures and seconds >= ANSWER_LIMIT:
+            self.judge_step(works)
         if seconds >= min(_LONG, work.timeout / 2) and not work.is_warned:
             work.is_warned = True
             _beside(lambda: self._warn(work, seconds))
+
+    def has_failure(self) -> bool:
+        """Return whether a step here raised, and other ranks have not heard of it."""
+        steps = list(self.log.steps.items())
+        return any(step.failure and ranks not in self.log.verdicts for ranks, step in steps)
+
+    def judge_step(self, works: GroupWorks) -> None:
+        """Give up if the ranks' last steps let them not meet any more, as a rank beside this one shows."""
+        if works.verdict is None and works.whole not in self._asking | self._deciding:
+            self._asking.add(works.whole)
+            _beside(lambda: self._ask_beside(works))
+
+    def _ask_beside(self, works: GroupWorks) -> None:
+        # One rank is enough: all wait in the end, and where steps differ some neighbours' do.
+        try:
+            before = works.ranks[works.ranks.index(self._directory.rank) - 1]
+            report = _reports(self._directory.ask_all([before], {"ranks": works.whole}))[0]
+            mine = self._status(works.whole)
+            if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
+                self._decide(works, None)
+        finally:
+            self._asking.discard(works.whole)
 
     def judge_failure(self, work: Work, error: Exception | None) -> None:
         """Give up if a work that nobody waits for failed since ranks have ended."""
@@ -88,10 +117,10 @@ class Verdicts:
         late = [works.outstanding for works in list(self.log.groups.values()) if works.whole == ranks]
         waits = {each for each in (*self.log.waits(), *late, work) if each is not None}
         verdict, deciding = self.log.verdicts.get(ranks), ranks in self._deciding
-        return Status.of(ranks, waits, self.log.activity, verdict, is_deciding=deciding)
+        step = self.log.steps.get(ranks, NO_STEP)
+        return Status.of(ranks, waits, self.log.activity, verdict, step, is_deciding=deciding)
 
-    def _ask_all(self, work: Work) -> Reports:
-        works = work.group
+    def _ask_all(self, works: GroupWorks, work: Work | None = None) -> Reports:
         answers = self._directory.ask_all(works.whole, {"ranks": works.whole})
         return _reports(answers) | {self._rank_in(works): self._status(works.whole, work)}
 
@@ -100,26 +129,28 @@ class Verdicts:
 
     def _warn(self, work: Work, seconds: float) -> None:
         works = work.group
-        reports = self._ask_all(work)
+        reports = self._ask_all(works, work)
         if seconds >= _LONG and work.phase.timeout is None and wait_for_each_other(reports, 0.9 * _LONG):
-            self._decide(work, seconds, reports)
+            self._decide(works, seconds, reports)
         elif work.waiting_since is not None or works.outstanding is not None:
             reason = _judge(works, reports, self._rank_in(works), seconds).message.partition(". ")[0]
             logger.warning("%s. All ranks give up after %g s", reason, work.timeout)
 
-    def _decide(self, work: Work, seconds: float | None, reports: Reports | None = None) -> Verdict:
-        works = work.group
+    def _decide(
+        self, works: GroupWorks, seconds: float | None, reports: Reports | None = None, broken: str = ""
+    ) -> Verdict:
         me, tells = self._rank_in(works), False
         self._deciding.add(works.whole)
         try:
             if reports is None:
-                reports = self._ask_all(work)
+                reports = self._ask_all(works)
             verdict = _verdict_in(reports)
             lower = (what for rank, what in reports.items() if rank < me)
             if verdict is None and any(isinstance(what, Status) and what.is_deciding for what in lower):
                 verdict = _verdict_within(works, 2 * ANSWER_LIMIT)
             if verdict is None:
-                verdict, tells = self._first_of(works, _judge(works, reports, me, seconds), reports), True
+                verdict = self._first_of(works, _judge(works, reports, me, seconds, broken), reports)
+                tells = True
             verdict = self.log.give_up(works.whole, verdict)
             if tells:
                 self._tell(works.whole, verdict, reports)
@@ -174,16 +205,20 @@ class Verdicts:
             if works.whole in self._deciding:
                 _verdict_within(works, 0.1)
                 continue
-            reports = self._ask_all(work)
+            reports = self._ask_all(works, work)
             mute = [what for what in reports.values() if what in _MUTE]
             is_over = time.monotonic() - began > (_LONGEST_END if mute else ANSWER_LIMIT)
             if is_closed and is_over:
                 reports = without_absent(reports)
-            is_silent = is_closed and is_over and any(what is not Presence.UNKNOWN for what in mute)
-            if is_late or ended_ranks(reports) or is_silent or _verdict_in(reports) is not None:
+            is_broken = is_closed and is_over
+            if is_late or ended_ranks(reports) or is_broken or _verdict_in(reports) is not None:
                 self._directory.catch_up()
-                return self._decide(work, None, reports).error()
-            if not is_closed or is_over:
+                is_known = (
+                    is_late or ended_ranks(reports) or {Presence.SILENT, Presence.CUT_OFF}.intersection(mute)
+                )
+                broken = "" if is_known else str(error).partition(". ")[0]
+                return self._decide(works, None, reports, broken).error()
+            if not is_closed:
                 return None
             # The process that closed the connection may be about to end. On a busy host that takes long, and
             # its port takes questions that nobody answers.
@@ -196,14 +231,14 @@ class Verdicts:
         return works.verdict.error()
 
 
-def _judge(works: GroupWorks, reports: Reports, own: int, seconds: float | None) -> Verdict:
+def _judge(works: GroupWorks, reports: Reports, own: int, seconds: float | None, broken: str = "") -> Verdict:
     """Find missing ranks of the group, then of its mesh."""
     part = {place: what for place, what in reports.items() if works.whole[place] in works.ranks}
     if len(part) < len(reports) and not ended_ranks(reports):
-        verdict = judge(part, own, seconds)
+        verdict = judge(part, own, seconds, broken)
         if verdict.missing:
             return verdict
-    return judge(reports, own, seconds)
+    return judge(reports, own, seconds, broken)
 
 
 def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
@@ -214,7 +249,10 @@ def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
 
 
 def _reports(answers: Mapping[int, Message | Presence]) -> dict[int, Status | Presence]:
-    return {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in answers.items()}
+    return {
+        rank: what if isinstance(what, Presence) else Status(**{**what, "step": LastStep(*what["step"])})
+        for rank, what in answers.items()
+    }
 
 
 def _announcement(ranks: tuple[int, ...], verdict: Verdict) -> Message:

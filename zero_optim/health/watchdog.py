@@ -192,7 +192,8 @@ class Watchdog:
 
     def _end_if_unused(self) -> bool:
         with self._lock:
-            self._is_over |= not self._users or not self.directory.is_current()
+            is_needed = self._users or self._verdicts.has_failure()
+            self._is_over |= not is_needed or not self.directory.is_current()
             return self._is_over
 
     def _look(self) -> None:
@@ -202,6 +203,8 @@ class Watchdog:
             if since is not None:  # another thread may just have ended the wait
                 self._verdicts.judge_wait(work, self._awake.since(since, now))
         for works in list(self._verdicts.log.groups.values()):
+            if works.step.failure:
+                self._verdicts.judge_step(works)
             late = works.outstanding
             if late is None or late.late_on is None:
                 continue

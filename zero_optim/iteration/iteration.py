@@ -42,6 +42,8 @@ class Iteration:
         """Prepare, step what this rank owns, and gather, as `ZeroRedundancyOptimizer.step`."""
         self.joins.announce(steps=True)
         self._core.snapshot.count_step()
+        if not self.joins.under_way:  # where ranks take other numbers of steps
+            self._core.group.works.begin_step(has_closure=closure is not None)
         loss, shared, failure = self._evaluate(closure)
         if self._finish_overlapped(optimizer, kwargs):
             return loss

@@ -9,6 +9,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.pending import Pending
 from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Gathering, Task
 from zero_optim.shard.gathers import start_gather
@@ -48,7 +49,10 @@ class StepTask(Gathering, Generic[T]):
         self._changed = frozenset(bucket for bucket, is_active in pairs if is_active or moves_frozen)
         for bucket in buckets:
             bucket.stepped(changed=bucket in self._changed)
-        engine.begin_call(core.groups, core.call(self._name, self.failure))
+        call = core.call(self._name, self.failure)
+        engine.begin_call(core.groups, call)
+        tells = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed)
+        core.group.works.note_failure("" if tells else call.failure_text)
         self._send = None if engine.stamps is None else engine.stamps.send
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:

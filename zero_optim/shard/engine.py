@@ -135,6 +135,7 @@ class Engine:
         """Begin in a group, without buckets; models go on waiting for gathers. No communication."""
         self.group = group
         self.stamps = None if group.size == 1 else Stamps(own_options)
+        group.works.note_failure("")  # of an optimizer before this one
         self.buckets, self._numbers, self._active = [], {}, []
 
     def let_go(self, *, waits: bool) -> None:

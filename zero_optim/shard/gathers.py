@@ -95,6 +95,7 @@ class UnitGathers:
 
     def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending[None]:
         """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
+        self.group.works.note_failure("")  # its stamp tells
         lanes = [lane.during("gather") for lane in self.lanes.groups]
         mark = self.marks.mark_of(bucket.params[0], purpose)
         if self.group.transport(bucket.device).waits_on_host:
