@@ -1,6 +1,6 @@
 # One environment, .venv, made at the first use of any target and kept. It holds exactly what constraints.txt says.
-# TORCH=2.8.0 makes and uses another one, .venv-torch-2.8.0, which differs in PyTorch and what that brings; `make
-# integrations` a third, .venv-integrations, with the training frameworks.
+# TORCH=2.8.0 makes and uses another one, .venv-torch-2.8.0, which differs in PyTorch and what that brings; so does
+# TORCH=newest, with NEWEST below. `make integrations` makes a third, .venv-integrations, with the training frameworks.
 #
 # PyTorch comes first, on its own, from wherever pip is pointed: `pip install torch==2.13.0` takes a CPU build where
 # the index or the folder that pip looks in offers one; elsewhere, on Linux, it brings gigabytes of CUDA libraries. To
@@ -10,6 +10,9 @@
 PYTHON ?= python3
 ARGS ?=
 TORCH ?=
+# The PyTorch of TORCH=newest: make test TORCH=newest, make late TORCH=newest. docs/versions.md says what was run.
+NEWEST := 2.15.0
+override TORCH := $(TORCH:newest=$(NEWEST))
 SEEDS ?= 1 2 3
 # Test processes at a time. Each has a pool of ranks of its own; the tests of a file stay together.
 WORKERS ?= 2
@@ -40,7 +43,7 @@ train: $(STAMP)  ## train the small GPT of examples/, sharded over two processes
 	GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node 2 \
 	    examples/train_gpt.py $(ARGS)
 
-test: $(STAMP)  ## run the quick tests; TORCH=2.8.0 runs them on that PyTorch, in an environment of its own
+test: $(STAMP)  ## run the quick tests; TORCH=2.8.0, or TORCH=newest, runs them on that PyTorch, in an environment of its own
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
 test-all: $(STAMP)  ## run the slow tests too: compilers, notebooks, all classes and all moments of a kill

@@ -64,6 +64,17 @@ class TorchReducerAdapter:
     def _set_static_graph(self) -> None:
         self.own.set_static_graph()
 
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        if required:
+            self._finalize_backward_manual()
+
+    def _finalize_backward_manual(self) -> NoReturn:
+        raise RuntimeError(
+            "a backward pass of zero_optim.ddp ends by itself, with all gradients reduced: leave "
+            "require_manual_backward_finalization False and finalize_backward() out, or use PyTorch's "
+            "DistributedDataParallel"
+        )
+
     def _push_all_rebuilt_params(self) -> None:
         """Do nothing: the order is agreed when buckets are rebuilt."""
 

@@ -138,6 +138,7 @@ def save_wide(path: Path) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants because weights_only=True")  # of 2.14
 def test_tensors_of_any_layout_are_consolidated_and_nothing_else_is_left(
     ranks1: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

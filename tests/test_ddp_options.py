@@ -280,9 +280,10 @@ def test_a_wrapped_constructor_of_pytorch_is_the_same_constructor() -> None:
 
 @on_ranks(2)
 def test_options_and_calls_of_a_newer_pytorch_are_refused_by_name() -> None:
-    new = {"lazy_bucket_allocation": False, "also_new": None}
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=new[name]) for name in new]
     signature = data_parallel._SIGNATURE
+    named = {"lazy_bucket_allocation": False, "also_new": None}  # PyTorch 2.15 has the first
+    new = {name: value for name, value in named.items() if name not in signature.parameters}
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=new[name]) for name in new]
     newer = signature.replace(parameters=[*signature.parameters.values(), *more])
     with (
         mock.patch.object(data_parallel, "_SIGNATURE", newer),
@@ -294,9 +295,27 @@ def test_options_and_calls_of_a_newer_pytorch_are_refused_by_name() -> None:
         mock.patch.object(data_parallel, "_SIGNATURE", newer),
         mock.patch.dict(data_parallel._DEFAULTS, new),
     ):
-        model = DistributedDataParallel(mlp())
-    with pytest.raises(AttributeError, match="_set_manual_finalization_required, which that of zero_optim"):
-        model.reducer._set_manual_finalization_required(True)
+        model = DistributedDataParallel(mlp(), **{name: named[name] for name in named.keys() - new.keys()})
+    with pytest.raises(AttributeError, match="_something_new, which that of zero_optim"):
+        model.reducer._something_new()
+
+
+@on_ranks(2)
+def test_ending_a_pass_by_hand_is_refused_by_name() -> None:
+    model: Any = DistributedDataParallel(mlp())
+    if not hasattr(TorchDistributedDataParallel, "finalize_backward"):  # it is new in PyTorch 2.15
+        calls = [lambda: model.reducer._set_manual_finalization_required(True)]
+    else:
+        model.require_manual_backward_finalization = False
+        assert not model.should_finalize_after_backward
+        calls = [lambda: setattr(model, "require_manual_backward_finalization", True)]
+        calls += [model.finalize_backward]
+    model.reducer._set_manual_finalization_required(False)
+    for call in calls:
+        with pytest.raises(RuntimeError, match="leave require_manual_backward_finalization False"):
+            call()
+    mlp_loss(model, 0).backward()
+    assert_averaged(model.module, mlp(), of_batch(0), "as ever")
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.compat import private
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -43,6 +44,14 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         target = page if not name else page.parent / name
         assert target.exists(), f"{page.name} links to {link}"
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def test_the_newest_pytorch_of_the_makefile_is_that_of_messages_and_of_what_was_run() -> None:
+    found = re.search(r"^NEWEST := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None
+    newest = found[1]
+    assert private.WORKS_WITH.rpartition(" ")[2] == newest.rpartition(".")[0]
+    assert f"| {newest}, " in (ROOT / "docs/versions.md").read_text()
 
 
 def imported(tree: ast.Module) -> dict[str, Any]:

@@ -312,6 +312,13 @@ def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Excepti
         launch(arguments.pop("fn"), arguments.pop("nproc"), **arguments)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "nccl2"])
+def test_nccl_of_any_name_needs_a_gpu_for_each_rank(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
+    with pytest.raises(ValueError, match=f"{backend} needs a GPU for each of 1000 ranks, this host has"):
+        launch(sum_over_ranks, 1000, backend=backend)
+
+
 def test_what_cannot_be_sent_is_refused_with_the_reason() -> None:
     lock = threading.Lock()
 

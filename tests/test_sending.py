@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.sending import _all_to_all, exchange
-from zero_optim.compat import private
+from zero_optim.compat import engine, private
 from zero_optim.compat.engine import coalesced, coalesces, make_group
 
 # ---------------------------------------------------------------------- exchanges and lanes
@@ -210,7 +211,10 @@ def test_a_group_that_pytorch_makes_otherwise_than_asked_is_refused() -> None:
 def test_a_lane_beside_a_bound_group_is_not_split_from_it() -> None:
     world: Any = dist.group.WORLD
     made = BoundGroup()
-    with mock.patch.object(private, "new_process_group_helper", return_value=(made, None)) as helper:
+    with (
+        mock.patch.object(dist, "ProcessGroupNCCL", object, create=True),  # that of PyTorch before 2.15
+        mock.patch.object(private, "new_process_group_helper", return_value=(made, None)) as helper,
+    ):
         world.bound_device_id = GPU0
         try:
             assert make_group([0], "nccl", "lane", None) is made  # type: ignore[comparison-overlap]
@@ -219,3 +223,35 @@ def test_a_lane_beside_a_bound_group_is_not_split_from_it() -> None:
             c10d._world.pg_group_ranks.pop(made, None)  # type: ignore[call-overload]
     assert helper.call_args.kwargs.get("device_id") is None  # else it is split at once
     assert made.options.split_from is None  # else with its first collective
+
+
+class LegacyNCCL:
+    """The backend of PyTorch before 2.15, whose options those of the one after it are."""
+
+    class Options:
+        lazy_init, _timeout = False, None
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("default", [LegacyNCCL, object])
+def test_a_lane_of_the_newer_nccl_waits_for_its_first_collective_on_the_device_of_the_default_group(
+    default: type,
+) -> None:
+    world: Any = dist.group.WORLD
+    with (
+        mock.patch.object(dist, "ProcessGroupNCCL", LegacyNCCL, create=True),
+        mock.patch.object(private, "new_process_group_helper", return_value=(BoundGroup(), None)) as helper,
+        mock.patch.object(engine, "backends_behind", return_value=[default()]),
+    ):
+        world.bound_device_id = GPU3
+        try:
+            made = make_group([0], "cpu:gloo,cuda:nccl", "lane", timedelta(seconds=7))
+            make_group([0], "gloo", "lane", None)
+        finally:
+            world.bound_device_id = None
+            c10d._world.pg_group_ranks.pop(made, None)
+    nccl, gloo = (call.kwargs for call in helper.call_args_list)
+    options = nccl["backend_options"]
+    assert (options.lazy_init, options._timeout) == (True, timedelta(seconds=7))  # else it is split at once
+    assert nccl["device_id"] == (None if default is LegacyNCCL else GPU3)  # else it guesses one
+    assert (gloo["backend_options"], gloo["device_id"]) == (None, None)

@@ -4,6 +4,9 @@ Note [No split communicators]
     If the default group was made with ``device_id=``, PyTorch splits later NCCL communicators off its own, in
     which all ranks must take part, and no thread may use the default group. So we pass no device, and clear
     the source of the split before a communicator exists. Members then make one through the store.
+
+    The NCCL of PyTorch 2.15 binds every group to a device and splits at once, unless asked to wait for the
+    first collective (``lazy_init``). We ask so, and pass the default group's device: else it guesses one.
 """
 
 import math
@@ -99,14 +102,10 @@ def eager(function: F) -> F:
     return cast("F", _disable(function))
 
 
-_skip_code: Any = private.or_none("skip_code") or (lambda _: None)
-
-
 def untraced(function: F) -> F:
     """Exclude a short function, not its callees, from ``torch.compile``, without the 1 µs of `eager`."""
     marked: Any = function
-    marked._torchdynamo_disable = True  # where another function, which is compiled, calls it
-    _skip_code(marked.__code__)  # where one that is not compiled calls it
+    marked._torchdynamo_disable = True
     return function
 
 
@@ -158,6 +157,7 @@ def make_group(
         within = timedelta(seconds=min(patience, lasting.total_seconds()))
     world: Any = private.world
     _, store = world.pg_map[dist.group.WORLD]
+    apart, device = _apart(backend, within)
     group, *_ = private.new_process_group_helper(
         group_size=len(ranks),
         group_rank=ranks.index(dist.get_rank()),
@@ -165,7 +165,9 @@ def make_group(
         backend=dist.Backend(backend),
         store=store,
         group_name=name,
+        backend_options=apart,
         timeout=within,
+        device_id=device,
         group_desc="zero_optim",
     )
     if (group.size(), group.group_name) != (len(ranks), name):
@@ -182,6 +184,18 @@ def make_group(
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     result: dist.ProcessGroup = group
     return result
+
+
+def _apart(backend: str, timeout: timedelta) -> tuple[Any, torch.device | None]:
+    """Return options and device of a group that is not split off; see Note [No split communicators]."""
+    world: Any = dist.group.WORLD
+    legacy: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if "nccl" not in backend or not hasattr(getattr(legacy, "Options", None), "lazy_init"):
+        return None, None
+    options = legacy.Options()
+    options._timeout, options.lazy_init = timeout, True
+    is_legacy = any(isinstance(each, legacy) for each in backends_behind(world))  # it connects what is bound
+    return options, None if is_legacy else world.bound_device_id
 
 
 def _changed(what: str) -> RuntimeError:

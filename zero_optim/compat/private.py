@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-WORKS_WITH = "2.8 to 2.13"  # versions of PyTorch
+WORKS_WITH = "2.8 to 2.15"  # versions of PyTorch
 
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
@@ -75,7 +75,6 @@ OPTIONAL = (  # the library does without them
     "torch._C._distributed_autograd._current_context",
     "torch._C._distributed_autograd._get_debug_info",
     "torch._C._distributed_rpc._is_current_rpc_agent_set",
-    "torch._C._dynamo.eval_frame.skip_code",
     "torch._C._storage_Use_Count",
     "torch._compile._disable_dynamo",
     "torch.autograd.profiler._is_profiler_enabled",
@@ -135,7 +134,7 @@ INHERITED: dict[str, tuple[str, ...]] = {
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     f"{_C10D}._new_process_group_helper": (
         *("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
-        *("timeout", "group_desc"),
+        *("backend_options", "timeout", "device_id", "group_desc"),
     ),
     f"{_DDP}._sync_module_states": (
         *("module", "process_group", "broadcast_bucket_size", "src", "params_and_buffers_to_ignore"),

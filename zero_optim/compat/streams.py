@@ -104,7 +104,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
-    return Accelerator(module) if hasattr(module, "Stream") else None  # MPS does everything in one order
+    # MPS does everything in one order; its Stream of PyTorch 2.15 knows no events, and there is no `device`.
+    return Accelerator(module) if hasattr(module, "Stream") and hasattr(module, "device") else None
 
 
 def current_device(kind: str) -> torch.device:

@@ -95,8 +95,8 @@ def _check(
         raise ValueError(f"expected timeout to be a number of seconds above 0, or None, got {timeout!r}")
     if not isinstance(backend, str) or not dist.is_backend_available(backend):
         raise ValueError(f'this PyTorch has no backend {backend!r}: try "gloo"')
-    if backend == "nccl" and (count := torch.cuda.device_count()) < int(str(nproc)):
-        raise ValueError(f"nccl needs a GPU for each of {nproc} ranks, this host has {count}")
+    if backend.startswith("nccl") and (count := torch.cuda.device_count()) < int(str(nproc)):
+        raise ValueError(f"{backend} needs a GPU for each of {nproc} ranks, this host has {count}")
 
 
 def _start(processes: list[BaseProcess], job: Job) -> None:

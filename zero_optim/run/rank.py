@@ -133,7 +133,7 @@ def _run(rank: int, job: Job) -> None:
         prepare, _ = decode_call(job.path("prepare").read_bytes())
         prepare(rank)
     device: dict[str, Any] = {}
-    if job.backend == "nccl":
+    if job.backend.startswith("nccl"):  # PyTorch 2.15 has nccl2 too
         torch.cuda.set_device(rank)
         device = {"device_id": torch.device("cuda", rank)}
     store = dist.FileStore(str(job.path("store")), job.nproc)  # type: ignore[attr-defined]
