@@ -21,7 +21,7 @@ from zero_optim.ddp.full.filling import Init, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.launch_places import LaunchPlaces
-from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
+from zero_optim.ddp.full.module_hooks import hook_up, units_at
 from zero_optim.ddp.full.parts import make_gathers, make_reducer, make_units, seen_buffers, send_buffers
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state
@@ -142,7 +142,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         construction.registration.is_open = construction.stands_in
         construction.registration.everyone = None if self._mesh is None else everyone
         refuse_conversions(module, construction.registration.params)
-        PassHooks(self).hang_on(module)
 
     def _make_reducer(self) -> None:
         optimizer, mesh, construction = self._optimizer, self._mesh, self._construction
@@ -155,12 +154,12 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         if is_new:
             guards_reads = self._arguments.guards_reads
             units = make_units(construction, reducer.params)
-            self.units = UnitsInUse(units, self._arguments.num_kept, guards_reads=guards_reads)
+            self.units = UnitsInUse(self, units, self._arguments.num_kept, guards_reads)
         places = LaunchPlaces(self.units.units, construction.choice.unit_of, reducer)
         self.units.use(optimizer.ranks, gathers, stamps, places)
         if is_new:
-            hook_up(construction.choice, self.units)
             construction.policy.hook_up(construction.choice.modules)
+            hook_up(construction.choice, self.units)
         reducer.follow(weakly(self.units.gradient_came), places.begin)
 
     def _wants(self, was_expected: bool) -> bool:
@@ -183,7 +182,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
 
     def before_forward(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Begin a forward pass; called by the module's hook, as is `after_forward`."""
-        self.units.forget_calls()
         self._versions = {param: param._version for param in self._versions}
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._reducer.begin_forward()
@@ -297,15 +295,13 @@ def fully_shard(
         Exception: likewise, as `FullyShardedDataParallel`.
     """
     wrapper = FullyShardedDataParallel(module, optimizer, **options)
-    hooks = PassHooks.of(module)
-    assert hooks is not None  # of the wrapper
-    hooks.keepalive = wrapper
+    wrapper.units.keepalive = wrapper
     return module
 
 
 def fully_sharded(module: nn.Module) -> FullyShardedDataParallel:
     """Return the wrapper of a module that `fully_shard` sharded; ValueError if it did not."""
-    hooks = PassHooks.of(module)
-    if hooks is None or hooks.keepalive is None:
+    units = units_at(module)
+    if units is None or units.keepalive is None:
         raise ValueError(f"this {type(module).__name__} was not given to fully_shard()")
-    return hooks.keepalive
+    return units.keepalive

@@ -1,19 +1,16 @@
 """Lazy gathers: each module waits for its own parameters in its forward pass."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from zero_optim.compat.engine import eager, in_backward
+from zero_optim.compat.engine import in_backward
+from zero_optim.shard.module_calls import Call, ModuleCalls
 from zero_optim.shard.sharding import Sharding
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
-
-class LazyGather:
+class LazyGather(ModuleCalls):
     """Forward hooks that make each module wait for the gathers of its own parameters.
 
     Some modules read a child's parameters without calling it. So the first forward pass waits for everything;
@@ -21,34 +18,32 @@ class LazyGather:
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
+        super().__init__(model)
         self._under_way = sharding.under_way
         self._gathers = sharding.gathers  # which outlive the sharding, see `Sharding`
-        self._root = model
         self._params = frozenset(model.parameters())
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, list[Tensor]] | None = None
-        self._handles: list[RemovableHandle] = [model.register_forward_hook(self._after_forward)]
         for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self.wait_for, prepend=True))
-            self._handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
+            self.watch(module, ends=module is model)
+            self.handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
+            self.handles.append(module.register_load_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
         sharding.gathers.readers.append(self._params)
 
     def remove(self) -> None:
         """Wait for pending gathers and remove the hooks; steps wait for their gathers again."""
         self._under_way.wait()
-        if self._handles:
+        if self.handles:
             self._gathers.readers.remove(self._params)
-        while self._handles:
-            self._handles.pop().remove()
+        while self.handles:
+            self.handles.pop().remove()
 
     def wait(self, *_: object) -> None:
         """Wait for all gathers; also a state-dict hook, hence the arguments."""
         self._under_way.wait()
 
-    @eager
-    def wait_for(self, module: nn.Module, *_: object) -> None:
-        """Wait for the parameters that a module's forward pass needs; a forward pre-hook."""
+    def before_forward(self, module: nn.Module, inputs: object) -> None:
+        """Wait for the parameters that a module's forward pass needs."""
         if self._needs is None:
             self._called.add(module)
         if not self._under_way:
@@ -62,11 +57,12 @@ class LazyGather:
         if not self._under_way and not in_backward():  # a pass that recomputes has to end in good order
             self._gathers.check_failures()
 
-    @eager
-    def _after_forward(self, *_: object) -> None:
-        if self._needs is None:
+    def after_forward(self, call: Call, output: object, *, raised: bool) -> object:
+        """Find out, after the first forward pass, which parameters each module needs."""
+        if self._needs is None and not raised:
             self._needs = {module: [] for module in self._called}
-            self._assign(self._root, self._root, self._needs)
+            self._assign(self.model, self.model, self._needs)
+        return output
 
     def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
         caller = module if module in self._called else caller
@@ -89,12 +85,3 @@ def check_reader(model: object, params: Iterable[Tensor]) -> None:
             f"expected gather_lazily to be a model with parameters of the optimizer, but this "
             f"{type(model).__name__} has none of them: give the model whose parameters it was built over"
         )
-
-
-def wait_for_gathers(model: nn.Module) -> None:
-    """Wait for all gathers that a model's forward pass would wait for."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            gather = getattr(hook, "__self__", None)
-            if isinstance(gather, LazyGather):
-                gather.wait()
