@@ -152,9 +152,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         gathers = make_gathers(construction, optimizer)
         is_new = not hasattr(self, "units")
         if is_new:
-            guards_reads = self._arguments.guards_reads
-            units = make_units(construction, reducer.params)
-            self.units = UnitsInUse(self, units, self._arguments.num_kept, guards_reads)
+            self.units = UnitsInUse(self, make_units(construction, reducer.params), self._arguments)
         places = LaunchPlaces(self.units.units, construction.choice.unit_of, reducer)
         self.units.use(optimizer.ranks, gathers, stamps, places)
         if is_new:

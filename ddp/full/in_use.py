@@ -39,6 +39,7 @@ from zero_optim.shard.module_calls import Call, ModuleCalls
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
 
 if TYPE_CHECKING:
+    from zero_optim.ddp.full.construction import Arguments
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
 _SECOND = (
@@ -48,33 +49,22 @@ _SECOND = (
 
 
 class UnitsInUse(ModuleCalls, Uncopied):
-    """Gathers and frees the units of a model. All ranks make the same calls, in one order; communicates.
+    """Gathers and frees the units of a model. All ranks make the same calls, in one order; communicates."""
 
-    Attributes:
-        unit_of: by module, of those whose calls need one.
-        keepalive: the wrapper of a module that was sharded in place.
-    """
-
-    def __init__(
-        self,
-        wrapper: "FullyShardedDataParallel",
-        units: Sequence[Unit],
-        keeps: int | None,
-        guards_reads: bool,
-    ) -> None:
+    def __init__(self, wrapper: "FullyShardedDataParallel", units: Sequence[Unit], how: "Arguments") -> None:
         super().__init__(wrapper.module)
         self.units = units  # by number
-        self.unit_of: dict[nn.Module, Unit] = {}
-        self.keepalive: FullyShardedDataParallel | None = None
+        self.unit_of: dict[nn.Module, Unit] = {}  # of modules whose calls need one
+        self.keepalive: FullyShardedDataParallel | None = None  # the wrapper, if it wraps in place
         self._wrapper = ref(wrapper)
-        self._keeps = keeps  # how many, the last ones, stay whole until the backward pass; None for all
+        self._keeps = how.num_kept  # the last ones, which stay whole until the backward pass; None for all
         self._forward: dict[Unit, UnitOrder] = {}  # by the one whose call is the outermost
         self._backward = UnitOrder()
         self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
         for unit in units:
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
-        self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
+        self._reads = SavedReads(units, weakly(self._output_reached), is_on=how.guards_reads)
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
         self._members = UnitMembers(self.model)
 
@@ -153,8 +143,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
         """Forget what an exception has ended without a hook, as a Ctrl-C does; then the wrapper begins."""
         while self.unfinished:
             self.unfinished[-1]()
-        if self._backward.is_under_way and not in_backward():
-            self._end_order(broke_off=True)  # a thread of the engine may not have let go of it yet
+        if not in_backward():
+            self._break_off(self._backward.now)  # a thread of the engine may not have let go of it yet
         if isinstance(self._reads.user, Call):
             self._reads.end(self._reads.user)
         wrapper = self._wrapper()
@@ -163,42 +153,41 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def before_forward(self, module: nn.Module, inputs: object) -> None:
         """Make a unit whole for a call."""
         unit, goes_back = self.unit_of[module], in_backward()
-        is_used = self._num_users(unit) > 1
+        is_outermost, is_used = len(self.under_way) == 1, self._num_users(unit) > 1
         if unit.has_frozen and not is_used:
             unit.passage = self._watch_inputs(unit, inputs)
         self._reads.begin(self.under_way[-1])
         if unit.is_whole and (is_used or goes_back):
             unit.arrive()  # perhaps it was gathered on another stream
-            return
-        if goes_back:  # activations are computed again
+        elif goes_back:  # activations are computed again
             self._need_in_backward(unit.number)
-            return
-        is_outermost, trains = len(self.under_way) == 1, torch.is_grad_enabled()
+        else:
+            self._enter(unit, is_outermost=is_outermost)
+        if is_outermost and torch.is_grad_enabled() and not goes_back:
+            self._members.check()
+
+    def _enter(self, unit: Unit, *, is_outermost: bool) -> None:
         if is_outermost:
             self._stamps.begin_pass()
-        purpose = Purpose.TRAINING if trains else Purpose.EVALUATION
+        purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, self.clock, is_outermost=is_outermost)
         self._at(Moment.BEFORE_FORWARD, unit, purpose, tells=True)
         order = self._forward.setdefault(self.unit_of[self.under_way[0].module], UnitOrder())
         if is_outermost:
             order.begin()
         self._fetch(order.reached(unit.number), purpose, tells=True)
-        if is_outermost and trains:
-            self._members.check()
 
     def after_forward(self, call: Call, output: object, *, raised: bool) -> object:
         """Free a unit, unless it is used on. Copies a returned view of a parameter, which would die."""
         unit, still = self.unit_of[call.module], False
         self._reads.end(call)
-        if raised:
-            output = None
-        is_used = bool(self._num_users(unit))
-        if not is_used and any(map(unit.shares_memory, tensors_in(output))):
-            output = replaced(output, lambda tensor: tensor.clone() if unit.shares_memory(tensor) else tensor)
-            still = any(map(unit.shares_memory, tensors_in(output)))
-        if not is_used and not in_backward():  # else activations are computed again
-            self._leave(unit, output, (self.under_way or [call])[0])
-        if still:
+        if not self._num_users(unit):
+            if any(map(unit.shares_memory, tensors_in(output))):
+                output = replaced(output, lambda each: each.clone() if unit.shares_memory(each) else each)
+                still = any(map(unit.shares_memory, tensors_in(output)))
+            if not in_backward():  # else activations are computed again
+                self._leave(unit, None if raised else output, (self.under_way or [call])[0])
+        if still and not raised:
             raise RuntimeError(
                 f"{unit.name} returned a view of a parameter in a {type(output).__name__}, where no copy can "
                 "take its place: return a clone of it, as the parameter's memory goes when the call is over"
@@ -232,8 +221,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def _watch(self, unit: Unit, output: object, order: UnitOrder) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
         tensors = list(tensors_in(output))
-        reached = weakly(self._output_reached)
-        place, passage = self.clock, unit.passage
+        reached, place, passage = weakly(self._output_reached), self.clock, unit.passage
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 on_gradient(tensor, lambda _: reached(unit.number, place, passage))
@@ -250,19 +238,17 @@ class UnitsInUse(ModuleCalls, Uncopied):
             raise RuntimeError(_SECOND)
         self._need_in_backward(number, place)
         if passage is not None:
-            passages = self.units[number].passages
-            for again in [other for other in passages if other.is_again]:  # it saved for this one
-                del passages[again]
-            passages[passage] = passage.num_inputs
+            unit = self.units[number]
+            left = {each: num for each, num in unit.passages.items() if not each.is_again}
+            unit.passages = {**left, passage: passage.num_inputs}  # what was computed again, was for this one
 
     def _input_reached(self, number: int, passage: Passage) -> None:
         unit = self.units[number]
-        if passage not in unit.passages:
-            return
-        unit.passages[passage] -= 1
-        if not unit.passages[passage]:
-            del unit.passages[passage]
-            self._free_if_done(unit)
+        if passage in unit.passages:
+            unit.passages[passage] -= 1
+            if not unit.passages[passage]:
+                del unit.passages[passage]
+                self._free_if_done(unit)
 
     def _need_in_backward(self, number: int, place: int | None = None) -> None:
         if not self._backward.is_under_way:
@@ -292,7 +278,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def _break_off(self, order: list[int]) -> None:
         """End a backward pass with this order, if it has not ended, after an exception; waits for nothing."""
-        if order is self._backward.now:
+        if order is self._backward.now and self._backward.is_under_way:
             self._end_order(broke_off=True)
 
     def _end_order(self, *, broke_off: bool = False) -> None:
@@ -339,8 +325,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._gather(unit, Purpose.REQUEST, tells)
         for unit in units:
             self._at(Moment.BEFORE_FORWARD, unit, Purpose.REQUEST)
-        for unit in units:
-            _pin(unit, 1)
+        _pin(units, 1)
         self._reads.begin(units)
         try:
             if tells:
@@ -348,8 +333,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             yield
         finally:
             self._reads.end(units)
-            for unit in units:
-                _pin(unit, -1)
+            _pin(units, -1)
             try:
                 for unit in units if writes else ():
                     unit.take_written()
@@ -358,7 +342,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
                 self._free_unused(units)
 
 
-def _pin(unit: Unit, more: int) -> None:
-    unit.holds += more
-    for bucket in unit.buckets:
-        bucket.num_pins += more
+def _pin(units: Sequence[Unit], more: int) -> None:
+    for unit in units:
+        unit.holds += more
+        for bucket in unit.buckets:
+            bucket.num_pins += more

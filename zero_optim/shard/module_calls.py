@@ -4,11 +4,12 @@ Note [A call inside a call]
     A module may call itself, and only the outermost call of a model is a forward pass. Hooks count calls. But
     PyTorch runs no hook when a Ctrl-C ends a call: ``always_call`` is for an `Exception`. A notebook keeps
     the traceback, and with it the frames and what they refer to. Only the interpreter knows which calls are
-    running. So the stack is searched, but only where the count says that a module's call lies in another.
+    running. So the stack is searched, but only where the count says that the model calls itself.
 """
 
 import inspect
 import sys
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -57,9 +58,9 @@ class ModuleCalls:
 
     @eager
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        is_inner = any(call.module is module for call in self.under_way) and _num_calls(module) > 1
-        is_pass = module is self.model and not is_inner
-        changed = None
+        is_pass, changed = module is self.model, None
+        if is_pass and any(call.module is module for call in self.under_way):
+            is_pass = _num_calls(module) == 1
         if is_pass:
             self.under_way.clear()  # a Ctrl-C has ended what is left
             changed = self.begin_pass(args, kwargs)
@@ -90,8 +91,6 @@ class ModuleCalls:
 
 def _num_calls(module: nn.Module) -> int:
     """Count the running calls of a module in this thread: Note [A call inside a call]."""
-    count, frame = 0, inspect.currentframe()
-    while frame is not None:
-        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return count
+    frames = [frame for frame, _ in walk_stack(inspect.currentframe())]
+    calls = [frame.f_locals for frame in frames if frame.f_code.co_name == "_call_impl"]
+    return sum(names.get("self") is module for names in calls)
