@@ -21,7 +21,7 @@ from zero_optim.ddp.full.filling import Init, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.launch_places import LaunchPlaces
-from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
+from zero_optim.ddp.full.module_hooks import hook_up, units_at
 from zero_optim.ddp.full.parts import (
     make_gathers,
     make_reducer,
@@ -148,7 +148,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         together = None if self._mesh is None else everyone
         construction.registration.open(together, stands_in=construction.stands_in)
         refuse_conversions(module, construction.registration.params)
-        PassHooks(self).hang_on(module)
 
     def _make_reducer(self) -> None:
         optimizer, mesh, construction = self._optimizer, self._mesh, self._construction
@@ -159,14 +158,12 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         gathers = make_gathers(construction, optimizer)
         is_new = not hasattr(self, "units")
         if is_new:
-            guards_reads = self._arguments.guards_reads
-            units = make_units(construction, reducer.params)
-            self.units = UnitsInUse(units, self._arguments.num_kept, guards_reads=guards_reads)
+            self.units = UnitsInUse(self, make_units(construction, reducer.params), self._arguments)
         places = LaunchPlaces(self.units.units, construction.choice.unit_of, reducer)
         self.units.use(optimizer.ranks, optimizer.core.engine, gathers, stamps, places)
         if is_new:
-            hook_up(construction.choice, self.units)
             construction.policy.hook_up(construction.choice.modules)
+            hook_up(construction.choice, self.units)
         reducer.follow(weakly(self.units.gradient_came), places.begin)
 
     def _wants(self, was_expected: bool) -> bool:
@@ -189,7 +186,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
 
     def before_forward(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Begin a forward pass; called by the module's hook, as is `after_forward`."""
-        self.units.forget_calls()
         self._versions = {param: param._version for param in self._versions}
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._reducer.begin_forward()
@@ -303,15 +299,13 @@ def fully_shard(
         Exception: likewise, as `FullyShardedDataParallel`.
     """
     wrapper = FullyShardedDataParallel(module, optimizer, **options)
-    hooks = PassHooks.of(module)
-    assert hooks is not None  # of the wrapper
-    hooks.keepalive = wrapper
+    wrapper.units.keepalive = wrapper
     return module
 
 
 def fully_sharded(module: nn.Module) -> FullyShardedDataParallel:
     """Return the wrapper of a module that `fully_shard` sharded; ValueError if it did not."""
-    hooks = PassHooks.of(module)
-    if hooks is None or hooks.keepalive is None:
+    units = units_at(module)
+    if units is None or units.keepalive is None:
         raise ValueError(f"this {type(module).__name__} was not given to fully_shard()")
-    return hooks.keepalive
+    return units.keepalive

@@ -27,7 +27,7 @@ from zero_optim.ddp import (
     fully_shard,
     fully_sharded,
 )
-from zero_optim.ddp.full import module_hooks
+from zero_optim.shard import module_calls
 
 
 class Broken(Tower):
@@ -83,6 +83,35 @@ def test_it_goes_on_after_a_forward_pass_that_raised() -> None:
     train(wrapped, optimizer)
 
 
+def refuse(*_: object) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@on_ranks(2)
+def test_it_goes_on_after_a_hook_that_raised_in_front_of_a_unit_or_of_the_model() -> None:
+    wrapped, optimizer = fully()
+    want = train(*fully())
+    model = wrapped.module
+    for module in (model.blocks[1], model.blocks[1].up, model):
+        handle = module.register_forward_pre_hook(refuse, prepend=True)
+        with pytest.raises(ArithmeticError):
+            wrapped(batch(0))
+        handle.remove()
+        assert wrapped.units.nbytes_live() == 0
+    assert train(wrapped, optimizer) == want
+    assert wrapped.units.nbytes_live() == 0
+
+
+@on_ranks(2)
+def test_a_model_that_is_called_where_an_exception_is_handled_trains_as_ever() -> None:
+    (wrapped, optimizer), want = fully(), train(*fully())
+    try:
+        refuse()
+    except ArithmeticError:
+        got = train(wrapped, optimizer)
+    assert got == want
+
+
 class Interrupted(Tower):
     stops = False
 
@@ -105,7 +134,7 @@ def test_it_goes_on_after_an_interrupt(in_place: bool) -> None:
         called, optimizer = fully(model, find_unused_parameters=True)
         controller = called
     for each, module, steps in ((wrapped, whole, adamw(wrapped)), (called, model, optimizer)):
-        with mock.patch.object(module_hooks, "_num_calls", side_effect=AssertionError("no call in a call")):
+        with mock.patch.object(module_calls, "_num_calls", side_effect=AssertionError("no call in a call")):
             train(each, steps, 1)
         module.stops = True
         with pytest.raises(KeyboardInterrupt):

@@ -174,6 +174,8 @@ def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused() 
             ):
                 wrapped(batch(1))
             assert wrapped.units.nbytes_live() == 0
+        with unsharded(wrapped, writes=False), pytest.raises(RuntimeError, match="has gone, and"):
+            wrapped(batch(1))
 
 
 @on_ranks(2)

@@ -13,9 +13,9 @@ Note [Parameters in the place of others]
     as pruning gives, are taken from `unsharded` only: elsewhere a mask would be made from NaN.
 """
 
-import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -39,13 +39,8 @@ def refuse_conversions(model: nn.Module, units: Collection[Tensor]) -> None:
             vars(module)["_apply"] = _Apply(module, units)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ButUnits:
-    function: Function
-    units: Collection[Tensor]
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor in self.units else self.function(tensor)
+def _but_units(function: Function, units: Collection[Tensor], tensor: Tensor) -> Tensor:
+    return tensor if tensor in units else function(tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,9 +52,9 @@ class _Apply(Uncopied):
 
     @eager
     def __call__(self, fn: Function, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - a class's own
-        if not isinstance(fn, _ButUnits):  # else a module around this one has looked
+        if getattr(fn, "func", None) is not _but_units:  # else a module around this one has looked
             self._check(fn)
-            fn = _ButUnits(fn, self.units)
+            fn = partial(_but_units, fn, self.units)
         untyped: Any = type(self.module)
         untyped._apply(self.module, fn, *args, **kwargs)
         return self.module
@@ -122,47 +117,41 @@ class UnitMembers:
     """The parameters and children of each module of a model, as a training pass saw them last."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._known = dict.fromkeys(model.parameters())
-        self._note(model)
+        self._model = model
+        self._known = set(model.parameters())
+        self._note()
 
-    def _note(self, model: nn.Module) -> None:
-        self._of_modules: list[tuple[str, weakref.ref[nn.Module], dict[str, Tensor | None], list[int]]] = [
-            (name, weakref.ref(module), dict(module._parameters), list(map(id, module._modules.values())))
-            for name, module in model.named_modules()
+    def _note(self) -> None:
+        self._of_modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[int]]] = [
+            (name, module, dict(module._parameters), list(map(id, module._modules.values())))
+            for name, module in self._model.named_modules()
         ]
 
     def check(self) -> None:
         """Raise RuntimeError if new parameters are in the place of old ones, or these have other names."""
-        for _, reference, before, children in self._of_modules:
-            module = reference()
-            now = {} if module is None else module._parameters
+        for _, module, before, children in self._of_modules:
+            now = module._parameters
             if (
-                module is None
-                or len(now) != len(before)
+                len(now) != len(before)
                 or not all(map(is_, now.values(), before.values()))
                 or list(map(id, module._modules.values())) != children
             ):
-                break
-        else:
-            return
-        model = self._model()
-        if model is not None:
-            self._compare(model)
-            self._note(model)
+                self._compare()
+                self._note()
+                return
 
     def accept_names(self, whole: set[Tensor]) -> None:
         """Take the present names in modules whose parameters are all ``whole``, as in `unsharded`."""
-        for _, reference, before, _ in self._of_modules:
-            now = {} if (module := reference()) is None else module._parameters
+        for _, module, before, _ in self._of_modules:
+            now = module._parameters
             if {*now.values()} == {*before.values()} and whole.issuperset(
                 each for each in before.values() if each is not None
             ):
                 before.clear()
                 before.update(now)
 
-    def _compare(self, model: nn.Module) -> None:
-        now = {param: name for name, param in model.named_parameters()}
+    def _compare(self) -> None:
+        now = {param: name for name, param in self._model.named_parameters()}
         gone = [
             (name, param)
             for name, _, before, _ in self._of_modules
@@ -180,8 +169,8 @@ class UnitMembers:
                 f"{names_text(new)} came in its place, as by weight_norm(), parametrize or an assignment. No "
                 "rank keeps or steps it. Do that before the model is wrapped"
             )
-        for name, reference, before, _ in self._of_modules:
-            own = {} if (module := reference()) is None else module._parameters
+        for name, module, before, _ in self._of_modules:
+            own = module._parameters
             for short, param in before.items():
                 if param is not None and param is not own.get(short) and id(param) in map(id, own.values()):
                     raise RuntimeError(

@@ -17,17 +17,20 @@ Note [The next unit]
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
+from torch import nn
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import in_backward
+from zero_optim.ddp.full.guards import UnitMembers
 from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.saved_reads import SavedReads
 from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder
-from zero_optim.ddp.reducer.graph import on_gradient, tensors_in
+from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
 from zero_optim.flow.schedule import Moment, Operation
@@ -35,21 +38,17 @@ from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine, Task
 from zero_optim.shard.gathers import UnitGathers
+from zero_optim.shard.module_calls import Call, ModuleCalls
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
 
 if TYPE_CHECKING:
-    from zero_optim.ddp.full.guards import UnitMembers
+    from zero_optim.ddp.full.construction import Arguments
+    from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
     "parameters that are freed by then. Use ShardedDataParallel"
 )
-
-
-class _Call(NamedTuple):
-    number: int  # of the unit
-    guards: bool  # it has begun to watch what autograd saves
-    passage: Passage | None  # what a backward pass will go through, where somebody waits for that
 
 
 class _UnitTask(Task):
@@ -85,22 +84,25 @@ class _UnitTask(Task):
             self._stamps.look()
 
 
-class UnitsInUse(Uncopied):
+class UnitsInUse(ModuleCalls, Uncopied):
     """Gathers and frees the units of a model. All ranks make the same calls, in one order; communicates."""
 
-    def __init__(self, units: Sequence[Unit], keeps: int | None, *, guards_reads: bool = True) -> None:
+    def __init__(self, wrapper: "FullyShardedDataParallel", units: Sequence[Unit], how: "Arguments") -> None:
+        super().__init__(wrapper.module)
         self.units = units  # by number
-        self._keeps = keeps  # how many, the last ones, stay whole until the backward pass; None for all
-        self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
+        self.unit_of: dict[nn.Module, Unit] = {}  # of modules whose calls need one
+        self.keepalive: FullyShardedDataParallel | None = None  # the wrapper, if it wraps in place
+        self._wrapper = ref(wrapper)
+        self._keeps = how.num_kept  # the last ones, which stay whole until the backward pass; None for all
+        self._forward: dict[Unit, UnitOrder] = {}  # by the one whose call is the outermost
         self._backward = UnitOrder()
-        self._calls: list[_Call] = []  # the outermost first
         self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
         for unit in units:
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
-        self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
+        self._reads = SavedReads(units, weakly(self._output_reached), is_on=how.guards_reads)
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
-        self.members: UnitMembers
+        self._members = UnitMembers(self.model)
 
     def use(
         self,
@@ -118,16 +120,6 @@ class UnitsInUse(Uncopied):
     def buckets(self) -> list[RowBucket]:
         """Those of all units."""
         return [bucket for unit in self.units for bucket in unit.buckets]
-
-    @property
-    def is_called(self) -> bool:
-        """Whether a call is under way, or was when a Ctrl-C ended it."""
-        return bool(self._calls)
-
-    @property
-    def is_outermost_call(self) -> bool:
-        """Whether one call is under way, which lies in no other."""
-        return len(self._calls) == 1
 
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there now, beside what this rank keeps for good."""
@@ -153,66 +145,77 @@ class UnitsInUse(Uncopied):
             self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
 
     def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
-        self._at(moment, [unit for unit in units if not unit.depth], Purpose.BACKWARD)
+        self._at(moment, [unit for unit in units if not self._num_users(unit)], Purpose.BACKWARD)
 
     # ------------------------------------------------------------------ forward
 
-    def forget_calls(self) -> None:
-        """Forget calls and passes that an exception has ended without a hook, as a Ctrl-C does."""
+    def _num_users(self, unit: Unit) -> int:
+        return unit.holds + sum(self.unit_of[call.module] is unit for call in self.under_way)
+
+    def begin_pass(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
+        """Forget what an exception has ended without a hook, as a Ctrl-C does; then the wrapper begins."""
         while self.unfinished:
             self.unfinished[-1]()
-        if self._backward.is_under_way and not in_backward():
-            self._end_order(broke_off=True)  # a thread of the engine may not have let go of it yet
-        if not self._calls:
-            return
-        while self._calls:
-            if self._calls.pop().guards:
-                self._reads.end()
-        for unit in self.units:
-            unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
+        if not in_backward():
+            self._break_off(self._backward.now)  # a thread of the engine may not have let go of it yet
+        if isinstance(self._reads.user, Call):
+            self._reads.end(self._reads.user)
+        wrapper = self._wrapper()
+        return None if wrapper is None else wrapper.before_forward(args, kwargs)
 
-    def enter(self, unit: Unit, inputs: object) -> None:
-        """Make a unit whole for a call; `leave` has to be called also if it raises."""
-        passage = self._watch_inputs(unit, inputs) if unit.has_frozen and not unit.depth else None
-        self._calls.append(_Call(unit.number, self._reads.begin(), passage))
-        unit.depth += 1
-        if unit.is_whole and (unit.depth > 1 or in_backward()):
+    def before_forward(self, module: nn.Module, inputs: object) -> None:
+        """Make a unit whole for a call."""
+        unit, goes_back = self.unit_of[module], in_backward()
+        is_outermost, is_used = len(self.under_way) == 1, self._num_users(unit) > 1
+        if unit.has_frozen and not is_used:
+            unit.passage = self._watch_inputs(unit, inputs)
+        self._reads.begin(self.under_way[-1])
+        if unit.is_whole and (is_used or goes_back):
             unit.arrive()  # perhaps it was gathered on another stream
-            return
-        if in_backward():  # activations are computed again
+        elif goes_back:  # activations are computed again
             self._need_in_backward(unit.number)
-            return
-        is_outermost = self.is_outermost_call
+        else:
+            self._enter(unit, is_outermost=is_outermost)
+        if is_outermost and torch.is_grad_enabled() and not goes_back:
+            self._members.check()
+
+    def _enter(self, unit: Unit, *, is_outermost: bool) -> None:
         if is_outermost:
             self._stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
-        self._places.called(unit.number, is_outermost=is_outermost)
+        self._places.called(unit.number, self.clock, is_outermost=is_outermost)
         self._at(Moment.BEFORE_FORWARD, [unit], purpose, tells=True)
-        order = self._forward.setdefault(self._calls[0].number, UnitOrder())
+        order = self._forward.setdefault(self.unit_of[self.under_way[0].module], UnitOrder())
         if is_outermost:
             order.begin()
         self._fetch(order.reached(unit.number), purpose, tells=True)
 
-    def leave(self, unit: Unit, output: object) -> None:
-        """Free a unit after a call, unless it is used on; the output is None if the call raised."""
-        if not self._calls:  # a hook in front of the one that calls `enter` has raised
-            return
-        outermost, call = self._calls[0].number, self._calls.pop()
-        if call.guards:
-            self._reads.end()
-        unit.depth -= 1
-        if unit.depth:
-            return
-        if in_backward():  # activations are computed again
-            return
-        stays = False
+    def after_forward(self, call: Call, output: object, *, raised: bool) -> object:
+        """Free a unit, unless it is used on. Copies a returned view of a parameter, which would die."""
+        unit, still = self.unit_of[call.module], False
+        self._reads.end(call)
+        if not self._num_users(unit):
+            if any(map(unit.shares_memory, tensors_in(output))):
+                output = replaced(output, lambda each: each.clone() if unit.shares_memory(each) else each)
+                still = any(map(unit.shares_memory, tensors_in(output)))
+            if not in_backward():  # else activations are computed again
+                self._leave(unit, None if raised else output, (self.under_way or [call])[0])
+        if still and not raised:
+            raise RuntimeError(
+                f"{unit.name} returned a view of a parameter in a {type(output).__name__}, where no copy can "
+                "take its place: return a clone of it, as the parameter's memory goes when the call is over"
+            )
+        wrapper = self._wrapper()
+        return output if wrapper is None or raised or not call.is_pass else wrapper.after_forward(output)
+
+    def _leave(self, unit: Unit, output: object, outermost: Call) -> None:
+        order, stays = self._forward.get(self.unit_of[outermost.module], UnitOrder()), False
         if torch.is_grad_enabled() and output is not None:
-            stays = self._watch(unit, output, call.passage)
+            stays = self._watch(unit, output, order)
         if not stays:
             self._at(Moment.AFTER_FORWARD, [unit], Purpose.TRAINING)
-        if not self._calls:
-            if outermost in self._forward:
-                self._forward[outermost].end()
+        if not self.under_way:
+            order.end()
             fetched = [unit for unit in self.units if any(b.gathers.is_unclaimed for b in unit.buckets)]
             self._at(Moment.AFTER_FORWARD, fetched, Purpose.TRAINING)  # and not needed
 
@@ -228,17 +231,16 @@ class UnitsInUse(Uncopied):
             unit.passages[passage] = passage.num_inputs
         return passage
 
-    def _watch(self, unit: Unit, output: object, passage: Passage | None) -> bool:
+    def _watch(self, unit: Unit, output: object, order: UnitOrder) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
         tensors = list(tensors_in(output))
-        reached = weakly(self._output_reached)
-        place = self._places.returned()
+        reached, place, passage = weakly(self._output_reached), self.clock, unit.passage
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 on_gradient(tensor, lambda _: reached(unit.number, place, passage))
-        if not self._calls or not tensors or self._keeps is None:
+        if not self.under_way or not tensors or self._keeps is None:
             return True
-        last = list(dict.fromkeys(reversed(self._forward[self._calls[0].number].before)))
+        last = list(dict.fromkeys(reversed(order.before)))
         return unit.number in last[: self._keeps]
 
     # ------------------------------------------------------------------ backward
@@ -249,19 +251,17 @@ class UnitsInUse(Uncopied):
             raise RuntimeError(_SECOND)
         self._need_in_backward(number, place)
         if passage is not None:
-            passages = self.units[number].passages
-            for again in [other for other in passages if other.is_again]:  # it saved for this one
-                del passages[again]
-            passages[passage] = passage.num_inputs
+            unit = self.units[number]
+            left = {each: num for each, num in unit.passages.items() if not each.is_again}
+            unit.passages = {**left, passage: passage.num_inputs}  # what was computed again, was for this one
 
     def _input_reached(self, number: int, passage: Passage) -> None:
         unit = self.units[number]
-        if passage not in unit.passages:
-            return
-        unit.passages[passage] -= 1
-        if not unit.passages[passage]:
-            del unit.passages[passage]
-            self._free_if_done(unit)
+        if passage in unit.passages:
+            unit.passages[passage] -= 1
+            if not unit.passages[passage]:
+                del unit.passages[passage]
+                self._free_if_done(unit)
 
     def _need_in_backward(self, number: int, place: int | None = None) -> None:
         if not self._backward.is_under_way:
@@ -291,7 +291,7 @@ class UnitsInUse(Uncopied):
 
     def _break_off(self, order: list[int]) -> None:
         """End a backward pass with this order, if it has not ended, after an exception; waits for nothing."""
-        if order is self._backward.now:
+        if order is self._backward.now and self._backward.is_under_way:
             self._end_order(broke_off=True)
 
     def _end_order(self, *, broke_off: bool = False) -> None:
@@ -318,11 +318,11 @@ class UnitsInUse(Uncopied):
     def hold(self, unit: Unit) -> None:
         """Make a unit whole until `release`, for a state dict or a load."""
         self._at(Moment.BEFORE_FORWARD, [unit], Purpose.REQUEST)
-        unit.depth += 1
+        unit.holds += 1
 
     def release(self, unit: Unit) -> None:
         """Free a unit that was held, unless somebody else uses it."""
-        unit.depth -= 1
+        unit.holds -= 1
         if not in_backward():
             self._free_unused([unit])
 
@@ -330,7 +330,7 @@ class UnitsInUse(Uncopied):
     def whole(self, numbers: Sequence[int], *, writes: bool) -> Iterator[None]:
         """Make units whole inside a ``with``, on all ranks; owners take over what it ``writes``."""
         units = [self.units[number] for number in numbers]
-        tells = not self._calls
+        tells = not self.under_way
         if tells:
             self._stamps.begin_pass()
         try:
@@ -338,25 +338,23 @@ class UnitsInUse(Uncopied):
         except BaseException:
             self._free_unused(units)
             raise
-        for unit in units:
-            _pin(unit, 1)
-        guards = self._reads.begin()
+        _pin(units, 1)
+        self._reads.begin(units)
         try:
             yield
         finally:
-            if guards:
-                self._reads.end()
-            for unit in units:
-                _pin(unit, -1)
+            self._reads.end(units)
+            _pin(units, -1)
             try:
                 for unit in units if writes else ():
                     unit.take_written()
-                self.members.accept_names({param for unit in units for param in unit.params})
+                self._members.accept_names({param for unit in units for param in unit.params})
             finally:
                 self._free_unused(units)
 
 
-def _pin(unit: Unit, more: int) -> None:
-    unit.depth += more
-    for bucket in unit.buckets:
-        bucket.num_pins += more
+def _pin(units: Sequence[Unit], more: int) -> None:
+    for unit in units:
+        unit.holds += more
+        for bucket in unit.buckets:
+            bucket.num_pins += more

@@ -28,15 +28,16 @@ class LaunchPlaces:
         self._units = units
         self._unit_of = [unit_of[bucket.params[0]] for bucket in reducer.assignment.buckets]
         self._reducer = weakref.ref(reducer)
-        self._clock = 0  # counts where calls begin and end
-        self._since = 0  # when the first forward pass behind the last backward pass began
+        self._since = (
+            0  # when, by the clock of calls, the first forward pass behind the last backward pass began
+        )
         self._first: dict[int, int] = {}  # by unit, when it was first called since then
         self._trains = False
         self._freed: frozenset[int] = frozenset()  # units that were not whole when the backward pass began
         self._to_gather: set[int] | None = None  # those of them to be gathered, in a backward pass
         self._has_ended = False  # a backward pass, since the last forward pass
 
-    def called(self, number: int, *, is_outermost: bool) -> None:
+    def called(self, number: int, clock: int, *, is_outermost: bool) -> None:
         """Note that a unit's call begins in a forward pass."""
         if is_outermost:
             self._trains = torch.is_grad_enabled()
@@ -45,14 +46,8 @@ class LaunchPlaces:
             return
         if self._has_ended:
             self._first.clear()
-            self._since, self._has_ended = self._clock, False
-        self._clock += 1
-        self._first.setdefault(number, self._clock)
-
-    def returned(self) -> int:
-        """Return the place of a call that has returned."""
-        self._clock += 1
-        return self._clock
+            self._since, self._has_ended = clock, False
+        self._first.setdefault(number, clock)
 
     def _running(self) -> BackwardPass | None:
         reducer = self._reducer()

@@ -45,20 +45,22 @@ class SavedReads:
         self._units = units
         self._need = need
         self._is_on = is_on
+        self.user: object = None  # who set the hooks
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._unit_of: dict[int, Unit] = {}  # by the address of the storage's object, which stays
 
-    def begin(self) -> bool:
-        """Set the hooks if autograd saves anything and nobody else has some; return whether."""
-        if not self._is_on or not torch.is_grad_enabled() or in_backward() or has_saved_tensors_hooks():
-            return False
-        self._unit_of = {bucket.storage_id: unit for unit in self._units for bucket in unit.buckets}
-        self._hooks.__enter__()
-        return True
+    def begin(self, user: object) -> None:
+        """Set the hooks for a user, if autograd saves anything and nobody else has some."""
+        if self._is_on and torch.is_grad_enabled() and not in_backward() and not has_saved_tensors_hooks():
+            self._unit_of = {bucket.storage_id: unit for unit in self._units for bucket in unit.buckets}
+            self._hooks.__enter__()
+            self.user = user
 
-    def end(self) -> None:
-        """Have no hooks any more; only after `begin` said so."""
-        self._hooks.__exit__()
+    def end(self, user: object) -> None:
+        """Have no hooks any more, if this user has set them."""
+        if self.user is user:
+            self.user = None
+            self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int, Unit | None]:
         if is_freed(tensor):

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
-from zero_optim.ddp.full.module_hooks import PassHooks, unsharded
+from zero_optim.ddp.full.module_hooks import units_at, unsharded
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -39,7 +39,7 @@ def _parts(module: nn.Module, params: set[Tensor]) -> list[nn.Module]:
 
 def sharded_parts(module: nn.Module) -> list[nn.Module]:
     """List the modules inside of one, or the one, that were wrapped at stage 3."""
-    return [each for each in module.modules() if PassHooks.of(each) is not None]
+    return [each for each in module.modules() if units_at(each) is not None]
 
 
 @contextmanager

@@ -1,17 +1,14 @@
 """Lazy gathers: each module waits for its own parameters in its forward pass."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from zero_optim.compat.engine import eager, in_backward
+from zero_optim.compat.engine import in_backward
 from zero_optim.flow.schedule import Moment
 from zero_optim.shard.engine import Engine, Task
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+from zero_optim.shard.module_calls import Call, ModuleCalls
 
 
 class _Reading(Task):
@@ -26,7 +23,7 @@ class _Reading(Task):
             self._engine.raise_failures()
 
 
-class LazyGather:
+class LazyGather(ModuleCalls):
     """Forward hooks that make each module wait for the gathers of its own parameters.
 
     Some modules read a child's parameters without calling it. So the first forward pass waits for everything;
@@ -34,33 +31,31 @@ class LazyGather:
     """
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
+        super().__init__(model)
         self._engine, self._task = engine, _Reading(engine)
-        self._root = model
         self._params = frozenset(model.parameters())
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, list[Tensor]] | None = None
-        self._handles: list[RemovableHandle] = [model.register_forward_hook(self._after_forward)]
         for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self.wait_for, prepend=True))
-            self._handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
+            self.watch(module, ends=module is model)
+            self.handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
+            self.handles.append(module.register_load_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
         engine.read_by(self._params, lazily=True)
 
     def remove(self) -> None:
         """Wait for pending gathers and remove the hooks; steps wait for their gathers again."""
         self._engine.under_way.wait()
-        if self._handles:
+        if self.handles:
             self._engine.read_by(self._params, lazily=False)
-        while self._handles:
-            self._handles.pop().remove()
+        while self.handles:
+            self.handles.pop().remove()
 
     def wait(self, *_: object) -> None:
         """Wait for all gathers; also a state-dict hook, hence the arguments."""
         self._engine.under_way.wait()
 
-    @eager
-    def wait_for(self, module: nn.Module, *_: object) -> None:
-        """Wait for the parameters that a module's forward pass needs; a forward pre-hook."""
+    def before_forward(self, module: nn.Module, inputs: object) -> None:
+        """Wait for the parameters that a module's forward pass needs."""
         if self._needs is None:
             self._called.add(module)
         engine = self._engine
@@ -73,11 +68,12 @@ class LazyGather:
             buckets = engine.buckets_of(needs)
         engine.on(Moment.BEFORE_FORWARD, buckets, self._task)
 
-    @eager
-    def _after_forward(self, *_: object) -> None:
-        if self._needs is None:
+    def after_forward(self, call: Call, output: object, *, raised: bool) -> object:
+        """Find out, after the first forward pass, which parameters each module needs."""
+        if self._needs is None and not raised:
             self._needs = {module: [] for module in self._called}
-            self._assign(self._root, self._root, self._needs)
+            self._assign(self.model, self.model, self._needs)
+        return output
 
     def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
         caller = module if module in self._called else caller
@@ -100,12 +96,3 @@ def check_reader(model: object, params: Iterable[Tensor]) -> None:
             f"expected gather_lazily to be a model with parameters of the optimizer, but this "
             f"{type(model).__name__} has none of them: give the model whose parameters it was built over"
         )
-
-
-def wait_for_gathers(model: nn.Module) -> None:
-    """Wait for all gathers that a model's forward pass would wait for."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            gather = getattr(hook, "__self__", None)
-            if isinstance(gather, LazyGather):
-                gather.wait()
