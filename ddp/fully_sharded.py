@@ -149,7 +149,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         self._reducer = reducer = make_reducer(
             construction, optimizer, mesh, self._options, weakly(self._wants)
         )
-        stamps = optimizer.iteration.calls.unit_stamps()
         gathers = make_gathers(construction, optimizer)
         is_new = not hasattr(self, "units")
         if is_new:
@@ -157,7 +156,7 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             units = make_units(construction, reducer.params)
             self.units = UnitsInUse(units, self._arguments.num_kept, guards_reads=guards_reads)
         places = LaunchPlaces(self.units.units, construction.choice.unit_of, reducer)
-        self.units.use(optimizer.ranks, gathers, stamps, places)
+        self.units.use(optimizer.ranks, gathers, places)
         if is_new:
             hook_up(construction.choice, self.units)
             construction.policy.hook_up(construction.choice.modules)

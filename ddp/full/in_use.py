@@ -30,7 +30,7 @@ from zero_optim.ddp.reducer.graph import on_gradient, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
 from zero_optim.flow.schedule import ZERO3, ZERO3_KEPT, Moment, Operation, Schedule
-from zero_optim.health.unit_stamps import Purpose, UnitStamps
+from zero_optim.health.unit_stamps import Purpose
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
 
@@ -66,9 +66,9 @@ class UnitsInUse(Uncopied):
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
         self.members: UnitMembers
 
-    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps, places: LaunchPlaces) -> None:
+    def use(self, group: RankGroup, gathers: UnitGathers, places: LaunchPlaces) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
-        self.group, self.gathers, self._stamps, self._places = group, gathers, stamps, places
+        self.group, self.gathers, self._places = group, gathers, places
 
     @property
     def buckets(self) -> list[RowBucket]:
@@ -102,18 +102,17 @@ class UnitsInUse(Uncopied):
         schedule.at(moment, operations, unit, purpose, tells)
 
     def _gather(self, unit: Unit, purpose: Purpose, tells: bool) -> None:
-        stamps = self._stamps if tells else None
         for bucket in unit.buckets:
             if not bucket.is_whole and not bucket.gathers.is_unclaimed:
-                bucket.gathers.start(partial(self.gathers.start, bucket, stamps, purpose))
+                bucket.gathers.start(partial(self.gathers.start, bucket, purpose, tells=tells))
 
     def _wait(self, unit: Unit, _: object, tells: bool) -> None:
         """Wait until a unit is whole; frees it, and RankMismatchError, if a rank gathered another."""
         with self._forgetting(unit):
             unit.arrive()
-            self.gathers.check()
+            self.gathers.stamps.check()
         if tells:
-            self._stamps.look()
+            self.gathers.stamps.look()
 
     def _free(self, unit: Unit, *_: object) -> None:
         with self._forgetting(unit):
@@ -171,7 +170,7 @@ class UnitsInUse(Uncopied):
             return
         is_outermost = self.is_outermost_call
         if is_outermost:
-            self._stamps.begin_pass()
+            self.gathers.stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, is_outermost=is_outermost)
         self._at(Moment.BEFORE_FORWARD, unit, purpose, tells=True)
@@ -299,7 +298,7 @@ class UnitsInUse(Uncopied):
         """Gather a unit as its owners keep it, beside the parameters; RuntimeError if they are pinned."""
         self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
         wide = [WideBucket(bucket) for bucket in unit.buckets]
-        for pending in [self.gathers.start(bucket, None, Purpose.AS_KEPT) for bucket in wide]:
+        for pending in [self.gathers.start(bucket, Purpose.AS_KEPT) for bucket in wide]:
             pending.wait()
         return wide
 
@@ -320,7 +319,7 @@ class UnitsInUse(Uncopied):
         units = [self.units[number] for number in numbers]
         tells = not self._calls
         if tells:
-            self._stamps.begin_pass()
+            self.gathers.stamps.begin_pass()
         for unit in units:
             self._gather(unit, Purpose.REQUEST, tells)
         for unit in units:
@@ -330,7 +329,7 @@ class UnitsInUse(Uncopied):
         guards = self._reads.begin()
         try:
             if tells:
-                self._stamps.look()
+                self.gathers.stamps.look()
             yield
         finally:
             if guards:

@@ -14,7 +14,6 @@ from zero_optim.ddp.full.unit import OUTERMOST, Unit
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.wrapper_checks import ignored_names, seen_params, sparse_names
-from zero_optim.health.unit_stamps import UnitMarks
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.gathers import UnitGathers
 
@@ -81,7 +80,7 @@ def make_gathers(construction: UnitConstruction, optimizer: ZeroRedundancyOptimi
     names = [f"unit {name}" if name else OUTERMOST for name in construction.choice.names]
     named = zip(names, construction.registration.buckets, strict=True)
     labels = {bucket.params[0]: name for name, buckets in named for bucket in buckets}
-    return UnitGathers(ranks, lanes_for_rows(ranks, params), UnitMarks(labels, ranks))
+    return UnitGathers(ranks, lanes_for_rows(ranks, params), optimizer.iteration.calls.unit_stamps(labels))
 
 
 def seen_buffers(module: nn.Module) -> list[Tensor]:

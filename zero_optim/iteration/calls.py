@@ -6,9 +6,11 @@ is a usual one. On an accelerator, or with lazy gathers, they raise in a later c
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import TypeVar
+
+from torch import Tensor
 
 from zero_optim.health.stamps import Call, Options, Replicas, Stamps
 from zero_optim.health.unit_stamps import UnitStamps
@@ -95,8 +97,8 @@ class Calls:
         if error is not None and self._replicas is not None:
             self._replicas.tell(error)
 
-    def unit_stamps(self) -> UnitStamps:
-        """Return the stamps that unit gathers send. No communication. Holds weak references only."""
+    def unit_stamps(self, labels: Mapping[Tensor, str]) -> UnitStamps:
+        """Return the stamps of units, as `UnitStamps`. No communication. Holds weak references only."""
         reference = weakref.ref(self)
 
         def call() -> Call:
@@ -106,4 +108,4 @@ class Calls:
             return Call("", calls._origins, replicas=calls._replicas)
 
         stamps = self._core.sharding.gathers.stamps or Stamps()  # the latter in a group of one
-        return UnitStamps(stamps, self._core.group, call)
+        return UnitStamps(labels, self._core.group, stamps, call)
