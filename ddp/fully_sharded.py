@@ -25,7 +25,6 @@ from zero_optim.ddp.full.module_hooks import hook_up, units_at
 from zero_optim.ddp.full.parts import (
     make_gathers,
     make_reducer,
-    make_stamps,
     make_units,
     seen_buffers,
     send_buffers,
@@ -154,13 +153,12 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         self._reducer = reducer = make_reducer(
             construction, optimizer, mesh, self._options, weakly(self._wants)
         )
-        stamps = make_stamps(optimizer)
         gathers = make_gathers(construction, optimizer)
         is_new = not hasattr(self, "units")
         if is_new:
             self.units = UnitsInUse(self, make_units(construction, reducer.params), self._arguments)
         places = LaunchPlaces(self.units.units, construction.choice.unit_of, reducer)
-        self.units.use(optimizer.ranks, optimizer.core.engine, gathers, stamps, places)
+        self.units.use(optimizer.ranks, optimizer.core.engine, gathers, places)
         if is_new:
             construction.policy.hook_up(construction.choice.modules)
             hook_up(construction.choice, self.units)

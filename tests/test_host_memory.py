@@ -164,14 +164,16 @@ def test_a_hook_sums_in_memory() -> None:
 
 
 @on_ranks(3)
-def test_rows_with_other_tags_are_not_taken_and_the_next_call_goes_on() -> None:
+def test_of_rows_with_other_tags_the_heads_are_taken_and_the_next_call_goes_on() -> None:
     group, _ = shared()
     rank = group.rank
+    heads = [torch.full((3,), float(rank)) for _ in range(group.size)]
     rows = [torch.full((1 + rank,), float(number)) for number in range(2 * group.size)]
     before = [row.clone() for row in rows]
     listed = [(number % group.size, row) for number, row in enumerate(rows)]  # two of each
-    for work in spread_rows(group, listed, [group], 1 + rank):
+    for work in spread_rows([group], list(enumerate(heads)), listed, 1 + rank):
         work.wait()
+    assert_same_bits(heads, [torch.full((3,), float(number)) for number in range(group.size)])
     assert_same_bits(rows, before)
     total = torch.ones(1000)
     group.start_sum(total).wait()

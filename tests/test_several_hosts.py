@@ -58,6 +58,14 @@ def rows_of(rank: int, size: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(length, generator=generator).mul_(100).to(dtype) for length in lengths]
 
 
+def heads_of(group: RankGroup) -> list[tuple[int, Tensor]]:
+    return [(rank, torch.full((4,), float(group.rank))) for rank in range(group.size)]
+
+
+def assert_came(*heads: tuple[int, Tensor]) -> None:
+    assert_same_bits([head for _, head in heads], [torch.full((4,), float(rank)) for rank, _ in heads])
+
+
 def added(rows: Sequence[Tensor]) -> Tensor:
     """Rows added one by one; more than two of 16 bits are rounded once."""
     if len(rows) > 2 and rows[0].dtype is torch.bfloat16:
@@ -91,11 +99,12 @@ def check_rows_and_sums(kind: str) -> None:
         arrivals = [
             (owner, row.clone() if owner == group.rank else torch.zeros_like(row)) for owner, row in rows
         ]
+        heads = heads_of(group), heads_of(group)
         works = [
             *group.broadcast_rows(arrivals[:3]),
-            *spread_rows(group, arrivals[3:6], [group], 5),
+            *spread_rows([group], heads[0], arrivals[3:6], 5),
             *group.broadcast_rows(arrivals[6:9]),
-            *spread_rows(group, arrivals[9:], [group], 5),
+            *spread_rows([group], heads[1], arrivals[9:], 5),
         ]
         for dtype in (torch.float32, torch.float64, torch.complex64):
             for shape in ((1,), (3,), (10, 100), (300_001,)):
@@ -110,6 +119,7 @@ def check_rows_and_sums(kind: str) -> None:
         for work in works:
             work.wait()
         assert_same_bits([row for _, row in arrivals], [row for _, row in rows], kind)
+        assert_came(*heads[0], *heads[1])
 
 
 KINDS = ["2 x 2", "turns"]
@@ -155,21 +165,24 @@ def test_a_row_crosses_once_from_each_host() -> None:
             for work in counted.broadcast_rows(list(enumerate(rows))):
                 work.wait()
             counted.start_sum(torch.ones(4000)).wait()
-            for work in spread_rows(counted, list(enumerate(rows)), [counted], 1):
+            for work in spread_rows([counted], heads_of(group), list(enumerate(rows)), 1):
                 work.wait()
         nbytes = [each.args[0].nbytes for each in sends.call_args_list]  # of this rank
-        assert nbytes == [4000, 4000, 4000, 4000, 8, 4000]  # a tag before the last
+        assert nbytes == [4000, 4000, 4000, 4000, 8, 16, 4000]  # a tag and a head before the last
         # Two rows to the other rank of this host, and one across; and so back. A sum is both.
-        assert sum(each.nbytes for each in counted.phase.traffic._counts.values()) == 2 * 24_000 + 12_000
+        sent = sum(each.nbytes for each in counted.phase.traffic._counts.values())
+        assert sent == 2 * 24_000 + 12_000 + 3 * 16
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("tags", [(1, 2, 1, 2), (1, 1, 2, 2), (1, 2, 2, 2), (1, 2, 3, 4)])
-def test_rows_with_other_tags_do_not_meet_and_the_next_call_goes_on(tags: tuple[int, ...]) -> None:
+def test_of_rows_with_other_tags_the_heads_come_and_the_next_call_goes_on(tags: tuple[int, ...]) -> None:
     with on_hosts("2 x 2") as group:
-        tag = tags[group.rank]
-        for work in spread_rows(group, [(owner, torch.ones(1000 * tag)) for owner in range(4)], [group], tag):
+        tag, heads = tags[group.rank], heads_of(group)
+        rows = [(owner, torch.ones(1000 * tag)) for owner in range(4)]
+        for work in spread_rows([group], heads, rows, tag):
             work.wait()
+        assert_came(*heads)
         total = torch.ones(1000)
         group.start_sum(total).wait()
         assert torch.equal(total, torch.full((1000,), 4.0))

@@ -1,6 +1,8 @@
 """Ranks of a fully sharded model tell each other in the forward pass what they did differently in a step."""
 
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ from fake_streams import without_thread
 from fully import assert_equal_everywhere
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
 from zero_optim.errors import RankMismatchError, RemoteRankError
+
+CPU = torch.device("cpu")
 
 
 def make(**options: Any) -> tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer]:
@@ -112,15 +117,24 @@ def test_a_step_left_out_or_taken_twice_is_named_on_all_in_the_next_forward_pass
 
 
 @on_ranks(2)
-def test_an_iteration_has_no_collective_for_it() -> None:
+def test_an_iteration_has_no_collective_for_it_and_a_gather_through_memory_is_one_call() -> None:
     model, optimizer = make()
     iterate(model, optimizer)
     optimizer.metrics()
+    lane = model.units.gathers.lanes.groups[0]
+    memory = lane.one_host(CPU)
+    before = 0 if memory is None else memory.num_started
     iterate(model, optimizer)
-    metrics, rows, marks = optimizer.metrics(), 10, 12  # of six gathers
-    has_pairs = optimizer.ranks.transport(torch.device("cpu")).waits_on_host  # else marks are in the rows
+    metrics, rows, stamps = optimizer.metrics(), 10, 12  # of six gathers
+    has_pairs = optimizer.ranks.transport(CPU).waits_on_host  # else stamps are in the rows
     assert metrics["collectives/agree"] == 0
-    assert metrics["collectives/gather"] == rows + marks * has_pairs
+    assert metrics["collectives/gather"] == rows + stamps * has_pairs
+    assert memory is None or memory.num_started - before == 6
+
+
+def in_rows() -> AbstractContextManager[object]:
+    """Gloo sends as other backends do: the stamps are in the rows."""
+    return mock.patch.object(TRANSPORTS["gloo"], "waits_on_host", False)
 
 
 @on_ranks(2)
@@ -129,12 +143,13 @@ def test_a_rank_that_owns_nothing_is_heard() -> None:
     module = nn.Linear(4, 1, bias=False)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.125)
     model = FullyShardedDataParallel(module, optimizer)
-    iterate(model, optimizer)
-    iterate(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
-    iterate(model, optimizer)
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"):
-        forward(model)
+    with in_rows():
+        iterate(model, optimizer)
+        iterate(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
+        iterate(model, optimizer)
+        with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"):
+            forward(model)
 
 
 @on_ranks(2)
@@ -145,15 +160,16 @@ def test_units_of_one_owner_each_tell_of_a_difference_when_the_last_one_has_arri
     assert {piece.owner for pieces in optimizer.pieces().values() for piece in pieces} == {0, 1}
     model = FullyShardedDataParallel(module, optimizer, units=[*module])
     assert [len(bucket.layout.rooms) for bucket in model.units.buckets] == [1, 1]
-    iterate(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
-    for _ in range(2):
+    with in_rows():
         iterate(model, optimizer)
-        with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"):
-            forward(model)
-    optimizer.param_groups[0]["lr"] = 0.125
-    iterate(model, optimizer)
-    iterate(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
+        for _ in range(2):
+            iterate(model, optimizer)
+            with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"):
+                forward(model)
+        optimizer.param_groups[0]["lr"] = 0.125
+        iterate(model, optimizer)
+        iterate(model, optimizer)
     assert_equal_everywhere(model)
 
 

@@ -34,7 +34,7 @@ from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
 from zero_optim.flow.schedule import Moment, Operation
-from zero_optim.health.unit_stamps import Purpose, UnitStamps
+from zero_optim.health.unit_stamps import Purpose
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine, Task
 from zero_optim.shard.gathers import UnitGathers
@@ -52,10 +52,10 @@ _SECOND = (
 
 
 class _UnitTask(Task):
-    """Gathers and frees units, for a purpose; with stamps it tells of failures of the last step."""
+    """Gathers and frees units, for a purpose; if it ``tells`` of failures of the last step."""
 
-    def __init__(self, units: "UnitsInUse", purpose: Purpose, stamps: UnitStamps | None) -> None:
-        self._units, self._purpose, self._stamps = units, purpose, stamps
+    def __init__(self, units: "UnitsInUse", purpose: Purpose, *, tells: bool) -> None:
+        self._units, self._purpose, self._tells = units, purpose, tells
         self._is_here = False
 
     def to_gather(self, buckets: Sequence[Any]) -> Sequence[Any]:
@@ -64,7 +64,7 @@ class _UnitTask(Task):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
-        return self._units.gathers.start(bucket, self._stamps, self._purpose)
+        return self._units.gathers.start(bucket, self._purpose, tells=self._tells)
 
     def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """If ranks gather different units, free these, and forget other gathers."""
@@ -75,13 +75,13 @@ class _UnitTask(Task):
 
     def arrived(self) -> None:
         """Raise RankMismatchError if a rank gathered another unit."""
-        self._units.gathers.check()
+        self._units.gathers.stamps.check()
         self._is_here = True
 
     def end(self) -> None:
         """Compare the stamps that came."""
-        if self._stamps is not None and self._is_here:
-            self._stamps.look()
+        if self._tells and self._is_here:
+            self._units.gathers.stamps.look()
 
 
 class UnitsInUse(ModuleCalls, Uncopied):
@@ -104,17 +104,9 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
         self._members = UnitMembers(self.model)
 
-    def use(
-        self,
-        group: RankGroup,
-        engine: Engine,
-        gathers: UnitGathers,
-        stamps: UnitStamps,
-        places: LaunchPlaces,
-    ) -> None:
+    def use(self, group: RankGroup, engine: Engine, gathers: UnitGathers, places: LaunchPlaces) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
-        self.group, self._engine, self.gathers = group, engine, gathers
-        self._stamps, self._places = stamps, places
+        self.group, self._engine, self.gathers, self._places = group, engine, gathers, places
 
     @property
     def buckets(self) -> list[RowBucket]:
@@ -129,7 +121,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def _at(self, moment: Moment, units: Iterable[Unit], purpose: Purpose, tells: bool = False) -> None:
         buckets = [bucket for unit in units for bucket in unit.buckets]
-        self._engine.on(moment, buckets, _UnitTask(self, purpose, self._stamps if tells else None))
+        self._engine.on(moment, buckets, _UnitTask(self, purpose, tells=tells))
 
     def forget_gathers(self) -> None:
         """Forget all gathers, which may never come, as ranks gather different units."""
@@ -140,7 +132,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
-            task = _UnitTask(self, purpose, self._stamps if tells else None)
+            task = _UnitTask(self, purpose, tells=tells)
             buckets = self.units[number].buckets
             self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
 
@@ -181,7 +173,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def _enter(self, unit: Unit, *, is_outermost: bool) -> None:
         if is_outermost:
-            self._stamps.begin_pass()
+            self.gathers.stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, self.clock, is_outermost=is_outermost)
         self._at(Moment.BEFORE_FORWARD, [unit], purpose, tells=True)
@@ -312,7 +304,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         """Gather a unit as its owners keep it, beside the parameters; RuntimeError if they are pinned."""
         self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
         wide = [WideBucket(bucket) for bucket in unit.buckets]
-        self._engine.on(Moment.BEFORE_FORWARD, wide, _UnitTask(self, Purpose.AS_KEPT, None))
+        self._engine.on(Moment.BEFORE_FORWARD, wide, _UnitTask(self, Purpose.AS_KEPT, tells=False))
         return wide
 
     def hold(self, unit: Unit) -> None:
@@ -332,7 +324,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         units = [self.units[number] for number in numbers]
         tells = not self.under_way
         if tells:
-            self._stamps.begin_pass()
+            self.gathers.stamps.begin_pass()
         try:
             self._at(Moment.BEFORE_FORWARD, units, Purpose.REQUEST, tells)
         except BaseException:

@@ -16,7 +16,7 @@ from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.wrapper_checks import ignored_names, seen_params, sparse_names
 from zero_optim.health.stamps import Call, Stamps
-from zero_optim.health.unit_stamps import UnitMarks, UnitStamps
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.gathers import UnitGathers
 
@@ -83,11 +83,11 @@ def make_gathers(construction: UnitConstruction, optimizer: ZeroRedundancyOptimi
     names = [f"unit {name}" if name else OUTERMOST for name in construction.choice.names]
     named = zip(names, construction.registration.buckets, strict=True)
     labels = {bucket.params[0]: name for name, buckets in named for bucket in buckets}
-    return UnitGathers(ranks, lanes_for_rows(ranks, params), UnitMarks(labels, ranks))
+    return UnitGathers(ranks, lanes_for_rows(ranks, params), _make_stamps(labels, optimizer))
 
 
-def make_stamps(optimizer: ZeroRedundancyOptimizer) -> UnitStamps:
-    """Make the stamps that gathers of units send; no communication. Holds weak references only."""
+def _make_stamps(labels: Mapping[Tensor, str], optimizer: ZeroRedundancyOptimizer) -> UnitStamps:
+    """Make the stamps that gathers of units send; holds weak references only."""
     core = optimizer.core
     reference = weakref.ref(core)
 
@@ -95,7 +95,8 @@ def make_stamps(optimizer: ZeroRedundancyOptimizer) -> UnitStamps:
         now = reference()
         return Call("", lambda _: ((), ())) if now is None else now.call("")
 
-    return UnitStamps(core.engine.stamps or Stamps(), core.group, call)  # the latter in a group of one
+    stamps = core.engine.stamps or Stamps()  # the latter in a group of one
+    return UnitStamps(labels, core.group, stamps, call)
 
 
 def seen_buffers(module: nn.Module) -> list[Tensor]:

@@ -37,7 +37,7 @@ from sync_calls import Event, counting_backwards, cpu_as_accelerator, num_backwa
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat import streams
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.health.stamp import Stamp, stamps_in
+from zero_optim.health.stamp import Arrivals, Read, Stamp
 from zero_optim.hooks import zero_step
 
 MIB = 2**20
@@ -176,11 +176,12 @@ def pretend(here: Here, world: int) -> None:
 @contextmanager
 def only_own_stamps() -> Iterator[None]:
     """Read the stamps of all ranks, but believe this rank's alone: ranks that are pretended send none."""
+    stamps = Arrivals.stamps
 
-    def own(*arguments: Any) -> dict[int, Stamp]:
-        return {rank: stamp for rank, stamp in stamps_in(*arguments).items() if rank == dist.get_rank()}
+    def own(arrivals: Arrivals, read: Read) -> dict[int, Stamp]:
+        return {rank: stamp for rank, stamp in stamps(arrivals, read).items() if rank == dist.get_rank()}
 
-    with patch("zero_optim.health.stamps.stamps_in", own):
+    with patch.object(Arrivals, "stamps", own):
         yield
 
 

@@ -27,6 +27,9 @@ from zero_optim.compat.engine import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy, recorded_event
 
 Lanes = Sequence[RankGroup]
+Row = tuple[int, Tensor]  # 1-D, contiguous, and who sends it
+_PARTS = 2**30  # tags of parts
+_OF_HEADS = _PARTS + 1  # the tag of heads
 
 
 def exchange(
@@ -86,7 +89,7 @@ def start_parts(
     """Start sending parts to each rank; returns that handle, and what receives the next parts."""
     lane, device = replace(lanes[0], phase=group.phase), parts[group.rank][0].device
     work = lane.begin_work(about, device)
-    tag = 1 + next(lane.works.tags) % 2**30  # as parts of another exchange may be received in between
+    tag = 1 + next(lane.works.tags) % _PARTS  # as parts of another exchange may be received in between
     _count_as_one(group, lanes)
     rounds = (list(enumerate(some)) for some in zip_longest(*parts))
     sends = [
@@ -108,27 +111,35 @@ def start_parts(
 
 
 def spread_rows(
-    group: RankGroup, rows: Sequence[tuple[int, Tensor]], lanes: Lanes, tag: int, about: str = ""
+    lanes: Lanes, heads: Sequence[Row], rows: Sequence[Row], tag: int, about: str = ""
 ) -> list[Waitable]:
-    """As `RankGroup.broadcast_rows`, on gloo, but rows with different tags, perhaps lengths, never meet."""
-    if group.size == 1 or not rows:
-        return []
-    memory = group.shared_memory(rows[0][1].device)
+    """As `RankGroup.broadcast_rows`, among several ranks on gloo, behind a head of each, all of one length.
+
+    The first work brings the heads. Rows whose tags differ, perhaps in length, never meet: that work leaves
+    them out, or no later one ends.
+    """
+    group, device = lanes[0], (*rows, *heads)[0][1].device
+    memory = group.shared_memory(device)
+    if memory is None:
+        return [_spread(lanes, *each, about) for each in ((heads, _OF_HEADS), (rows, tag)) if each[0]]
+    work = group.begin_work(about, device)
+    with work.starting():
+        call = memory.spread_rows([*heads, *rows], tag)
+    group.phase.sent(call.nbytes, len(heads) + len(rows))
+    return [work.take(call)]
+
+
+def _spread(lanes: Lanes, rows: Sequence[Row], tag: int, about: str) -> Waitable:
+    group = lanes[0]
     work = group.begin_work(about, rows[0][1].device)
-    octets = [(owner, row.view(torch.uint8)) for owner, row in rows]  # as broadcasts send them
     others = [rank for rank in range(group.size) if rank != group.rank]
-    sends = [(rank, row) for owner, row in octets if owner == group.rank for rank in others]
-    if memory is not None:
-        with work.starting():
-            call = memory.spread_rows(rows, tag)
-        group.phase.sent(call.nbytes, len(rows))
-        return [work.take(call)]
+    sends = [(rank, row) for owner, row in rows if owner == group.rank for rank in others]
+    receives = [(owner, row) for owner, row in rows if owner != group.rank]
     _count_as_one(group, lanes)
     with work.starting():
-        receives = [pair for pair in octets if pair[0] != group.rank]
         work.take(_start_paired(group, sends, receives, lanes, tag))
     group.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
-    return [work]
+    return work
 
 
 def send(group: RankGroup, tensor: Tensor, *to: int) -> None:

@@ -1,7 +1,7 @@
 """Stamps: what each rank tells the others, how it travels, and the error from those of all ranks."""
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -14,10 +14,11 @@ from zero_optim.plan.layout import Span
 from zero_optim.plan.option_values import DIGEST_NBYTES
 
 STAMP_NBYTES = 32  # in a row; between replicas more, of the text
-HEAD_NBYTES = 4  # beside the rows of a unit
-_MARK_NBYTES, _MARKS = 2, 2**16
+_MARK, _MARKS = struct.Struct("<H"), 2**16
 Read: TypeAlias = Callable[[HostCopy], Tensor]
-Header: TypeAlias = tuple[int, Tensor]  # an owner, and its header space in a flat tensor, as bytes
+Header: TypeAlias = tuple[int, Tensor]  # a rank, and space for its stamp, as bytes
+# As `send_stamp`, of one stamp.
+Send: TypeAlias = Callable[[Sequence[Header], int], Callable[[], None]]
 _FORM = struct.Struct(f"<H?xI{DIGEST_NBYTES}s")  # before the text
 
 
@@ -53,7 +54,7 @@ class Stamp(NamedTuple):
 
 def marked(octets: bytes, mark: int) -> bytes:
     """Return a stamp's bytes with this mark, modulo 2**16."""
-    return (mark % _MARKS).to_bytes(_MARK_NBYTES, "little") + octets[_MARK_NBYTES:]
+    return _MARK.pack(mark % _MARKS) + octets[_MARK.size :]
 
 
 def headers_in(flat: Tensor, rooms: Sequence[Span]) -> list[Header]:
@@ -63,14 +64,14 @@ def headers_in(flat: Tensor, rooms: Sequence[Span]) -> list[Header]:
 
 
 def send_stamp(
-    headers: Sequence[Header], rank: int, mine: bytes, take: Callable[["Arrival"], None]
-) -> Callable[[], None] | None:
+    mine: bytes, take: Callable[["Arrival"], None], headers: Sequence[Header], rank: int
+) -> Callable[[], None]:
     """Write this rank's stamp into its header space in a gather; the result then gives all to ``take``."""
-    if not headers:
-        return None
     for owner, place in headers:
         if owner == rank:
             copy_to(place, bytes_to_tensor(mine))
+    if not headers:
+        return lambda: None
     ranks, places = zip(*headers, strict=True)
     return lambda: take(Arrival(ranks, torch.cat(places), mine))
 
@@ -91,28 +92,39 @@ class Arrival:
 
     def is_uniform(self, read: Read) -> bool:
         """Whether each rank sent the same as this one; ``read`` waits."""
-        return self._read(read) == self.mine * len(self._ranks)
-
-    def stamps(self, read: Read) -> list[tuple[int, Stamp]]:
-        """Return ranks with their stamps; ``read`` waits."""
-        octets, length = self._read(read), len(self.mine)
-        each = (octets[start : start + length] for start in range(0, len(octets), length))
-        return list(zip(self._ranks, map(Stamp.read, each), strict=True))
-
-    def _read(self, read: Read) -> bytes:
         if self._copy is not None:
             self._octets, self._copy = tensor_to_bytes(read(self._copy)), None
-        return self._octets
+        return self._octets == self.mine * len(self._ranks)
+
+    def stamps(self, read: Read) -> dict[int, Stamp]:
+        """Return each rank's stamp; ``read`` waits."""
+        if self.is_uniform(read):  # as nearly always
+            return dict.fromkeys(self._ranks, Stamp.read(self.mine))
+        octets, length = self._octets, len(self.mine)
+        each = (octets[start : start + length] for start in range(0, len(octets), length))
+        return dict(zip(self._ranks, map(Stamp.read, each), strict=True))
 
 
-def stamps_in(arrivals: Iterable[Arrival], read: Read) -> dict[int, Stamp]:
-    """Return each rank's last stamp, or one with a failure; ``read`` waits."""
-    stamps: dict[int, Stamp] = {}
-    for arrival in arrivals:
-        for rank, stamp in arrival.stamps(read):
-            if rank not in stamps or not stamps[rank].has_failed:
-                stamps[rank] = stamp
-    return stamps
+class Arrivals(list[Arrival]):
+    """The stamps of several gathers."""
+
+    @property
+    def are_here(self) -> bool:
+        """Whether the CPU would not wait."""
+        return all(arrival.is_here for arrival in self)
+
+    def are_uniform(self, read: Read) -> bool:
+        """Whether each rank sent the same as this one in each gather; ``read`` waits."""
+        return all(arrival.is_uniform(read) for arrival in self)
+
+    def stamps(self, read: Read) -> dict[int, Stamp]:
+        """Return each rank's last stamp, or one with a failure; ``read`` waits."""
+        stamps: dict[int, Stamp] = {}
+        for arrival in self:
+            for rank, stamp in arrival.stamps(read).items():
+                if rank not in stamps or not stamps[rank].has_failed:
+                    stamps[rank] = stamp
+        return stamps
 
 
 class Kind(NamedTuple):

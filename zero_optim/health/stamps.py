@@ -31,13 +31,12 @@ from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.health.stamp import (
     LAST_CALL,
     PRESENT_CALL,
-    Arrival,
+    Arrivals,
     Header,
     Kind,
     Read,
     Stamp,
     send_stamp,
-    stamps_in,
     verdict,
 )
 from zero_optim.plan.groups import ParamGroup
@@ -95,7 +94,7 @@ class _Step:
     options: Options
     replicas: Replicas | None = None
     sampled: Sampled | None = None
-    arrivals: list[Arrival] = field(default_factory=list)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     is_raised: bool = False
     failure: Failure | None = None
     _octets: bytes = b""
@@ -109,7 +108,7 @@ class _Step:
 
     def is_uniform(self, read: Read) -> bool:
         """Whether this rank went on well, and all that arrived is its own stamp."""
-        return self.failure is None and all(arrival.is_uniform(read) for arrival in self.arrivals)
+        return self.failure is None and self.arrivals.are_uniform(read)
 
     def fail(self, failure: BaseException) -> None:
         if self.failure is None:
@@ -160,12 +159,10 @@ class Stamps:
         if self._step.number:
             self._step.fail(failure)
 
-    def send(self, headers: Sequence[Header], rank: int) -> Callable[[], None] | None:
+    def send(self, headers: Sequence[Header], rank: int) -> Callable[[], None]:
         """Send this rank's stamp with a gather of its call, as `send_stamp`."""
         step = self._step
-        if not step.number:
-            return None
-        return send_stamp(headers, rank, step.octets(), step.arrivals.append)
+        return send_stamp(step.octets(), step.arrivals.append, headers if step.number else (), rank)
 
     @property
     def last(self) -> bytes:
@@ -175,10 +172,10 @@ class Stamps:
     def raise_failures(self) -> None:
         """Raise RemoteRankError, once, if only other ranks failed in the last call, by stamps that came."""
         for step in self._unread:
-            is_here = all(arrival.is_here for arrival in step.arrivals)
-            if step.is_raised or step.failure is not None or not is_here or step.is_uniform(HostCopy.read):
+            is_known = step.is_raised or step.failure is not None
+            if is_known or not step.arrivals.are_here or step.is_uniform(HostCopy.read):
                 continue
-            replicas, stamps = step.replicas, stamps_in(step.arrivals, HostCopy.read)
+            replicas, stamps = step.replicas, step.arrivals.stamps(HostCopy.read)
             error = verdict(PRESENT_CALL, stamps, replicas.numbers if replicas else (), step.name)
             if isinstance(error, RemoteRankError):
                 step.is_raised = True
@@ -193,7 +190,7 @@ class Stamps:
             step = self._unread.pop(0)
             if step.is_uniform(group.read):  # as nearly always
                 continue
-            stamps = stamps_in(step.arrivals, group.read)
+            stamps = step.arrivals.stamps(group.read)
             asks = with_last and step is self._step and len({each.number for each in stamps.values()}) == 1
             error = self._verdict(PRESENT_CALL, group, step, stamps, call.origins, asks=asks)
             if error is not None:

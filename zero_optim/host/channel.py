@@ -165,12 +165,12 @@ class Step:
     __slots__ = ("_act", "_done", "_nbytes", "_work", "receivers")
 
     def __init__(
-        self, work: HostWork, receivers: Sequence[Receiver], nbytes: int, act: Act, *, is_next: bool = False
+        self, work: HostWork, receivers: Sequence[Receiver], nbytes: int, act: Act, place: int | None = None
     ) -> None:
         self._work, self.receivers, self._nbytes, self._act, self._done = work, receivers, nbytes, act, 0
         work.num_pending += 1
         for receiver in receivers:
-            receiver.steps.insert(1 if is_next else len(receiver.steps), self)
+            receiver.steps.insert(len(receiver.steps) if place is None else place, self)
 
     @property
     def rest(self) -> int:

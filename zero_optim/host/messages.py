@@ -31,12 +31,14 @@ _GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
 class OneHost(SharedMemory):
     """The messages of ranks that share memory. All ranks call every method, in one order."""
 
-    def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0, then: Then = None) -> HostWork:
-        """Send contiguous rows from their owners to all others; nothing is written if ranks' tags differ."""
+    def spread_rows(
+        self, rows: Sequence[tuple[int, Tensor]], tag: int = 0, then: Then = None, num_heads: int = 1
+    ) -> HostWork:
+        """Send contiguous rows from their owners to all others; to other tags only each one's first ones."""
         lists: list[list[Tensor]] = [[] for _ in range(self.size)]
         for owner, row in rows:
             lists[owner].append(row)
-        return self._start_copies(_ROWS, "rows", [lists[self.rank]] * self.size, lists, tag, then)
+        return self._start_copies(_ROWS, "rows", [lists[self.rank]] * self.size, lists, tag, then, num_heads)
 
     def exchange(self, pieces: Sequence[Tensor], arrivals: Sequence[Tensor]) -> HostWork:
         """Send a piece to each rank and receive one of each; the own ones stay as they are."""
@@ -51,12 +53,13 @@ class OneHost(SharedMemory):
         received: Sequence[Sequence[Tensor]],  # by sender
         tag: int = 0,
         then: Then = None,
+        num_heads: int = 0,
     ) -> HostWork:
         def begin(work: HostWork) -> None:
             for peer in self.peers:
                 self.send(work, peer, kind, _places(sent[peer]), tag)
             for peer in self.peers:
-                self.expect(work, (peer,), kind, _copies(self, peer, received[peer], name), tag)
+                self.expect(work, (peer,), kind, _copies(self, peer, received[peer], name), tag, num_heads)
 
         return self.start((sent, received), begin, then)
 

@@ -15,7 +15,7 @@ Note [Order across hosts]
 
 Note [Tags across hosts]
     Rows that meet and differ in length end the process, in gloo's own thread. So before rows with a tag,
-    ranks of one number send each other the tag, and rows cross only if all are equal.
+    ranks of one number send each other the tag and their heads, and rows cross only if all tags are equal.
 """
 
 import threading
@@ -102,10 +102,12 @@ class SeveralHosts:
         """Send contiguous rows from their owners to all others: Note [Tags across hosts]."""
         call, number = self._begin(None)
         number += _OF_TAGGED * bool(tag)
-        cross = self._crossing(rows, number, call)
+        num_heads = sum(map(len, self._ranks)) * bool(tag)
+        heads, cross = (self._crossing(some, number, call) for some in (rows[:num_heads], rows[num_heads:]))
         tags = [torch.tensor([tag], device="cpu") for _ in self._ranks]  # by host
         own = tags[self._host]
-        crossing = self._cross(number + 1, [[own]] * len(tags), [[each] for each in tags]) if tag else cross()
+        sent = [[own]] * len(tags), [[each] for each in tags]
+        crossing = [*self._cross(number + 1, *sent), *heads()] if tag else cross()
 
         def finish() -> None:
             _wait_for(crossing)
@@ -222,7 +224,8 @@ class SeveralHosts:
         return [work for work in works if work is not None]
 
     def _spread(self, rows: Sequence[tuple[int, Tensor]], call: HostsCall, tag: int = 0) -> None:
-        self._down.spread_rows([(self._numbers[owner], row) for owner, row in rows], tag, call.end)
+        down = [(self._numbers[owner], row) for owner, row in rows]
+        self._down.spread_rows(down, tag, call.end, len(self._ranks))
 
     def _then(self, call: HostsCall, finish: Callable[[], None]) -> HostsCall:
         """Finish a call on the thread, after those before it."""

@@ -11,7 +11,8 @@ Note [Who moves the bytes]
 
 Note [Calls that differ]
     Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
-    ranks wait, and the watchdog tells what each does. Messages of one call with different tags are dropped.
+    ranks wait, and the watchdog tells what each does. Of messages of one call
+    with different tags only the heads are taken.
 """
 
 import atexit
@@ -113,7 +114,13 @@ class SharedMemory:
         return messages[1:]
 
     def expect(
-        self, work: HostWork, peers: Sequence[int], kind: int, parts: Sequence[tuple[int, Act]], tag: int = 0
+        self,
+        work: HostWork,
+        peers: Sequence[int],
+        kind: int,
+        parts: Sequence[tuple[int, Act]],
+        tag: int = 0,
+        num_heads: int = 0,  # the first parts, which are taken whatever the tag
     ) -> None:
         """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
         parts = [part for part in parts if part[0]]
@@ -128,10 +135,11 @@ class SharedMemory:
             number, of_kind, _, _, nbytes = theirs[:5]
             if not tag or (number, of_kind) != (work.number, kind):
                 return False
-            for step in steps:
+            for step in steps[num_heads:]:
                 step.drop()
-            if nbytes:
-                Step(work, receivers, nbytes, lambda _start, _count: None, is_next=True)
+            rest = nbytes - sum(padded(step.rest) for step in steps[:num_heads])
+            if rest:
+                Step(work, receivers, rest, lambda _start, _count: None, 1 + num_heads)
             return True
 
         Step(work, receivers, LINE, check)

@@ -34,10 +34,11 @@ from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO1, Moment, Operation, Schedule
+from zero_optim.health.stamp import Send
 from zero_optim.health.stamps import Call, Replicas, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
-from zero_optim.shard.gathers import Send, gains_by_lanes, may_use_lanes, start_gather
+from zero_optim.shard.gathers import gains_by_lanes, may_use_lanes, start_gather
 from zero_optim.shard.row_bucket import RowBucket
 
 # The flat tensors of the gathers that a call waits for take at most the memory of this many largest buckets.

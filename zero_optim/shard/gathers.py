@@ -13,42 +13,35 @@ Note [A lane an owner]
     the step and a limit of the *number* of pending gathers gained nothing.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.pending import Pending
+from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Waitable
-from zero_optim.health.stamp import Header
-from zero_optim.health.unit_stamps import Purpose, UnitMarks, UnitStamps
+from zero_optim.health.stamp import STAMP_NBYTES, Send
+from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket
 
 # See Note [A lane an owner].
 LANES_FROM_NBYTES = 2**21
 
 
-# As `Stamps.send`.
-Send: TypeAlias = Callable[[Sequence[Header], int], Callable[[], None] | None]
-# As `start_broadcasts`.
-StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor]], str], list[Waitable]]
-
-
 def start_gather(
     lanes: Sequence[RankGroup],
     bucket: Bucket,
     send: Send | None = None,  # writes a stamp
-    start_rows: StartRows | None = None,
     changed: Collection[Tensor] | None = None,  # parameters that change for autograd; None for all
 ) -> Pending[None]:
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
     flat = bucket.fill()
     take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
-    works = (start_rows or start_broadcasts)(lanes, bucket.rows(flat), bucket.label)
+    works = start_broadcasts(lanes, bucket.rows(flat), bucket.label)
 
     def end(_: object) -> None:
         bucket.receive(flat, changed)
@@ -91,21 +84,21 @@ class UnitGathers:
 
     group: RankGroup
     lanes: Lease  # for gathers alone
-    marks: UnitMarks
+    stamps: UnitStamps
 
-    def start(self, bucket: Bucket, stamps: UnitStamps | None, purpose: Purpose) -> Pending[None]:
-        """Start a bucket's gather, with stamps if any; all ranks call, in one order."""
+    def start(self, bucket: Bucket, purpose: Purpose, *, tells: bool = False) -> Pending[None]:
+        """Start a bucket's gather, with a stamp as `UnitStamps.begin`; all ranks call, in one order."""
         self.group.works.note_failure("")  # its stamp tells
+        mark, send = self.stamps.begin(bucket.params[0], purpose, tells=tells)
         lanes = [lane.during("gather") for lane in self.lanes.groups]
-        mark = self.marks.mark_of(bucket.params[0], purpose)
-        if self.group.transport(bucket.device).waits_on_host:
-            send = None if stamps is None else stamps.send
-            return start_gather(lanes, bucket, send, partial(self.marks.start_rows, mark))
-        return start_gather(lanes, bucket, partial(self.marks.send, mark, stamps))
-
-    def check(self) -> None:
-        """Raise RankMismatchError if ranks gather different buckets: Note [Marks of units]."""
-        self.marks.check()
+        if self.group.size == 1 or not self.group.transport(bucket.device).waits_on_host:
+            return start_gather(lanes, bucket, send)
+        flat = bucket.fill()
+        stamps = torch.zeros(self.group.size, STAMP_NBYTES, dtype=torch.uint8, device="cpu")
+        before = list(enumerate(stamps.unbind()))  # Note [Marks of units] in `unit_stamps`
+        take = send(before, self.group.rank)
+        first, *rest = spread_rows(lanes, before, bucket.rows(flat), mark, bucket.label)
+        return Pending([Pending([first], lambda _: take()), *rest], lambda _: bucket.receive(flat), [flat])
 
     def abandon(self) -> None:
         """Give up the lanes, on which ranks started different gathers."""
