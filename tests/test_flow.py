@@ -31,7 +31,8 @@ from zero_optim.flow.schedule import (
     Placement,
     Schedule,
 )
-from zero_optim.shard.engine import Engine, Task
+from zero_optim.shard.engine import Engine
+from zero_optim.shard.task import Task
 
 
 def picture() -> str:

@@ -60,6 +60,7 @@ class OwnerReducer(Reducer):
             optimizer.core.check_sparse(param for name, param in params if name in sparse)
         if mesh is not None:
             agree_between_replicas(everyone, optimizer.core.describe())
+        optimizer.core.engine.reduce_to_owners()
         self._optimizer = optimizer
         self._outermost = outermost
         self._to_hold: Callable[[], bool] | None = None
@@ -124,6 +125,9 @@ class OwnerReducer(Reducer):
             )
             for number, indices in enumerate(index_lists)
         ]
+        engine = optimizer.core.engine
+        for bucket in buckets:  # each has the parameters of one of the optimizer's
+            bucket.run_by(engine.buckets_of(bucket.params)[0].schedule)
         return BucketAssignment.of(self.names, buckets)
 
     def _reduced_dtype(self, param: Tensor) -> torch.dtype:

@@ -90,7 +90,7 @@ class Arrival:
         """Whether the CPU would not wait."""
         return self._copy is None or self._copy.is_here
 
-    def is_uniform(self, read: Read) -> bool:
+    def read_uniform(self, read: Read) -> bool:
         """Whether each rank sent the same as this one; ``read`` waits."""
         if self._copy is not None:
             self._octets, self._copy = tensor_to_bytes(read(self._copy)), None
@@ -98,7 +98,7 @@ class Arrival:
 
     def stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's stamp; ``read`` waits."""
-        if self.is_uniform(read):  # as nearly always
+        if self.read_uniform(read):  # as nearly always
             return dict.fromkeys(self._ranks, Stamp.read(self.mine))
         octets, length = self._octets, len(self.mine)
         each = (octets[start : start + length] for start in range(0, len(octets), length))
@@ -115,7 +115,7 @@ class Arrivals(list[Arrival]):
 
     def are_uniform(self, read: Read) -> bool:
         """Whether each rank sent the same as this one in each gather; ``read`` waits."""
-        return all(arrival.is_uniform(read) for arrival in self)
+        return all(arrival.read_uniform(read) for arrival in self)
 
     def stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's last stamp, or one with a failure; ``read`` waits."""

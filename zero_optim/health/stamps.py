@@ -106,7 +106,7 @@ class _Step:
             self._octets = stamp.packed()
         return self._octets
 
-    def is_uniform(self, read: Read) -> bool:
+    def read_uniform(self, read: Read) -> bool:
         """Whether this rank went on well, and all that arrived is its own stamp."""
         return self.failure is None and self.arrivals.are_uniform(read)
 
@@ -173,7 +173,7 @@ class Stamps:
         """Raise RemoteRankError, once, if only other ranks failed in the last call, by stamps that came."""
         for step in self._unread:
             is_known = step.is_raised or step.failure is not None
-            if is_known or not step.arrivals.are_here or step.is_uniform(HostCopy.read):
+            if is_known or not step.arrivals.are_here or step.read_uniform(HostCopy.read):
                 continue
             replicas, stamps = step.replicas, step.arrivals.stamps(HostCopy.read)
             error = verdict(PRESENT_CALL, stamps, replicas.numbers if replicas else (), step.name)
@@ -188,7 +188,7 @@ class Stamps:
         """
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
-            if step.is_uniform(group.read):  # as nearly always
+            if step.read_uniform(group.read):  # as nearly always
                 continue
             stamps = step.arrivals.stamps(group.read)
             asks = with_last and step is self._step and len({each.number for each in stamps.values()}) == 1
