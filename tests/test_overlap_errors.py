@@ -65,19 +65,12 @@ def second_pass(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     optimizer.step()
 
 
-def unreduced_pass(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
-    with model.no_sync():
-        loss_of(model, 99).backward()
-    optimizer.step()
-
-
 TOO_LATE: dict[str, tuple[Callable[[nn.Module, ZeroRedundancyOptimizer], None], str]] = {
     "clip_grad_norm_ of ours": (clip_by_optimizer, "too early to clip"),
     "clip_grad_norm_ of PyTorch": (clip_by_torch, "gradients were changed, clipped or unscaled perhaps"),
     "some gradients dropped": (drop_some_gradients, "gradients were taken from some parameters after"),
     "GradScaler": (scale, "too early for GradScaler"),
     "two backward passes": (second_pass, "2 backward passes were reduced before step"),
-    "a pass under no_sync": (unreduced_pass, "gradients were changed"),
 }
 
 

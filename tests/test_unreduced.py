@@ -111,8 +111,8 @@ def frozen_and_wrapped(kind: str) -> tuple[nn.Sequential, ZeroRedundancyOptimize
     return model, optimizer, wrapped
 
 
-@on_ranks(3)
-@pytest.mark.parametrize("kind", ["wrapped", "rebound", "zero_step"])
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["rebound", "zero_step"])
 def test_a_step_with_gradients_that_ddp_did_not_reduce_raises_on_every_rank(kind: str) -> None:
     model, optimizer, wrapped = frozen_and_wrapped(kind)
     for unfrozen in (False, True, False):
@@ -164,18 +164,6 @@ def test_inside_join_unreduced_gradients_raise_on_joined_ranks() -> None:
 
     with pytest.raises(RuntimeError, match="did not require a gradient"):
         train()
-
-
-@on_ranks(2)
-def test_a_model_wrapped_anew_trains_what_was_frozen_before() -> None:
-    model, optimizer, _ = frozen_and_wrapped("wrapped")
-    model[0].requires_grad_(True)
-    anew, before = DistributedDataParallel(model), model[0][0].weight.detach().clone()
-    for _ in range(2):
-        anew(batch(dist.get_rank())).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not torch.equal(model[0][0].weight, before)
 
 
 # ---------------------------------------------------------------------- passes that were not reduced
