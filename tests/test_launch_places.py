@@ -141,7 +141,7 @@ def static(seeds: range) -> list[Program]:
 UNUSED = {"find_unused_parameters": True}
 
 
-SEEDS = range(3)
+SEEDS = range(2)
 DRAWN = [Program.drawn(seed) for seed in SEEDS]
 RUNS: dict[str, tuple[list[Program], dict[str, Any]]] = {
     "units freed": (DRAWN, UNUSED),
