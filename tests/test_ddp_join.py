@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join
 from ddp_pairs import SMALL_MB, Pair, WithBuffers, WithSpare, assert_same, batch, mlp, mlp_loss
 from pool import on_ranks
 from training import assert_equal_on_all_ranks, assert_same_bits
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 
 MODES: dict[str, dict[str, Any]] = {
@@ -129,6 +130,23 @@ def test_no_sync_inside_join() -> None:
                 mlp_loss(model, 10 + number).backward()
     if rank:
         pair.compare("no_sync")
+
+
+@on_ranks(2)
+def test_accumulation_inside_join_with_a_sharded_optimizer_is_refused_in_the_first_pass() -> None:
+    model, other = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    def run() -> None:
+        with Join([model, sharded, other]):
+            with other.no_sync():
+                mlp_loss(other, 0).backward()
+            for number in range(2 * (1 + dist.get_rank())):
+                with model.no_sync():
+                    mlp_loss(model, number).backward()
+
+    with pytest.raises(RuntimeError, match=r"inside Join with a sharded optimizer.*Leave no_sync\(\) out"):
+        run()
 
 
 @on_ranks(2)
