@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from pool import Ranks, on_ranks
 from zero_optim import CheckpointError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, cli, launch
-from zero_optim.checkpoint import files
+from zero_optim.checkpoint import files, saving
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint.files import LOCK, FolderLock, open_part
 
@@ -276,6 +277,24 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mock.patch.object(saving, "write_tensors", side_effect=OSError("planted")).start()
 checkpoint.save_async(sys.argv[1], model=torch.nn.Linear(2, 2))
 """
+
+
+def save_and_destroy(path: Path) -> None:
+    destroyed, real = threading.Event(), saving.write_tensors
+
+    def write(*args: Any) -> Any:
+        destroyed.wait()
+        return real(*args)
+
+    with mock.patch.object(saving, "write_tensors", write):
+        checkpoint.save_async(path, model=nn.Linear(300, 300), extra="left")
+        dist.destroy_process_group()
+        destroyed.set()
+
+
+def test_a_save_in_the_background_completes_though_the_group_is_destroyed(tmp_path: Path) -> None:
+    launch(save_and_destroy, 2, tmp_path / "one")
+    assert checkpoint.peek(tmp_path / "one").extra == "left"
 
 
 def test_a_save_for_which_nobody_waits_ends_before_the_group_of_launch_or_its_error_is_told(

@@ -9,6 +9,7 @@ from torch.distributed.algorithms.join import Join
 from ddp_pairs import SMALL_MB, Pair, WithBuffers, WithSpare, assert_same, mlp, mlp_loss
 from pool import on_ranks
 from training import assert_equal_on_all_ranks, assert_same_bits
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 
 
@@ -87,6 +88,23 @@ def test_buffers_come_from_a_rank_that_has_not_joined() -> None:
     compare(pair, traces, "buffers")
     for ours, theirs in zip(pair.ours.buffers(), pair.theirs.buffers(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@on_ranks(2)
+def test_accumulation_inside_join_with_a_sharded_optimizer_is_refused_in_the_first_pass() -> None:
+    model, other = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    def run() -> None:
+        with Join([model, sharded, other]):
+            with other.no_sync():
+                mlp_loss(other, 0).backward()
+            for number in range(2 * (1 + dist.get_rank())):
+                with model.no_sync():
+                    mlp_loss(model, number).backward()
+
+    with pytest.raises(RuntimeError, match=r"inside Join with a sharded optimizer.*Leave no_sync\(\) out"):
+        run()
 
 
 @on_ranks(2)

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stalling import TIMEOUT, about_to_stall, linear, outcomes, sharded
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
@@ -98,3 +100,38 @@ def consolidate_before_buckets_are_rebuilt() -> str:
 def test_an_agreement_that_meets_the_rebuilding_of_buckets_is_named() -> None:
     said = ("rank 0 waits in an agreement on the order of gradients",)
     check(2, consolidate_before_buckets_are_rebuilt, said=said)
+
+
+def accumulate_on_each_rank_as_often_as_it_likes() -> str:
+    model, optimizer = built("sharded")
+    for _ in range(1 + dist.get_rank()):
+        with model.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return "trained"
+
+
+def test_other_numbers_of_passes_that_owners_add_up_name_the_option_that_allows_them() -> None:
+    call = 'times of no_sync(), under which accumulate="owner" reduces every pass, and "local" none'
+    said = (f"{call}: 1 on rank 0 and 2 on rank 1",)
+    check(2, accumulate_on_each_rank_as_often_as_it_likes, said=said)
+
+
+def accumulate_inside_join() -> str:
+    about_to_stall()
+    torch.manual_seed(0)
+    model = TorchDDP(nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=TIMEOUT)
+    with Join([model, optimizer]):
+        for _ in range(1 + dist.get_rank()):
+            with model.no_sync():
+                model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    return "trained"
+
+
+def test_accumulation_inside_join_under_the_wrapper_of_pytorch_is_named() -> None:
+    ended = outcomes(2, accumulate_inside_join)
+    assert "no_sync()" in str(ended[0].said), ended

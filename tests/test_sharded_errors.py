@@ -31,6 +31,27 @@ def refuses(**options: Any) -> str:
 
 
 @on_ranks(2)
+def test_a_module_that_is_wrapped_anew_trains_with_the_last_wrapper_and_the_first_says_so() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    alone = nn.Linear(4, 4)
+    alone.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    first, last = (ShardedDataParallel(model, optimizer, accumulate="local") for _ in range(2))
+    for net, each in ((last, optimizer), (alone, plain)):
+        for _ in range(2):
+            net(torch.ones(2, 4)).square().sum().backward()
+            each.step()
+            each.zero_grad()
+    assert torch.equal(model.weight, alone.weight)
+    with pytest.raises(RuntimeError, match=r"wrapped anew.*by the wrapper that was made last"):
+        first(torch.ones(2, 4))
+    with first.no_sync(), pytest.raises(RuntimeError, match="wrapped anew"):
+        first(torch.ones(2, 4))
+
+
+@on_ranks(2)
 def test_options_without_a_meaning_and_optimizers_that_own_no_gradients_are_refused() -> None:
     model = Net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,12 +3,15 @@
 import copy
 import sys
 import warnings
+from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pool import on_ranks
 from process_memory import forget_peak, peak_nbytes, resident_nbytes
@@ -255,3 +258,40 @@ def test_a_rank_that_is_dealt_its_part_grows_by_little_more() -> None:
     growth = (peak_nbytes() - before) // 2**20
     # MiB: two of eight parameters with two moments of 8 MiB each, and 64
     assert dist.get_rank() == 0 or growth <= 32 + 64
+
+
+class LookaheadBeside(Optimizer):
+    """Keeps slow weights in the state of the optimizer that it wraps, as timm's does."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__([torch.zeros(1)], base.defaults)
+        self.base, self.param_groups, self.state = base, base.param_groups, defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step, then move half of the way."""
+        self.base.step(closure)
+        for param in self.param_groups[0]["params"]:
+            entries = self.base.state[param]
+            slow = entries.setdefault("lookahead_slow_buff", param.detach().clone())
+            slow.lerp_(param, 0.5)
+            param.copy_(slow)
+
+
+@on_ranks(2)
+def test_entries_of_a_parameter_that_another_rank_owns_are_refused() -> None:
+    refused = pytest.raises(
+        RuntimeError, match=r"state has lookahead_slow_buff of .*, which is owned by rank"
+    )
+    for is_read in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+            assert not is_read or not sharded.state[param]  # which leaves an empty entry
+        wrapper = LookaheadBeside(sharded)
+        wrapper.step()
+        with nullcontext() if is_read else refused:
+            wrapper.step()
+        with refused:
+            sharded.consolidate_state_dict()

@@ -21,11 +21,12 @@ from zero_optim.plan.groups import (
     ParamGroup,
     describe_options,
     have_members,
+    names_text,
     param_names,
     params_of,
     short_names,
 )
-from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
+from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text, piece_of
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.sharding import Sharding
@@ -57,6 +58,7 @@ class Core:
     samples: GradientSamples = field(default_factory=GradientSamples)
     state: MutableMapping[Any, Any] = field(default_factory=dict)
     mesh: RankMesh | None = None
+    _state_sizes: list[int] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the parts of a model."""
@@ -175,9 +177,28 @@ class Core:
         self.state = self.owned.show(self.engine.under_way.wait)
 
     def follow_state(self) -> None:
-        """Take over a mapping that the user or the class assigned to ``state``."""
+        """Take over a mapping that the user or the class assigned to ``state``; raises as `own_state`."""
         if self.owned.take_over_state(self.state):
             self.show_state()
+        sizes = list(map(len, self.owned.local.states))
+        if sizes != self._state_sizes:  # so that most steps look no further
+            self._check_state()
+            self._state_sizes = sizes
+
+    def _check_state(self) -> None:
+        """Raise RuntimeError for entries of a parameter that this rank does not own."""
+        pieces = self.sharding.pieces
+        for state in self.owned.local.states:
+            for key, entries in state.items():
+                of_param = pieces.get(key) if isinstance(key, Tensor) else None
+                if entries and of_param is not None and piece_of(of_param, self.ranks.rank) is None:
+                    name = dict(zip(self.params, short_names(self.groups), strict=True))[key]
+                    raise RuntimeError(
+                        f"optimizer.state has {names_text(list(entries))} of {name}, which is "
+                        f"{owned_by_text(of_param)}: a rank saves the state of what it owns, and these "
+                        "entries would be lost. A wrapper such as Lookahead keeps its tensors in a dict of "
+                        "its own; or shard it, as the class that is given to ZeroRedundancyOptimizer"
+                    )
 
     def refuse_empty_state(self) -> None:
         """Have ``state_dict()`` raise where it would give an empty state: Note [Steps that are none]."""
@@ -220,7 +241,11 @@ class Core:
         return [param for param in self.params if self.sharding.piece_here(param) is not None]
 
     def own_state(self) -> dict[Any, Any]:
-        """Return this rank's state by parameter, and global entries; ValueError if some was removed."""
+        """Return this rank's state by parameter, and global entries.
+
+        ValueError if a parameter was removed, RuntimeError for entries of one that another rank owns.
+        """
+        self._check_state()
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         params = set(self.params)
         others = params.difference(self.own_params())
