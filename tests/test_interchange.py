@@ -1,5 +1,6 @@
 """Checkpoints of other libraries come in and go out, offline; training goes on bit for bit on both sides."""
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.optim import AdamW
 
 from cuts import ONE_A_BUCKET, cutting
 from fully import Tower
-from pool import on_ranks
+from pool import Ranks, on_ranks
 from test_checkpoint import Run, once
 from training import assert_same_bits, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli

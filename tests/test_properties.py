@@ -214,8 +214,6 @@ def assert_same_value(got: Any, expected: Any) -> None:
         assert got == expected
 
 
-# ---------------------------------------------------------------------- data files
-
 # ---------------------------------------------------------------------- manifest
 
 json_values = st.recursive(

@@ -59,16 +59,6 @@ def test_a_process_that_has_ended_or_is_stopped_is_not_waited_for(
         assert answers == {3: "no answer: the process has ended"}  # now nothing is left of it
 
 
-def test_those_that_can_answer_are_waited_for_beside_one_that_cannot(tmp_path: Path) -> None:
-    with process(str(tmp_path / "one")) as one, process() as other:
-        other.kill()
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        answers = stacks_of({0: (one.pid, tmp_path / "one"), 1: (other.pid, tmp_path / "other")})
-    assert answers[0].startswith("most recent call first:\n")
-    assert " in wait_here" in answers[0]
-    assert answers[1] == "no answer: the process has ended"
-
-
 def test_a_process_that_does_not_catch_the_signal_is_not_ended_by_it(tmp_path: Path) -> None:
     with process() as one:
         answers = stacks_of({0: (one.pid, tmp_path / "none")})
