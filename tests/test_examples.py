@@ -70,6 +70,7 @@ def started(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_train_gpt_runs_under_torchrun_and_goes_on_in_one_process(tmp_path: Path) -> None:
     script = [str(EXAMPLES / "train_gpt.py"), *TINY.split(), "--stage", "2"]
     shown = started([*TORCHRUN, *script, "--steps", "4"], tmp_path)

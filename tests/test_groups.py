@@ -139,6 +139,7 @@ def test_copies_train_on_by_themselves(how: str, view: bool) -> None:
     other.add_param_group({"params": make_params(((2, 2),))})
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=400)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # dynamo's own imports
 def test_a_compiled_step_gives_the_same_bits() -> None:

@@ -134,6 +134,7 @@ def test_a_timeout_tells_where_the_ranks_were_and_leaves_none(
     assert_gone(pids_in(tmp_path, 2))  # with what they had started
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_its_caller(tmp_path: Path) -> None:
     code = f"""
         import pathlib, sys
@@ -204,6 +205,3 @@ def test_what_can_be_imported_goes_by_reference_and_nested_functions_with_closur
     for nested, number, result in ((factorial, 4, 48), (lambda x: x + base, 1, 4)):
         function, args = decode_call(encode_call(nested, (number,)))
         assert function(*args) == result
-
-
-# ---------------------------------------------------------------------- the end of a rank
