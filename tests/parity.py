@@ -76,10 +76,10 @@ def refusal(row: Row) -> str:
     return next((reason for reason, holds in rules.items() if holds), "")
 
 
-STAYING = "fully, units stay", "fully, two units stay"
 OVERLAPS = "overlap", "overlap, torch's DDP", "overlap, no thread"
 MORE_ROWS = [
     Row("overlap", "tower", "Join", "cuts"),
+    Row("overlap at the end", "tower", "ordinary", "plain"),
     Row("overlap, torch's DDP", "tower", "Join", "cuts"),
     Row("overlap, lazy", "tower", "ordinary", "cuts"),
     Row("overlap, owners", "tower", "ordinary", "cuts, masters, averages"),

@@ -141,9 +141,6 @@ def test_a_rank_outside_the_group_is_told_so() -> None:
             ZeroRedundancyOptimizer(make_params(), AdamW, pair, lr=0.1)
 
 
-# ------------------------------------------------------------------ traits
-
-
 class OfOneRank(torch.optim.SGD):
     """On rank 1, it decays what has no gradient; rank 0 has another build of it."""
 
@@ -173,9 +170,6 @@ def test_what_trials_show_on_one_rank_counts_on_all(is_added: bool) -> None:
         set_grads(params, step)
         sharded.step()
         assert_equal_on_all_ranks(params)
-
-
-# ------------------------------------------------------------------ the order of parameters
 
 
 def make_model() -> nn.Module:

@@ -136,9 +136,6 @@ def test_what_is_alike_on_all_ranks_is_no_difference() -> None:
         optimizer.step()
 
 
-# ---------------------------------------------------------------------- calls of an optimizer
-
-
 def closure_over(optimizer: ZeroRedundancyOptimizer, fails: bool = False) -> Callable[[], float]:
     def closure() -> float:
         set_grads(params_of(optimizer), 5)
@@ -263,9 +260,6 @@ def test_ranks_hear_that_some_have_stepped_where_one_refused_its_step(ranks2: Ra
     assert first == f"rank 1: {second}. Ranks on which nothing was raised may have taken their part of step()"
 
 
-# ---------------------------------------------------------------------- comm hooks
-
-
 @on_ranks(2)
 def test_another_hook_on_one_rank_is_noticed_when_it_is_registered() -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 2))
@@ -275,9 +269,6 @@ def test_another_hook_on_one_rank_is_noticed_when_it_is_registered() -> None:
         with told if odd else nullcontext():
             ddp.register_comm_hook(state, powerSGD_hook)
     ddp(torch.ones(1, 3)).sum().backward()
-
-
-# ---------------------------------------------------------------------- wrappers
 
 
 class FirstSharded(DistributedDataParallel):

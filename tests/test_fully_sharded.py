@@ -91,9 +91,6 @@ def test_parameters_are_read_and_written_where_they_are_whole() -> None:
     assert_equal(state_of(model), {name: 2 * tensor for name, tensor in before.items()})
 
 
-# ---------------------------------------------------------------------- adapters
-
-
 class Adapted(nn.Module):
     """LoRA: a frozen layer, and two small ones beside it that train."""
 
@@ -105,9 +102,6 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
-
-
-# ---------------------- units with frozen parameters
 
 
 class Blocks(Tower):

@@ -123,9 +123,6 @@ def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(first: bool) 
         fully_sharded(whole)
 
 
-# ---------------------------------------------------------------------- memory
-
-
 class Heavy(nn.Module):
     """Four units, of 64 KiB each, and a module of the outermost unit."""
 

@@ -37,9 +37,6 @@ def tower(*blocks: nn.Module) -> Any:
     return model
 
 
-# ---------------------------------------------------------------------- models
-
-
 class Positions(nn.Module):
     """Returns a view of its parameter."""
 
@@ -167,9 +164,6 @@ def routed(where: str = "elsewhere") -> Any:
     return tower(Block(), Keeping(where))
 
 
-# ---------------------------------------------------------------------- losses
-
-
 def loss_in_unsharded(wrapped: Any, step: int) -> Tensor:
     """Computed there, and backpropagated outside."""
     with nullcontext() if isinstance(wrapped, DistributedDataParallel) else unsharded(wrapped):
@@ -254,9 +248,6 @@ def test_inference_and_methods_that_call_the_model_leave_nothing_behind() -> Non
         if how is not torch.enable_grad:
             assert sharded.units.nbytes_live() == 0
         assert train(sharded, other) == train(whole, one)
-
-
-# ---------------------------------------------------------------------- units that cannot be
 
 
 class ReadingUnits(Tower):

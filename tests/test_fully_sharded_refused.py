@@ -131,9 +131,6 @@ def test_unsharded_of_no_model_on_one_rank_is_told_after_the_timeout() -> None:
             unsharded(wrapped).__enter__()
 
 
-# ---------------------------------------------------------------------- before the optimizer is built
-
-
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -263,9 +260,6 @@ def test_a_wrapper_that_raises_leaves_the_model_as_it_was() -> None:
     assert all(param.is_meta for param in from_meta.parameters())
     torch.manual_seed(1)
     assert_equal(state_of(FullyShardedDataParallel(from_meta)), state_of(Tower()))
-
-
-# ---------------------------------------------------------------------- policies of dtypes
 
 
 def halved() -> nn.Module:

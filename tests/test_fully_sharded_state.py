@@ -211,9 +211,6 @@ def test_one_rank_alone(tmp_path: Path) -> None:
     assert_equal(state_of(model), state_of(plain))
 
 
-# ---------------------------------------------------------------------- own rows
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
 def test_own_rows_are_saved_without_communication_and_loaded(tmp_path: Path, width: int) -> None:

@@ -1,4 +1,4 @@
-"""Gathers of ordinary steps: on gloo each owner sends on a group of its own, elsewhere in one launch."""
+"""In gathers of ordinary steps, on gloo, each owner sends on a group of its own."""
 
 import copy
 import pickle
@@ -65,9 +65,6 @@ def given_group() -> str:
     return world.group_name
 
 
-# ---------------------------------------------------------------------- who gets lanes
-
-
 @on_ranks(2, 4)
 def test_each_owner_sends_on_a_group_of_its_own() -> None:
     optimizer = make()
@@ -77,9 +74,6 @@ def test_each_owner_sends_on_a_group_of_its_own() -> None:
     assert len(set.union(*first.values())) == dist.get_world_size()
     assert given_group() not in set.union(*first.values())
     assert groups_used(optimizer, 1) == first
-
-
-# ---------------------------------------------------------------------- whose lanes they are
 
 
 def lane_names(optimizer: ZeroRedundancyOptimizer) -> set[str]:

@@ -86,9 +86,6 @@ def test_a_compiled_model_trains() -> None:
         assert torch.equal(param, want)
 
 
-# ---------------------------------------------------------------------- really under way
-
-
 class Chain(nn.Module):
     """Layers of one bucket each, called in order."""
 
@@ -140,9 +137,6 @@ def test_a_module_waits_for_its_own_buckets_alone() -> None:
     assert not optimizer.core.engine.under_way
 
 
-# ---------------------------------------------------------------------- one argument
-
-
 @on_ranks(2)
 def test_what_cannot_wait_is_refused_with_what_to_give() -> None:
     model = Net()
@@ -151,9 +145,6 @@ def test_what_cannot_wait_is_refused_with_what_to_give() -> None:
     with pytest.raises(ValueError, match="this Linear has none of them"):
         adamw(model, gather_lazily=nn.Linear(2, 2))
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-# ---------------------------------------------------------------------- everything that reads
 
 
 def load(optimizer: ZeroRedundancyOptimizer, model: nn.Module) -> None:

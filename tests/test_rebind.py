@@ -67,9 +67,6 @@ def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
                     assert_trained(optimizer, make, 2 * len(sizes))
 
 
-# ---------------------------------------------------------------------- detached
-
-
 @on_ranks(1, 2)
 def test_a_detached_optimizer_shows_what_it_owns_and_refuses_what_needs_the_group() -> None:
     optimizer = fresh(adamw)

@@ -122,9 +122,6 @@ def go_on_beside_a_resharded_run(folder: Path, kind: str, number: int, me: Train
     return me
 
 
-# ---------------------------------------------------------------------- survivors
-
-
 def go_back(folder: Path, rank: int, size: int, result: Any) -> None:
     """The last rank is killed in step 5; the newest checkpoint is of step 4."""
     begin_process(folder, rank, size)

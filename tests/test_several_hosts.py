@@ -233,9 +233,6 @@ def test_hosts_with_other_numbers_of_ranks_go_through_sockets() -> None:
         assert not zero_optim.share_host_memory()
 
 
-# ---------------------------------------------------------------------- faults
-
-
 def step_without_one(how: str) -> str:
     with on_hosts("2 x 2"):
         model = with_gradients(linear())

@@ -1,4 +1,4 @@
-"""The tool that finds synchronizing calls, and ordinary iterations in which there are none."""
+"""The tool that finds synchronizing calls."""
 
 from collections.abc import Callable
 

@@ -36,8 +36,6 @@ def test_freed_memory_goes_back_to_the_system_even_if_an_array_of_numpy_views_it
         assert anonymous_nbytes() - before < MIB
 
 
-# ---------------------------------------------------------------------- in a model
-
 KEPT: dict[str, Tensor] = {}
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda weight: weight[0],

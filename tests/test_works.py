@@ -143,9 +143,6 @@ def test_a_profiler_sees_the_works_by_name() -> None:
     assert {"zero_optim.reduce bucket 0", "zero_optim.reduce bucket 0 wait"} <= names
 
 
-# ---------------------------------------------------------------------- verdicts
-
-
 def status(*waits: str, inside: tuple[str, int] | None = None, last: str = "", **counts: int) -> Status:
     return Status(waits, () if inside is None else (inside,), counts, last)
 
