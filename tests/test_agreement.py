@@ -20,6 +20,8 @@ from training import (
     twin,
 )
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
 
 AdamW = torch.optim.AdamW
 
@@ -139,6 +141,23 @@ def test_a_rank_outside_the_group_is_told_so() -> None:
     if dist.get_rank() > 1:
         with pytest.raises(ValueError, match="not a member"):
             ZeroRedundancyOptimizer(make_params(), AdamW, pair, lr=0.1)
+
+
+@on_ranks(2)
+def test_ranks_in_different_agreements_raise() -> None:
+    """Rank 1 says whether something failed, as in a call that it makes twice; rank 0 is in another call."""
+    group, rank = RankGroup.of(None), dist.get_rank()
+    for _ in range(1 + rank):
+        with group.doing("build()"):
+            pass
+    counts = "times of build.*: 1 on rank 0 and 2 on rank 1"
+    told = pytest.raises(RankMismatchError, match=rf"rank 0 is in call\(\), rank 1 is in call\(\); {counts}")
+    with told, group.doing("call()"):
+        if rank == 0:
+            agree(group, ["a"], "something")
+        with failing_together(group):
+            pass
+    assert group.all_gather_fixed(b"x") == [b"x", b"x"]  # nothing is left to be received
 
 
 class OfOneRank(torch.optim.SGD):

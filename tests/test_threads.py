@@ -60,7 +60,7 @@ def reduce_with_a_hook_without_threads() -> str:
 def test_a_rank_whose_hook_finds_no_thread_raises_and_the_others_hear_it() -> None:
     said = [str(outcome.said) for outcome in outcomes(2, reduce_with_a_hook_without_threads, limit=100.0)]
     assert "can start no thread for its calls: no more threads" in said[0]
-    assert "rank 0 of the group has given up" in said[1]
+    assert "rank 0 of the group has given up" in said[1] or "a connection of rank 0 broke" in said[1]
 
 
 def run_ranks(program: str, argument: Path) -> tuple[list[int], list[str]]:
