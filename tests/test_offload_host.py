@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fully import Tower, assert_equal, batch, state_of
 from modelled import StreamsModel, modelled_streams
 from pool import on_ranks
-from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.compat.streams import HostCopy
 from zero_optim.ddp import (
     FullyShardedDataParallel,
@@ -28,7 +28,7 @@ from zero_optim.ddp import (
 pytestmark = pytest.mark.not_late("the model of streams has collectives of its own")
 
 CASES: dict[str, dict[str, Any]] = {
-    "averaged, clipped": {"of_optimizer": {"ema_decay": 0.9}, "clips": True},
+    "two passes, scaled, clipped": {"passes": 2, "scales": True, "clips": True},
     "wrapped first, computed in bfloat16": {
         "later": True,
         "mixed_precision": PrecisionPolicy(torch.bfloat16),
@@ -165,6 +165,17 @@ def test_checkpoints_and_state_dicts_are_those_of_rows_on_the_device(tmp_path: P
     assert_equal(plain.state_dict(), want)
     train(plain, one, inputs[4:], {})
     assert_equal(plain.state_dict(), last)
+
+
+@on_ranks(2)
+def test_ranks_that_keep_things_in_different_places_are_told() -> None:
+    model = Tower()
+    with modelled_streams(checks=False):
+        offload = "cpu" if dist.get_rank() == 0 else None
+        with pytest.raises(RankMismatchError, match="arguments of FullyShardedDataParallel"):
+            built(model, offload, {})
+        with pytest.raises(RankMismatchError, match="arguments of FullyShardedDataParallel"):
+            built(model, offload, {"later": True})
 
 
 @on_ranks(2)
