@@ -10,12 +10,9 @@ from pool import Pool
 
 # One of each kind; the others are slow tests.
 QUICK = (
-    "start: no backend, no set_device",
     "kernels: AdamW fused, cut by rows, float32",
     "table: overlap | tower | ordinary | plain",
     "parameters: checkpointing, not reentrant, bf16",
-    "table: fully | tower | ordinary | mesh",
-    "memory: gradients",  # the others import FSDP2, which takes seconds
     "overlap: several streams",
     "checkpoint: save_async, on one rank",
     "waits: zero_step, pretended group of 2",
