@@ -266,10 +266,10 @@ def test_a_save_in_the_background_completes_though_the_group_is_destroyed(tmp_pa
     assert checkpoint.peek(tmp_path / "one").extra == "left"
 
 
-def test_a_save_for_which_nobody_waits_ends_before_the_group_or_its_error_is_told(
-    ranks2: Ranks, tmp_path: Path
+def test_a_save_for_which_nobody_waits_ends_before_the_group_of_launch_or_its_error_is_told(
+    tmp_path: Path,
 ) -> None:
-    ranks2.run(save_and_leave, tmp_path / "one")
+    launch(save_and_leave, 2, tmp_path / "one")
     assert checkpoint.peek(tmp_path / "one").extra == "left"
     script = [sys.executable, "-c", UNSEEN, str(tmp_path / "two")]
     told = subprocess.run(script, capture_output=True, text=True, check=True).stderr

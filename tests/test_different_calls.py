@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stalling import TIMEOUT, about_to_stall, linear, outcomes, sharded
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
 
@@ -20,6 +20,8 @@ def built(kind: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     about_to_stall()
     model = linear()
     optimizer = sharded(model, bucket_cap_mb=1e-4)
+    if kind == "sharded":
+        return ShardedDataParallel(model, optimizer, timeout=TIMEOUT), optimizer
     wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
     if kind == "overlapped":
         wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))

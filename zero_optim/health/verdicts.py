@@ -37,6 +37,7 @@ from zero_optim.health.diagnosis import (
     without_absent,
 )
 from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
+from zero_optim.host.shared_memory import GAVE_UP
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
@@ -207,7 +208,8 @@ class Verdicts:
                 continue
             reports = self._ask_all(works, work)
             mute = [what for what in reports.values() if what in _MUTE]
-            is_over = time.monotonic() - began > (_LONGEST_END if mute else ANSWER_LIMIT)
+            is_told = GAVE_UP in str(error)  # by a rank that has the reason
+            is_over = time.monotonic() - began > (_LONGEST_END if mute or is_told else ANSWER_LIMIT)
             if is_closed and is_over:
                 reports = without_absent(reports)
             is_broken = is_closed and is_over

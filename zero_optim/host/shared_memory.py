@@ -42,6 +42,8 @@ _GRACE = 0.005  # seconds that the thread leaves to a caller who starts a call a
 _IDLE = 0.2  # seconds without calls until the thread ends
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
 
+GAVE_UP = "of the group has given up"  # it knows why, and tells
+
 
 class SharedMemory:
     """The calls of this rank; see above. ``segments`` by rank, ``pids`` likewise; ``limit`` in seconds."""
@@ -242,7 +244,7 @@ class SharedMemory:
         """Give up where another rank has: it must not be told that a call went well which failed there."""
         for peer in self._ends:
             if self._segments[peer].left.value == GIVEN_UP:
-                self.close(f"Connection closed by peer: rank {peer} of the group has given up")
+                self.close(f"Connection closed by peer: rank {peer} {GAVE_UP}")
 
     def let_go(self) -> None:
         """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
