@@ -17,7 +17,7 @@ from training import assert_equal_on_all_ranks, params_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
-from zero_optim.health.stamp import LAST_CALL, PRESENT_CALL, Kind, Stamp, marked, verdict
+from zero_optim.health.stamp import Stamp, find_error, marked
 from zero_optim.hooks import zero_step
 from zero_optim.plan.option_values import OptionValues
 
@@ -442,11 +442,12 @@ def stamp(number: int = 3, name: str = "step()", *, failed: bool = False) -> Sta
     return Stamp(0, failed, number, b"options!", name.encode())
 
 
+PRESENT_CALL, LAST_CALL = "step()", ""
 FAILED, OTHER = stamp(name="KeyError", failed=True), stamp(4, "eval()")
 
 
 @pytest.mark.parametrize(
-    ("kind", "stamps", "message"),
+    ("call", "stamps", "message"),
     [
         (PRESENT_CALL, [stamp(), stamp(), stamp()], None),
         (
@@ -465,7 +466,7 @@ FAILED, OTHER = stamp(name="KeyError", failed=True), stamp(4, "eval()")
             [FAILED, OTHER, stamp()],
             "rank 4 failed with KeyError in eval(); its own output has more",
         ),
-        (PRESENT_CALL, [FAILED, FAILED], None),  # each has raised its own
+        (LAST_CALL, [FAILED, FAILED], None),  # each has raised its own
         (
             LAST_CALL,
             [stamp(0), stamp(1)],
@@ -474,10 +475,10 @@ FAILED, OTHER = stamp(name="KeyError", failed=True), stamp(4, "eval()")
         (LAST_CALL, [stamp(), FAILED], "rank 5 failed with KeyError in step()"),
     ],
 )
-def test_a_verdict_names_the_cause_and_the_ranks(
-    kind: Kind, stamps: list[Stamp], message: str | None
+def test_the_error_from_stamps_names_the_cause_and_the_ranks(
+    call: str, stamps: list[Stamp], message: str | None
 ) -> None:
-    error = verdict(kind, dict(enumerate(stamps)), (4, 5, 6))
+    error = find_error(dict(enumerate(stamps)), (4, 5, 6), call)
     assert error is None if message is None else message in str(error)
 
 

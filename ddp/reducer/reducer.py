@@ -320,7 +320,7 @@ class Reducer:
         checks_first = current.is_empty or (not defers and (self.checks_first or current.asks_for_use))
         if checks_first:
             current.check(report)
-        used = report.used() if current.asks_for_use else []
+        used = report.read_used() if current.asks_for_use else []
         unused = [not flag for flag in used] or self.history.unused
         with self.slot.minding():
             if drops:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero_optim.comm.agreement import gather_reports
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.comm.pending import Pending
@@ -61,7 +62,7 @@ class FailureReport:
         assert self._answer is not None  # see ``in_last_bucket``
         return self._answer.wait()
 
-    def used(self) -> list[bool]:
+    def read_used(self) -> list[bool]:
         """Return by parameter whether any rank used it; the CPU waits, unless this rank used all."""
         if all(self._used):
             return list(self._used)
@@ -73,8 +74,7 @@ class FailureReport:
         first = self._group.read(self._read())[0].item()
         if first == (first if self.in_last_bucket else 0):  # no NaN, or no rank
             return
-        everyone, size = self._group.all_gather_json(self._failure), self._group.size
-        failures = {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
+        failures, size = gather_reports(self._group, self._failure), self._group.size
         if failures:  # else a gradient was NaN
             each = "; ".join(
                 f"{'every rank' if len(ranks) == size > 1 else ranks_text(ranks)}: {failure}"

@@ -14,7 +14,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
@@ -32,7 +32,7 @@ from zero_optim.checkpoint.files import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile
 from zero_optim.checkpoint.objects import Members, Objects, check_group, random_state
 from zero_optim.checkpoint.values import key_of
-from zero_optim.comm.agreement import agree, failing_together, failure_of, failure_of_others
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import ON_HOST
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested, encode
@@ -238,24 +238,9 @@ class _Save:
     def write(self) -> None:
         """Write by the first replica alone; all ranks call, and raise what it raised, naming the rank."""
         mesh = self.members.mesh
-        if mesh is None:
-            self._write()
-            return
-        failure = None
-        if mesh.across.rank == 0:
-            try:
+        with nullcontext() if mesh is None else failing_together(mesh.everyone):
+            if mesh is None or mesh.across.rank == 0:
                 self._write()
-            except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
-                failure = error
-        # A failure of another rank is told by that rank itself.
-        is_own = failure is not None and not message_of(failure).startswith("rank ")
-        others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
-        try:
-            if failure is not None or others is not None:
-                raise failure or others  # type: ignore[misc]
-        finally:
-            # Their tracebacks have this frame, see Note [Groups that end] in `comm.work_log`.
-            failure = others = None
 
     def _write(self) -> None:
         """Write this rank's file; then rank 0 completes the checkpoint: Note [Protocol of a save]."""

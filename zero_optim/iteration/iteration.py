@@ -19,7 +19,7 @@ from zero_optim.iteration.overlap import Overlap
 from zero_optim.iteration.tasks import StepTask
 from zero_optim.state import rebinding
 from zero_optim.state.core import Core
-from zero_optim.step.amp import Scaling, drop_scale, is_skipped_by_all
+from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
 
@@ -262,7 +262,7 @@ class Iteration:
                 params, pieces, _ = self.joins.lendable()
                 clip_together(group, params, pieces, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
-            if is_skipped_by_all(statuses):
+            if ranks_that(statuses, Status.INFINITE):
                 return
             self.joins.lend(group, statuses)
             self._step_rows()

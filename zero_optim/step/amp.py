@@ -53,8 +53,8 @@ class Scaling:
     def back_off_together(
         self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int
     ) -> bool:
-        """Make this rank's scaler back off if all ranks skip the step; return whether. Raises as below."""
-        if not is_skipped_by_all(statuses):
+        """Make this rank's scaler back off if any found an infinity; return whether all skip the step."""
+        if not ranks_that(statuses, Status.INFINITE):
             return False
         if Status.INFINITE not in statuses[rank] and self.scaler is not None:
             for found in private.found_inf_per_device(self.scaler, optimizer).values():
@@ -77,18 +77,6 @@ class Scaling:
         for (device, _), grads in by_kind.items():
             ignored = torch.zeros((), device=device)  # the infinities have been looked for already
             private.amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))
-
-
-def is_skipped_by_all(statuses: Sequence[Status]) -> bool:
-    """Return whether all ranks skip the step; RuntimeError on every rank if a scaler cannot be informed."""
-    infinite = ranks_that(statuses, Status.INFINITE)
-    deaf = sorted({*ranks_that(statuses, Status.DEAF)} - {*infinite})
-    if infinite and deaf:
-        raise RuntimeError(
-            f"the scalers of ranks {infinite} found an infinite gradient, those of ranks {deaf} did not, and "
-            "would go on with another scale: reduce gradients before a scaler looks at them, as DDP does"
-        )
-    return bool(infinite)
 
 
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
