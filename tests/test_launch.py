@@ -22,7 +22,7 @@ from make_outputs import run_cells
 from processes import is_alive, listening, reachable_from_outside
 from waiting import LIMIT, wait_until
 from zero_optim import LaunchTimeoutError, RankFailedError, RemoteRankError, launch
-from zero_optim.errors import StalledError, heard_of
+from zero_optim.errors import StalledError, mark_remote
 from zero_optim.run import host
 from zero_optim.run import rank as rank_side
 from zero_optim.run.rank import decode_call, encode_call
@@ -372,7 +372,7 @@ def test_a_rank_that_only_heard_of_a_failure_is_told_from_the_cause_and_waits_un
     assert rank_side.order_of(raised(heard("rank 1 failed"), own("b"))) == 1
     assert rank_side.order_of(waited(own("b"))) == 2
     assert rank_side.order_of(raised(own("b"), heard("rank 1 failed"))) == 2
-    for error in (heard_of(ValueError("rank 1: no")), heard("rank 1 failed"), closed, waited()):
+    for error in (mark_remote(ValueError("rank 1: no")), heard("rank 1 failed"), closed, waited()):
         assert rank_side.order_of(error) == 3
 
     looks: list[float] = []

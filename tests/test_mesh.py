@@ -28,7 +28,7 @@ from zero_optim import (
     ZeroRedundancyOptimizer,
 )
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.mesh import made_over
+from zero_optim.comm.mesh import make_over
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
@@ -201,7 +201,7 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
 def test_a_mesh_that_is_a_part_of_the_world_gets_a_group_of_its_own() -> None:
     mesh = mesh_of(2)
     inner, across = RankGroup.of(mesh.get_group(1), "cpu"), RankGroup.of(mesh.get_group(0), "cpu")
-    made = made_over([0, 1, 2, 3], inner, across)
+    made = make_over([0, 1, 2, 3], inner, across)
     assert made.works.ranks == (0, 1, 2, 3)
     assert made.all_gather_fixed(bytes([dist.get_rank()])) == [bytes([rank]) for rank in range(4)]
 

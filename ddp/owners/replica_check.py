@@ -24,7 +24,7 @@ from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.errors import RankMismatchError, RemoteRankError, message_of
 from zero_optim.health.stamp import STAMP_NBYTES, Arrival, Stamp, parted
-from zero_optim.health.stamps import Options, Replicas, options_text, shortened
+from zero_optim.health.stamps import Options, options_text, shortened
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.option_values import OptionValues, differing
 
@@ -49,7 +49,7 @@ class ReplicaCheck:
         self._pending: _Gather | None = None
         self._sent: list[_Gather] = []  # nobody waits for these, but they need their memory
         self._sent_after = -1  # steps
-        optimizer.core.engine.join_replicas(Replicas(weakly(self.tell), optimizer.ranks.numbers))
+        optimizer.core.engine.join_replicas(weakly(self.tell))
 
     def start(self) -> None:
         """Read the last gather, and start the next, with each backward pass. Raises as `read`."""

@@ -76,7 +76,7 @@ class Reducer:
         self.options = ReducerOptions() if options is None else options
         params = as_lists(params)
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
-        with failing_together(self.group) if checks else nullcontext():
+        with failing_together(self.group if checks else None):
             self._reduced = reduced = ReducedParams.of(params, sparse)
             if checks:
                 self.group.check_serves(reduced.params)

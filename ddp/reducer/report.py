@@ -14,7 +14,7 @@ Note [Late reports]
     first one of a static graph, are read at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,29 +38,25 @@ class FailureReport:
         self._failure = failure
         self._used = used
         self._is_late = False
-        self._answer: Pending[HostCopy] | None = None  # the word, or the counts
+        self._read: Callable[[], HostCopy]  # of the word, or of the counts
         if in_last_bucket:
             return
         counts = to_device(
             torch.tensor([failure is not None, *used], dtype=torch.int32, device="cpu"), group.device
         )
         sums = [group.start_sum(counts)] if group.size > 1 else []
-        self._answer = Pending(sums, lambda _: HostCopy(counts))
+        self._read = Pending(sums, lambda _: HostCopy(counts)).wait
 
     def read_word(self, reduced: Tensor) -> None:
         """Copy the element of the last bucket's sum, before the user gets the gradients."""
         word = HostCopy(reduced[:1])
-        self._answer = Pending([], lambda _: word)
+        self._read = lambda: word
 
     def put_off(self) -> None:
         """Start the copy to the CPU; `check` comes later: Note [Late reports]."""
         self._is_late = True
         if not self.in_last_bucket and is_asynchronous(self._group.device):
             self._read()
-
-    def _read(self) -> HostCopy:
-        assert self._answer is not None  # see ``in_last_bucket``
-        return self._answer.wait()
 
     def read_used(self) -> list[bool]:
         """Return by parameter whether any rank used it; the CPU waits, unless this rank used all."""

@@ -14,7 +14,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
@@ -82,7 +82,7 @@ def save(  # noqa: PLR0913 - keyword-only
         TypeError, ValueError: on every rank, if an argument is wrong, or a value neither tensor nor plain.
     """
     objects = model, optimizer, scheduler, scaler
-    with _agreed("save()", path, objects, extra, keep, process_group, timeout) as agreed:
+    with _agree("save()", path, objects, extra, keep, process_group, timeout) as agreed:
         agreed.write()
 
 
@@ -111,7 +111,7 @@ def save_async(  # noqa: PLR0913 - keyword-only
     """
     began = perf_counter()
     objects = model, optimizer, scheduler, scaler
-    with _agreed("save_async()", path, objects, extra, keep, process_group, timeout) as agreed:
+    with _agree("save_async()", path, objects, extra, keep, process_group, timeout) as agreed:
         group, mesh = agreed.members.group, agreed.members.mesh
         lane = _on_lane(group)
         if mesh is not None:  # apart from what ranks that write send
@@ -187,7 +187,7 @@ def _on_lane(group: RankGroup) -> RankGroup:
 
 
 @contextmanager
-def _agreed(
+def _agree(
     call: str,
     path: str | os.PathLike[str],
     parts: tuple[Any, Any, Any, Any],
@@ -214,12 +214,12 @@ def _agreed(
         agree(members.everyone, items, "what to save")
         if members.mesh is not None:  # the first replica writes the random states of all ranks
             own = [members.everyone.rank, random_state(objects.device)]
-            for number, state in _of_others(members.mesh.across, own, "the random state"):
+            for number, state in _collect(members.mesh.across, own, "the random state"):
                 part.add(key_of(RANDOM, str(number)), state)
         yield _Save(members, folder, part, keep)
 
 
-def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
+def _collect(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
     """Send a value to rank 0, which yields those of all others; all ranks call."""
     if group.rank:
         send_value(group, [0], *encode(value, about))
@@ -238,7 +238,7 @@ class _Save:
     def write(self) -> None:
         """Write by the first replica alone; all ranks call, and raise what it raised, naming the rank."""
         mesh = self.members.mesh
-        with nullcontext() if mesh is None else failing_together(mesh.everyone):
+        with failing_together(None if mesh is None else mesh.everyone):
             if mesh is None or mesh.across.rank == 0:
                 self._write()
 
@@ -264,7 +264,7 @@ class _Save:
                     self.part.values,
                 ]
                 values = dict(self.part.values)
-                for numbers, chunks, more in _of_others(group, mine, "the checkpoint's manifest"):
+                for numbers, chunks, more in _collect(group, mine, "the checkpoint's manifest"):
                     files.update({name: DataFile(*each) for name, *each in numbers})
                     written += [(Box(*box), Chunk(*chunk)) for box, chunk in chunks]
                     values.update(more)

@@ -25,8 +25,8 @@ from zero_optim.errors import (
     RankMismatchError,
     RemoteRankError,
     StateMismatchError,
-    heard_of,
-    is_heard_of,
+    is_remote,
+    mark_remote,
     message_of,
 )
 from zero_optim.host.meeting import meet
@@ -62,7 +62,7 @@ class Ballot:
     two more after a failure.
     """
 
-    def __init__(self, group: RankGroup, payload: Callable[[], bytes] = bytes) -> None:
+    def __init__(self, group: RankGroup | None, payload: Callable[[], bytes] = bytes) -> None:
         self.payloads: list[bytes] = []  # at the end those of all ranks, of one length
         self._group, self._payload = group, payload
 
@@ -70,7 +70,7 @@ class Ballot:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, Exception | None):
+        if self._group is None or not isinstance(error, Exception | None):
             return
         try:
             everyone = self._group.all_gather_fixed(bytes([error is not None]) + self._payload())
@@ -87,8 +87,8 @@ class Ballot:
         one_error(self._group, error)
 
 
-def failing_together(group: RankGroup) -> Ballot:
-    """Return a context that raises on every rank if its body raises on any; all ranks enter and leave it."""
+def failing_together(group: RankGroup | None) -> Ballot:
+    """Return a context that raises on every rank if its body does on any; all enter it. None: here alone."""
     return Ballot(group)
 
 
@@ -103,7 +103,7 @@ def one_error(group: RankGroup, error: Exception | None) -> Exception:
 def failure_of(error: BaseException, more: str = "") -> Failure:
     """Describe an exception for other ranks; ``more`` is added to its message."""
     message = message_of(error)
-    return type(error).__name__, message + more, is_heard_of(error) and message.startswith("rank ")
+    return type(error).__name__, message + more, is_remote(error) and message.startswith("rank ")
 
 
 def hear_failure(group: RankGroup, mine: Failure | None) -> Exception | None:
@@ -112,9 +112,9 @@ def hear_failure(group: RankGroup, mine: Failure | None) -> Exception | None:
     if mine is not None or not failed:
         return None
     rank = min(failed, key=lambda rank: failed[rank][2])
-    name, message, is_heard = failed[rank]
+    name, message, is_repeated = failed[rank]
     whose = f"rank {rank}: " if name in _KINDS else f"rank {rank} failed with {name}: "
-    return heard_of(_KINDS.get(name, RemoteRankError)(message if is_heard else whose + message))
+    return mark_remote(_KINDS.get(name, RemoteRankError)(message if is_repeated else whose + message))
 
 
 def gather_reports(group: RankGroup, report: T | None) -> dict[int, T]:
@@ -225,7 +225,7 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"expected {name} to be True or False, got {value!r}")
 
 
-def ranks_of(process_group: object, data: object = None) -> RankGroup:
+def take_group(process_group: object, data: object = None) -> RankGroup:
     """As `RankGroup.of`, for users: another object raises TypeError on all ranks of the default group."""
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
     is_outside = type(process_group) is type(outside) and process_group == outside

@@ -134,7 +134,7 @@ def find_error(
 
     It names cause and ranks. None of last calls if every rank has failed: it has raised its own.
     """
-    named = {numbers[rank] if numbers else rank: stamp for rank, stamp in sorted(stamps.items())}
+    named = {numbers[rank]: stamp for rank, stamp in sorted(stamps.items())}
     failed = [f"rank {rank} failed with {stamp.name}" for rank, stamp in named.items() if stamp.has_failed]
     if failed:
         call = next((stamp.name for stamp in named.values() if not stamp.has_failed), call)

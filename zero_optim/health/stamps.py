@@ -21,7 +21,7 @@ Note [What a count cannot tell]
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from zero_optim.comm.agreement import Failure, failure_of, hear_failure
 from zero_optim.comm.collectives import RankGroup
@@ -57,20 +57,13 @@ Sampled: TypeAlias = dict[str, str | None]  # an element of a gradient, by the p
 Origins: TypeAlias = Callable[[Options], tuple[Collection[OptionKey], Collection[OptionKey]]]
 
 
-class Replicas(NamedTuple):
-    """The other replicas of a mesh: ``tell`` sends them an error of this one. ``numbers``: of its ranks."""
-
-    tell: Callable[[BaseException], None]
-    numbers: Sequence[int]
-
-
 class Call(NamedTuple):
     """A call that changes and gathers parameters, such as ``step()``, and its exception on this rank."""
 
     name: str
     origins: Origins
     failure: BaseException | None = None
-    replicas: Replicas | None = None
+    tell_replicas: Callable[[BaseException], None] | None = None  # of a mesh, an error of this one
 
     @property
     def failure_text(self) -> str:
@@ -89,7 +82,6 @@ class _Step:
     name: str
     digest: bytes
     options: Options
-    replicas: Replicas | None = None
     sampled: Sampled | None = None
     arrivals: Arrivals = field(default_factory=Arrivals)
     is_raised: bool = False
@@ -142,7 +134,7 @@ class Stamps:
         digest, (sampled, self._sampled) = values.digest, (self._sampled, None)
         if sampled is not None:
             digest = blake2b(digest + repr(sampled).encode(), digest_size=DIGEST_NBYTES).digest()
-        self._step = _Step(number, call.name, digest, values.by_group, call.replicas, sampled)
+        self._step = _Step(number, call.name, digest, values.by_group, sampled)
         if call.failure is not None:
             self._step.fail(call.failure)
         self._unread.append(self._step)
@@ -166,17 +158,16 @@ class Stamps:
         """This rank's stamp of the last call."""
         return self._step.octets()
 
-    def raise_failures(self) -> None:
+    def raise_failures(self, group: RankGroup) -> None:
         """Raise RemoteRankError, once, if only other ranks failed in the last call, by stamps that came."""
         for step in self._unread:
             is_known = step.is_raised or step.failure is not None
             if is_known or not step.arrivals.are_here or step.compare(HostCopy.read):
                 continue
-            replicas, stamps = step.replicas, step.arrivals.read_stamps(HostCopy.read)
-            error = find_error(stamps, replicas.numbers if replicas else (), step.name)
+            error = find_error(step.arrivals.read_stamps(HostCopy.read), group.numbers, step.name)
             if isinstance(error, RemoteRankError):
                 step.is_raised = True
-                _raise_in_replica(error, replicas)
+                raise error
 
     def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Compare the calls since the last comparison; all ranks call, and raise but where ``call`` failed.
@@ -201,8 +192,10 @@ class Stamps:
         if not self._reported.issuperset(stamps.values()):
             self._reported = frozenset(stamps.values())
             error = self._find_error(group, self._step, stamps, "", call.origins)
+            if error is not None and call.tell_replicas is not None:
+                call.tell_replicas(error)
             if error is not None:
-                _raise_in_replica(error, call.replicas)
+                raise error
 
     def _find_error(
         self,
@@ -219,7 +212,7 @@ class Stamps:
         if isinstance(error, RemoteRankError) and asks:
             return hear_failure(group, step.failure) or error
         has_failed = any(stamp.has_failed for stamp in stamps.values())
-        if error is not None or has_failed or len({stamp.digest for stamp in stamps.values()}) == 1:
+        if error is not None or has_failed or len({stamp.digest for stamp in stamps.values()}) < 2:
             return error
         return self._different_options(group, step, origins)
 
@@ -279,12 +272,6 @@ class Stamps:
             "schedulers on all ranks alike, and load the same state on all. If they are meant to differ, "
             f"build it with own_options={names!r}"
         )
-
-
-def _raise_in_replica(error: Exception, replicas: Replicas | None) -> NoReturn:
-    if replicas is not None:
-        replicas.tell(error)
-    raise error
 
 
 def options_text(

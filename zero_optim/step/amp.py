@@ -28,7 +28,7 @@ class Scaling:
     scaler: torch.amp.GradScaler | None
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, scaler: object) -> "Scaling | None":
+    def read(cls, optimizer: torch.optim.Optimizer, scaler: object) -> "Scaling | None":
         """Read the scaler passed to ``step()``, or the optimizer's attributes; None without. No wait."""
         if scaler is None:
             found_inf, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
