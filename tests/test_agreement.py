@@ -195,7 +195,7 @@ def test_an_exception_that_cannot_be_rebuilt_is_quoted() -> None:
 def test_a_failure_that_is_another_ranks_is_repeated_as_it_is_unless_a_rank_has_its_own(also: bool) -> None:
     rank, raised = dist.get_rank(), mark_remote(ValueError("rank 7: no"))
     expected = "^(rank 1: )?own$" if also and rank else "^rank 7: no$"
-    with pytest.raises(ValueError, match=expected), failing_together(RankGroup.of(None)):
+    with pytest.raises(ValueError, match=expected), failing_together(RankGroup.of(None)):  # noqa: PT012
         if rank == 0 or also:
             raise ValueError("own") if rank else raised
 

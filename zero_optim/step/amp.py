@@ -81,8 +81,5 @@ class Scaling:
 
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Remove a scaler's attributes before ``step()`` raises; return whether there were any."""
-    is_scaled = "found_inf" in vars(optimizer)
-    if is_scaled:
-        for name in ("found_inf", "grad_scale"):
-            vars(optimizer).pop(name, None)
-    return is_scaled
+    found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
+    return found_inf is not None

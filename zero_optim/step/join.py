@@ -78,7 +78,7 @@ def lend_gradients(
 ) -> Any:  # noqa: ANN401 - what the lender gave
     """Send joined ranks options, and gradients of their rows, from the lowest active one; all ranks call."""
     have_joined = ranks_that(statuses, Status.JOINED)
-    if not have_joined or len(have_joined) == group.size:
+    if len(have_joined) in (0, group.size):
         return None
     lender = next(rank for rank in range(group.size) if rank not in have_joined)
     parcels, received = [], None
